@@ -18,6 +18,7 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
     NO_WORKERS = "no_workers"  # 503
+    STARTING = "starting"  # 503: workers may not have registered with the router yet
     CLOSING = "closing"  # 503: the router is shutting down
 
 

@@ -44,7 +44,7 @@ _KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes id
 
 
 class NoRouter(Unavailable):
-    """No router takes calls now: none is reachable, or those that are shut down."""
+    """No router takes calls now: each is unreachable, shuts down or waits for its workers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RouterClient:
             trace: headers of the span whose child the router's span will be.
 
         Raises:
-            NoRouter: if every router is unreachable or shuts down.
+            NoRouter: if every router is unreachable, has just started or shuts down.
             Overloaded, QueueTimeout, TooLarge, Unavailable: if no router places the request.
             InternalFault: if a router rejects the call as invalid.
         """
@@ -313,7 +313,7 @@ def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
             raise Overloaded(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.TOO_LARGE:
             raise TooLarge(detail.message, param="prompt")
-        case ErrorCode.CLOSING:
+        case ErrorCode.STARTING | ErrorCode.CLOSING:
             raise NoRouter(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:
             raise Unavailable(detail.message, retry_after_s=retry_after_s)

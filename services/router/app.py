@@ -45,8 +45,8 @@ log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)
 
 
-def build_dispatcher(settings: RouterSettings) -> Dispatcher:
-    """Return a dispatcher with the settings' limits and policy."""
+def build_dispatcher(settings: RouterSettings, now: float) -> Dispatcher:
+    """Return a dispatcher with the settings' limits and policy, of a router that starts ``now``."""
     return Dispatcher(
         Fleet(settings.fleet),
         PlacementQueue(settings.max_waiting),
@@ -55,6 +55,7 @@ def build_dispatcher(settings: RouterSettings) -> Dispatcher:
         output_reserve=settings.output_reserve,
         max_wait_s=settings.max_wait_s,
         admission=Admission(settings.admission),
+        settled_at=now + settings.gone_after_s,
     )
 
 
@@ -83,7 +84,7 @@ def create_app(
     app = _App(__name__)
     app.url_map.merge_slashes = False  # no redirects
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    router = dispatcher or build_dispatcher(settings)
+    router = dispatcher or build_dispatcher(settings, clock())
     metrics = RouterMetrics()
     _add_workers_api(app, router, clock)
     _add_gateways_api(app, router, metrics, clock)

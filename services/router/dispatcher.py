@@ -28,6 +28,7 @@ from services.router.errors import (
     NoWorkers,
     QueueTimeout,
     RouterException,
+    Starting,
     TooLarge,
     UnknownModel,
 )
@@ -38,6 +39,10 @@ from services.router.queue import PendingPlacement, PlacementQueue
 
 class Dispatcher:
     """Answers place calls. It has no clock: methods take ``now``, in seconds of a monotonic clock.
+
+    Args:
+        settled_at: time from which all live workers have registered. Before it, a call that no
+            registered worker takes is refused with `Starting`.
 
     Attributes:
         closed: whether the router is shutting down and refuses every call.
@@ -55,6 +60,7 @@ class Dispatcher:
         output_reserve: int,
         max_wait_s: float,
         admission: Admission | None = None,
+        settled_at: float = 0.0,
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.fleet = fleet
@@ -66,6 +72,7 @@ class Dispatcher:
         self._output_reserve = output_reserve
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
+        self._settled_at = settled_at
         self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
@@ -89,7 +96,7 @@ class Dispatcher:
             return call
         result = self._place(demand, self.fleet.snapshots(now))
         if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
-            call.resolve(_exception_for(result.reason, request))
+            call.resolve(self._refusal(result.reason, request, now))
             return call
         if isinstance(result, Pair) and not len(self.queue):
             call.resolve(self._promise(result, demand, now))
@@ -174,7 +181,7 @@ class Dispatcher:
             elif result.reason is Reason.BUSY:
                 reserved |= result.candidates
             else:
-                self._answer(call, _exception_for(result.reason, call.request))
+                self._answer(call, self._refusal(result.reason, call.request, now))
 
     def _place(
         self,
@@ -183,6 +190,11 @@ class Dispatcher:
         reserved: frozenset[str] = frozenset(),
     ) -> Pair | NoPlacement:
         return place(demand, workers, self._policy, self._rng, reserved=reserved)
+
+    def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
+        if now < self._settled_at and reason is not Reason.AMBIGUOUS_MODEL:
+            return Starting("this router has just started, and knows no worker for the request yet")
+        return _exception_for(reason, request)
 
     def _promise(self, pair: Pair, demand: Demand, now: float) -> Placement:
         return self.fleet.promise(pair, demand, self._new_id(), now)

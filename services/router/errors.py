@@ -9,6 +9,7 @@ RouterException         body: `RouterError`
 ├── TooLarge            413  too_large
 ├── QueueFull           429  queue_full, with Retry-After
 ├── NoWorkers           503  no_workers, with Retry-After
+├── Starting            503  starting, with Retry-After
 └── Closing             503  closing, with Retry-After
 """
 
@@ -79,6 +80,12 @@ class NoWorkers(RouterException):
     """No compatible pair of workers is ready, suspect or on probation."""
 
     status, code, retry = 503, ErrorCode.NO_WORKERS, True
+
+
+class Starting(RouterException):
+    """No registered worker takes the call, but the router has just started: others may register."""
+
+    status, code, retry = 503, ErrorCode.STARTING, True
 
 
 class Closing(RouterException):

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import time
 from functools import partial
 
 import structlog
@@ -27,7 +28,7 @@ async def serve(settings: RouterSettings) -> None:
     Raises:
         SettingsError: if the address or a TLS file is invalid, or the port is in use.
     """
-    dispatcher = build_dispatcher(settings)
+    dispatcher = build_dispatcher(settings, time.monotonic())
     server = HttpServer(http_config(create_app(settings, dispatcher), settings.tls))
     listener = listen(settings.host, settings.port)
     try:

@@ -76,7 +76,8 @@ class RouterSettings(ServiceSettings):
         10.0,
         gt=0,
         le=3600,
-        description="time without heartbeat after which a worker is removed, seconds",
+        description="time without heartbeat after which a worker is removed, seconds; for as long "
+        "after its start, a router that has no worker for a request lets gateways try again",
     )
     probation_s: float = Field(
         0.5,

@@ -207,6 +207,7 @@ async def test_proxy_of_the_environment_is_not_used(
         (413, "too_large", TooLarge, None),
         (503, "no_workers", Unavailable, 3.0),
         (503, "closing", NoRouter, 3.0),
+        (503, "starting", NoRouter, 3.0),
         (500, "internal", Unavailable, 3.0),
         (400, "invalid", InternalFault, None),
         (302, "not a code", Unavailable, 1.0),

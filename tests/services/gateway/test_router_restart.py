@@ -35,7 +35,7 @@ async def test_replay_waits_for_a_router_that_restarts(site: Site) -> None:
     await until(lambda: ("ok", None) in outcomes(site))
 
 
-@pytest.mark.parametrize("code", [None, "closing"])
+@pytest.mark.parametrize("code", [None, "closing", "starting"])
 async def test_new_request_waits_for_a_router_that_restarts(site: Site, code: str | None) -> None:
     site.worker.script = say(5)
     if code is None:

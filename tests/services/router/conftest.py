@@ -1,5 +1,6 @@
 """The router's app as a fixture."""
 
+import math
 from collections.abc import AsyncIterator
 
 import pytest
@@ -21,7 +22,7 @@ async def router() -> AsyncIterator[Router]:
             "tick_s": 0.001,
         }
     )
-    clock, dispatcher = Clock(), build_dispatcher(settings)
+    clock, dispatcher = Clock(), build_dispatcher(settings, now=-math.inf)
     app = create_app(settings, dispatcher, clock=clock)
     async with app.test_app():
         yield Router(app, dispatcher, clock)

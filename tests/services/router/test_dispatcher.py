@@ -1,6 +1,7 @@
 """Queueing of place calls: order, limits, wake-ups, and no starvation."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from services.router.errors import (
     NoWorkers,
     QueueFull,
     QueueTimeout,
+    Starting,
     TooLarge,
     UnknownModel,
 )
@@ -24,7 +26,9 @@ from tests.services.router.samples import beat, place_request, registration
 PAGES = 8  # of each worker; `place_request()` needs 2 pages of 16 tokens
 
 
-def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatcher:
+def dispatcher(
+    *names: str, bound: int = 4, pages_free: int = PAGES, settled_at: float = 0.0
+) -> Dispatcher:
     """Return a dispatcher with colocated workers of `PAGES` pages each."""
     router = Dispatcher(
         Fleet(FleetLimits()),
@@ -33,6 +37,7 @@ def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatch
         Random(0),
         output_reserve=256,
         max_wait_s=60.0,
+        settled_at=settled_at,
     )
     for name in names:
         router.register(registration(name, Role.COLOCATED, pages_total=PAGES), 0.0)
@@ -43,6 +48,22 @@ def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatch
 def placed_on(call: PendingPlacement) -> str:
     assert isinstance(call.answer, Placement)
     return call.answer.decode.worker_id
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "refusal"),
+    [
+        ((), {}, NoWorkers),
+        (("c0",), {"model": "unknown"}, UnknownModel),
+        (("c0",), {"prompt_tokens": 16 * PAGES + 1}, TooLarge),
+    ],
+)
+def test_call_is_not_refused_for_good_before_workers_have_registered(
+    workers: tuple[str, ...], changes: dict[str, Any], refusal: type[Exception]
+) -> None:
+    router = dispatcher(*workers, settled_at=10.0)
+    assert isinstance(router.submit(place_request(**changes), 9.9).answer, Starting)
+    assert isinstance(router.submit(place_request(**changes), 10.0).answer, refusal)
 
 
 def test_placements_since_the_last_heartbeat_count() -> None:

@@ -1,5 +1,7 @@
 """Spans of the router, below those of gateways."""
 
+import math
+
 from services.common.otlp import exporting
 from services.common.placement import Role
 from services.router.app import build_dispatcher, create_app
@@ -15,7 +17,7 @@ async def test_place_call_has_a_span_below_that_of_its_gateway() -> None:
     call = place_request(request_id="mine")
     with collecting() as collector:
         settings = RouterSettings.model_validate({"otlp_endpoint": collector.url})
-        clock, dispatcher = Clock(), build_dispatcher(settings)
+        clock, dispatcher = Clock(), build_dispatcher(settings, now=-math.inf)
         app = create_app(settings, dispatcher, clock=clock)
         async with app.test_app():
             router = Router(app, dispatcher, clock)
