@@ -131,7 +131,7 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         rounds.clear()
         await until(lambda: len(rounds) > 1)
         assert registrar.not_ready == (None if draining else reason)
-        assert ready() == pytest.approx(nan if draining else reason is None, nan_ok=True)
+        assert ready() == pytest.approx(nan if draining else float(reason is None), nan_ok=True)
     expected = [] if draining else [False, True]
     assert served == expected
     registrar.unregistered = "no router knows this worker"
