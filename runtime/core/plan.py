@@ -52,8 +52,9 @@ def choose_chunks(
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 
     Prompts are computed in the order of ``position + 4 * left``. A short prompt overtakes longer
-    ones, but a prompt of n tokens waits for less than 3 n tokens of prompts admitted after it. What
-    is left of a step after a chunk of ``chunk_tokens`` goes to the next prompts in this order.
+    ones, but a prompt of n tokens waits for less than 3 n tokens of prompts admitted after it.
+    Sequences that were preempted while running have position 0. What is left of a step after a
+    chunk of ``chunk_tokens`` goes to the next prompts in this order.
 
     Args:
         groups: groups to prefill.

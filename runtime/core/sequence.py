@@ -103,7 +103,7 @@ class SequenceGroup:
     Attributes:
         computed: number of prompt tokens whose KV is in the pages.
         position: number of prompt tokens that were admitted to prefill before this group, or None
-            until it is admitted. A group that is preempted keeps it.
+            until it is admitted. Preempted prompts keep it; preempted running sequences have 0.
     """
 
     purpose: Purpose

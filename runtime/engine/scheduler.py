@@ -279,7 +279,7 @@ class Scheduler:
                 continue
             self._stop(youngest)
             self._rewind([youngest])
-            group = SequenceGroup(Purpose.GENERATE, [youngest], position=0)  # before all others
+            group = SequenceGroup(Purpose.GENERATE, [youngest], position=0)
             try:
                 self.pages.check_fits(group)
             except OutOfPages as fault:

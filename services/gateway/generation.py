@@ -20,6 +20,7 @@ from services.common.errors import (
     InternalFault,
     InvalidRequest,
     Overloaded,
+    ServiceError,
     TooLarge,
     Unavailable,
 )
@@ -199,14 +200,13 @@ class Generator:
     ) -> RoutedPlacement:
         """Place an attempt. Workers that failed this request are used only as a last resort.
 
-        A router may restart, and after it the workers must register again. A request that a worker
-        has already begun also waits for workers.
+        A request waits while no router is reachable, and while workers register with a router that
+        has just started. If a worker has already begun it, it also waits for workers to be ready.
         """
         began = time.monotonic()
         context, replayed = request.context, len(progress.replayed)
         until = min(began + self._settings.queue_wait_s, context.deadline)
-        tries, waits = 0, retries.number > 0
-        final = (TooLarge,) if waits else (TooLarge, Overloaded)
+        tries = 0
         while True:
             call = PlaceRequest(
                 request_id=context.request_id,
@@ -224,10 +224,9 @@ class Generator:
             try:
                 routed = await self._router.place(call, trace)
             except (Overloaded, TooLarge, Unavailable) as error:
-                waits = waits or isinstance(error, NoRouter)
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()
-                elif waits and not isinstance(error, final) and time.monotonic() < until:
+                elif self._waits(error, retries) and time.monotonic() < until:
                     tries += 1
                     await asyncio.sleep(min(_backoff_s(tries), until - time.monotonic()))
                 else:
@@ -236,6 +235,13 @@ class Generator:
                 self._check_tokenizer(routed)
                 self._metrics.observe_routing(time.monotonic() - began)
                 return routed
+
+    @staticmethod
+    def _waits(refusal: ServiceError, retries: _Retries) -> bool:
+        """Return whether to repeat a refused place call."""
+        if retries.number > 0:
+            return not isinstance(refusal, TooLarge)
+        return isinstance(refusal, NoRouter)
 
     def _check_tokenizer(self, routed: RoutedPlacement) -> None:
         """Release the placement and raise `Unavailable` if the tokenizer does not fit its model."""

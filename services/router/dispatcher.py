@@ -41,8 +41,8 @@ class Dispatcher:
     """Answers place calls. It has no clock: methods take ``now``, in seconds of a monotonic clock.
 
     Args:
-        settled_at: time from which all live workers have registered. Before it, a call that no
-            registered worker takes is refused with `Starting`.
+        settled_at: time from which all live workers have registered. Before it, a call without
+            exclusions that no registered worker takes is refused with `Starting`.
 
     Attributes:
         closed: whether the router is shutting down and refuses every call.
@@ -192,7 +192,9 @@ class Dispatcher:
         return place(demand, workers, self._policy, self._rng, reserved=reserved)
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
-        if now < self._settled_at and reason is not Reason.AMBIGUOUS_MODEL:
+        # Gateways ask again without exclusions, so only a call without them needs to wait.
+        starting = now < self._settled_at and not request.exclude
+        if starting and reason is not Reason.AMBIGUOUS_MODEL:
             return Starting("this router has just started, and knows no worker for the request yet")
         return _exception_for(reason, request)
 

@@ -53,7 +53,7 @@ async def test_new_request_waits_for_a_router_that_restarts(site: Site, code: st
 async def test_new_request_waits_for_workers_of_a_router_that_restarts(site: Site) -> None:
     """The router answers again before its workers have registered."""
     site.worker.script = say(5)
-    site.router.refusals = [(503, "closing"), (404, "unknown_model"), (503, "no_workers")]
+    site.router.refusals = [(503, "closing"), (503, "starting"), (503, "starting")]
     assert (await completion(site)).status_code == 200
     assert not site.router.refusals
 

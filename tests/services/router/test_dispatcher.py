@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.placement import Outcome, Placement, Release, Role
+from services.router.app import build_dispatcher
 from services.router.dispatcher import Dispatcher
 from services.router.errors import (
     Closing,
@@ -21,6 +22,7 @@ from services.router.errors import (
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
+from services.router.settings import RouterSettings
 from tests.services.router.samples import beat, place_request, registration
 
 PAGES = 8  # of each worker; `place_request()` needs 2 pages of 16 tokens
@@ -63,7 +65,16 @@ def test_call_is_not_refused_for_good_before_workers_have_registered(
 ) -> None:
     router = dispatcher(*workers, settled_at=10.0)
     assert isinstance(router.submit(place_request(**changes), 9.9).answer, Starting)
+    excluding = place_request(**changes, exclude=["c1"])
+    assert isinstance(router.submit(excluding, 9.9).answer, refusal)
     assert isinstance(router.submit(place_request(**changes), 10.0).answer, refusal)
+
+
+def test_router_waits_for_workers_until_silent_ones_would_be_removed() -> None:
+    given = RouterSettings.model_validate({"gone_after_s": 7})
+    router = build_dispatcher(given, now=100.0)
+    assert isinstance(router.submit(place_request(), 106.9).answer, Starting)
+    assert isinstance(router.submit(place_request(), 107.0).answer, NoWorkers)
 
 
 def test_placements_since_the_last_heartbeat_count() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
@@ -9,7 +10,7 @@ from typing import Any
 
 from services.common.http_server import HttpServer, listen
 from services.common.placement import Role
-from services.router.app import create_app
+from services.router.app import build_dispatcher, create_app
 from services.router.server import http_config
 from services.router.settings import RouterSettings
 from tests.faults.mutations import documents, http, requests
@@ -59,7 +60,8 @@ class RouterHttpPort(Port):
             {"cluster_token": TOKEN, "suspect_after_s": 600, "gone_after_s": 3600}
         )
         listener = listen("127.0.0.1", 0)
-        server = HttpServer(http_config(create_app(settings)))
+        dispatcher = build_dispatcher(settings, now=-math.inf)  # not one that waits for workers
+        server = HttpServer(http_config(create_app(settings, dispatcher)))
         serving = asyncio.create_task(server.serve([listener]))
         router = cls(listener.getsockname()[1])
         await router.register()
