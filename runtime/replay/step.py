@@ -204,14 +204,13 @@ class StepReplay:
             log = self._eviction.log(chunks)
             self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens, log)
             self._eviction.evict(chunks, log)
-            encode_prompts(self._model, self._cache, chunks)
         else:
             self._decode.run(assignment.bucket)
         # The sampling alone reads the rest, which is written while the pass runs.
         joined.update(self._slots.update(prompts, rewritten=prompts))
         if joined:
             self._sampler.load(joined)
-        return self._sample(assignment, chunks, record_event(self._device))
+        return self._sample(assignment, chunks)
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
@@ -243,18 +242,23 @@ class StepReplay:
             assignment = self._assignment = SlotAssignment(sequences, slots, bucket, features)
         return assignment
 
-    def _sample(
-        self, assignment: SlotAssignment, chunks: Sequence[Chunk], ready: torch.cuda.Event | None
-    ) -> InFlightStep:
-        """Launch the sampling of a step and the copy of its results."""
+    def _sample(self, assignment: SlotAssignment, chunks: Sequence[Chunk]) -> InFlightStep:
+        """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
+
+        The pages are encoded last, so that first tokens do not wait for it.
+        """
+        has_stored = self._cache.layout.has_stored
+        ready = None if has_stored else record_event(self._device)
         results, bucket, features = next(self._host_copies), assignment.bucket, assignment.features
         held: Mapping[int, Tensor] = {}
         if bucket:
             self._sampler.run(bucket, features)
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
+        if has_stored:
+            encode_prompts(self._model, self._cache, chunks)
+            ready = record_event(self._device)
         used = assignment.without_forced()
-        has_stored = self._cache.layout.has_stored
         read_first = any(
             sequence.request.sampling.temperature > 0 and not sequence.forced
             for chunk in chunks
