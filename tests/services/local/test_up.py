@@ -1,7 +1,9 @@
 """`headrace up`: one deployment for each port, and errors of services that cannot start."""
 
+import asyncio
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,13 @@ def test_dense_model_is_served_while_the_cpu_factorizes(
     monkeypatch.setattr(up_module, "is_factorized", lambda options: made)
     options = UpOptions(keep=0.9, device=device, dense_meanwhile=meanwhile)
     assert serves_dense_meanwhile(options) == expected
+
+
+def test_background_factorization_that_cannot_start_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    asyncio.run(up_module._factorize(UpOptions(keep=0.9), tmp_path / "prepare.log"))
+    shown = output(capsys)
+    assert "factorizing failed" in shown
+    assert "No such file or directory" in shown

@@ -105,6 +105,23 @@ async def test_whole_request_has_a_span_for_each_stage(site: Site, collector: Co
     assert 0 < stages.decode <= (decoded.end_ns - decoded.start_ns) / 1e9
 
 
+async def test_forced_decode_steps_of_a_replay_are_not_in_the_stage_decode(
+    site: Site, collector: Collector
+) -> None:
+    """With a compressed format, tokens that were delivered already are decoded again."""
+    prefill = await site.prefill(kv_format="fp8")
+    start = start_of(None, prefill.worker.identity.epoch)
+    start.request.prompt_tokens -= 90  # of 100 tokens
+    start.request.max_tokens = 92
+    session = start_stream(prefill.worker.service, start)
+    spans = await collected(collector, STREAM, "queue", "prefill", "decode")
+    _, _, computed, decoded = spans
+    assert not output_of(session).HasField("error")
+    assert computed.end_ns == decoded.start_ns
+    assert computed.end_ns - computed.start_ns > decoded.end_ns - decoded.start_ns
+    assert output_of(session).stages.decode <= (decoded.end_ns - decoded.start_ns) / 1e9
+
+
 async def test_failed_fetch_names_the_reason_on_each_worker(
     site: Site, collector: Collector
 ) -> None:
