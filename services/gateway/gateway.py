@@ -213,6 +213,7 @@ class Gateway:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
+            self._generator.stop_placing(_shutting_down())
             self._sessions.fail_all(_shutting_down())
 
     async def close(self) -> None:

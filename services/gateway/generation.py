@@ -106,6 +106,14 @@ class Generator:
         self._sessions = sessions
         self._metrics = metrics
         self._recent = recent
+        self._placing: set[asyncio.Timeout] = set()
+        self._shutdown: ServiceError | None = None
+
+    def stop_placing(self, error: ServiceError) -> None:
+        """End the requests that wait for a placement, or for another one, with an error."""
+        self._shutdown = error
+        while self._placing:
+            self._placing.pop().reschedule(0)  # now
 
     async def run(self, request: GenerationRequest) -> AsyncGenerator[list[TextDelta]]:
         """Yield the output as it arrives. Closing the generator cancels the stream on the worker.
@@ -188,8 +196,19 @@ class Generator:
         self, request: GenerationRequest, progress: Progress, retries: _Retries, parent: Span
     ) -> RoutedPlacement:
         """Place an attempt, in a span of its own; see `_place_traced`."""
+        if self._shutdown is not None:
+            raise self._shutdown
         with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:
-            return await self._place_traced(request, progress, retries, span.headers)
+            try:
+                async with asyncio.timeout(None) as scope:
+                    self._placing.add(scope)
+                    return await self._place_traced(request, progress, retries, span.headers)
+            except TimeoutError:
+                if self._shutdown is None or not scope.expired():
+                    raise
+                raise self._shutdown from None
+            finally:
+                self._placing.discard(scope)
 
     async def _place_traced(
         self,

@@ -6,6 +6,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from headrace.v1 import error_pb2
+from services.common.errors import Unavailable
 from services.gateway.http.middleware import RequestMiddleware
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import completion, failing, outcomes
@@ -172,6 +173,32 @@ async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
     await site.router.started(1)
     await site.gateway.drain(0.05)
     assert (await running).status_code == 503
+    await site.router.settled()
+
+
+async def test_requests_without_a_worker_fail_at_the_end_of_the_drain(site: Site) -> None:
+    site.router.hold = True
+    waiting = asyncio.create_task(completion(site))
+    await until(lambda: bool(site.router.headers))  # the router has received the place call
+    await site.gateway.drain(0.05)
+    answer = await waiting
+    assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
+    assert "shutting down" in answer.json()["error"]["message"]
+    await until(lambda: site.router.abandoned == 1)
+
+
+async def test_failed_attempts_are_not_repeated_after_the_drain(site: Site) -> None:
+    async def fail_late(stream: FakeStream) -> None:
+        await stream.tokens(5)
+        await asyncio.sleep(0.2)
+        await failing(error_pb2.ERROR_CODE_DRAINING)(stream)
+
+    site.worker.script = fail_late
+    running = asyncio.create_task(completion(site))
+    await site.router.started(1)
+    site.gateway._generator.stop_placing(Unavailable("the gateway is shutting down"))
+    assert (await running).status_code == 503
+    assert len(site.router.places) == 1
     await site.router.settled()
 
 
