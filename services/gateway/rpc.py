@@ -1,6 +1,7 @@
 """The gRPC interface ``headrace.v1.Inference``. It uses the same `Gateway` as HTTP."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -71,6 +72,9 @@ def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
     return server
 
 
+_METHODS = frozenset(inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods_by_name)
+
+
 class _KeyInterceptor(aio.ServerInterceptor):
     """Rejects calls without an API key before their request arrives and before any limit."""
 
@@ -86,7 +90,7 @@ class _KeyInterceptor(aio.ServerInterceptor):
             try:
                 self._gateway.authenticate(_authorization(handler_call_details.invocation_metadata))
             except ServiceError as error:
-                return self._rejection(method, error)
+                return self._rejection(method if method in _METHODS else "unknown", error)
         return await continuation(handler_call_details)
 
     def _rejection(self, method: str, error: ServiceError) -> Any:
@@ -242,7 +246,7 @@ def _deadline(accepted: RequestContext, context: Context) -> float:
     remaining = context.time_remaining()
     if remaining is None:
         return accepted.deadline
-    return min(accepted.deadline, accepted.arrived + remaining)
+    return min(accepted.deadline, time.monotonic() + remaining)
 
 
 async def _abort(context: Context, error: ServiceError) -> NoReturn:

@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import time
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -14,7 +16,9 @@ from grpc_status import rpc_status
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc, sampling_pb2
+from services.gateway import rpc
 from services.gateway.keys import ApiKeys, Tenant
+from services.gateway.requests import RequestContext
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import FakeStream, say, until
 
@@ -168,6 +172,28 @@ async def test_call_without_a_key_is_rejected_before_its_request(open_site: Open
     assert info.reason == "INVALID_API_KEY"
     labels = {"endpoint": "headrace.v1.Inference/Generate", "status": "401"}
     await until(lambda: site.metric("headrace_requests_total", **labels) == 1)
+
+
+async def test_methods_of_rejected_calls_are_counted_as_one(open_site: OpenSite) -> None:
+    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): Tenant("team-a")})
+    site: Site = await open_site(keys=keys)
+    for name in ("Unknown", "x" * 100):
+        call: Any = site.rpc.unary_unary(f"/headrace.v1.Inference/{name}")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call(b"")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    labels = {"endpoint": "headrace.v1.Inference/unknown", "status": "401"}
+    await until(lambda: site.metric("headrace_requests_total", **labels) == 2)
+
+
+async def test_deadline_of_a_client_counts_from_now() -> None:
+    """The time that is left is asked for some time after the request arrived."""
+    now = time.monotonic()
+    accepted = RequestContext("r", None, now - 3, now + 600)
+    context = Mock(time_remaining=lambda: 7.0)
+    assert rpc._deadline(accepted, context) == pytest.approx(now + 7, abs=1)
+    context = Mock(time_remaining=lambda: None)
+    assert rpc._deadline(accepted, context) == now + 600
 
 
 async def test_disconnect_cancels_the_stream(site: Site) -> None:
