@@ -102,7 +102,8 @@ class CallLimiter(aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
             except TimeoutError:
                 await context.abort(
-                    grpc.StatusCode.UNAVAILABLE, f"a stream ends after {duration_s} s"
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"the server ended this stream after {duration_s:g} s; open it again",
                 )
             finally:
                 if counter is not None:

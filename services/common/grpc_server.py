@@ -60,7 +60,8 @@ class TokenInterceptor(aio.ServerInterceptor):
         presented = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(presented, self._expected):
             return await continuation(handler_call_details)
-        return _reject(await continuation(handler_call_details))
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _reject(handler)  # None if the method is unknown
 
 
 def _reject(handler: Handler) -> Handler:
@@ -94,8 +95,8 @@ class GrpcServer:
         tls: certificates for mutual TLS, or None for a server without it.
         limits: limits of a public port, or None for a port between services.
         reuse_port: see `services.common.http_server.listen`.
-        interceptors: called before the limits apply, so that a call that they reject counts in
-            none.
+        interceptors: called before the limits apply. Calls that they reject do not count towards
+            any limit.
 
     Attributes:
         port: TCP port that the server listens on.

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -31,6 +32,17 @@ async def test_message_above_the_size_limit_is_rejected() -> None:
             assert await code_of(stub.Check(long)) is grpc.StatusCode.RESOURCE_EXHAUSTED
             short = health_pb2.HealthCheckRequest(service="x" * 900)
             assert await code_of(stub.Check(short)) is grpc.StatusCode.NOT_FOUND
+    finally:
+        await server.stop(0)
+
+
+async def test_unknown_method_without_the_token_is_unimplemented() -> None:
+    server = GrpcServer("127.0.0.1:0", [], token="secret")
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            method: Any = channel.unary_unary("/headrace.v1.Decode/Session")
+            assert await code_of(method(b"")) is grpc.StatusCode.UNIMPLEMENTED
     finally:
         await server.stop(0)
 
