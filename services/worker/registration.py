@@ -17,6 +17,8 @@ MAX_UNREPORTED = 4096
 """Maximum unreported placements kept for each router. Older ones are dropped; the router lets them
 expire."""
 
+_MAX_REASON = 300  # characters of a router's answer in logs
+
 
 class Registrar:
     """Keeps one worker registered with all routers, and reports its load with every heartbeat.
@@ -108,17 +110,15 @@ class Registrar:
             # An OSError is a TLS alert of the router, which httpx passes on as it is.
             except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
                 if not complained:
-                    log.warning("router does not answer", router=url, error=repr(error))
+                    log.warning("not registered", router=url, error=_reason(error))
                 known, complained = False, True
-                self._failures[url] = f"{url}: {error!r}"
+                self._failures[url] = f"{url}: {_reason(error)}"
             await asyncio.sleep(self._period_s)
 
     async def _register(self, url: str) -> None:
         response = await self._http.post(
             f"{url}/v1/register", json=self._registration.model_dump(mode="json")
         )
-        if response.status_code == httpx.codes.CONFLICT:
-            log.error("the router knows a newer epoch of this worker", router=url)
         response.raise_for_status()
 
     async def _beat(self, url: str) -> bool:
@@ -148,6 +148,13 @@ class Registrar:
         )
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
         response.raise_for_status()
-        for _ in admitted:
+        while pending and pending[0][0] <= load.commands:  # some may have been dropped since
             pending.popleft()
         return not response.json().get("register_again", False)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a call to a router failed; what the router said, if it answered."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"HTTP status {error.response.status_code}: {error.response.text[:_MAX_REASON]}"
+    return repr(error)

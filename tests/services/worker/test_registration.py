@@ -16,6 +16,7 @@ from services.common.tls import MutualTls
 from services.transfer.drift import Escapes
 from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import WireMode
+from services.worker import registration
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
 from tests.runtime.tiny import engine_of, tiny_model
@@ -137,6 +138,47 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
     registrar.admit("b")
     await beat()
     assert reported == [[], ["a"], []]
+    await registrar.stop()
+
+
+async def test_placements_dropped_during_a_heartbeat_do_not_hide_later_ones(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "MAX_UNREPORTED", 2)
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+
+    async def admit(*placements: str) -> None:
+        for placement in placements:
+            engine.submit(Cancel(placement))
+            registrar.admit(placement)
+        await engine.run(lambda _: None)
+
+    await admit("a", "b")
+    reported = []
+    for later in (["c"], []):
+        beat = asyncio.create_task(registrar.drain())
+        heartbeat, answered = await router.next()
+        await admit(*later)
+        answered.set()
+        await beat
+        reported.append(heartbeat["admitted"])
+    assert reported == [["a", "b"], ["c"]]
+    await registrar.stop()
+
+
+async def test_worker_says_how_a_router_refused_it(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, text="the cluster token is missing or wrong")
+
+    router = Router()
+    monkeypatch.setattr(router, "answer", refuse)
+    registrar = registrar_of(engine, router, monkeypatch)
+    registrar.start()
+    expected = f"not registered: {URL}: HTTP status 401: the cluster token is missing or wrong"
+    await until(lambda: registrar.unregistered == expected)
     await registrar.stop()
 
 
