@@ -243,6 +243,12 @@ class ServiceSettings(BaseSettings):
             raise SettingsError(_describe(error)) from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{config} is not valid YAML: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{config} cannot be read: {error}") from None
+        except (TypeError, ValueError) as error:
+            if config is None:
+                raise
+            raise SettingsError(f"{config} must be a YAML mapping of settings: {error}") from None
 
 
 def _bounds(setting: FieldInfo) -> str:

@@ -75,6 +75,17 @@ def test_invalid_yaml_is_an_error(tmp_path: Path) -> None:
         DecodeSettings.load(["--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"- slots\n", "must be a YAML mapping"), (b"\xff\xfe\x00", "decode.yaml")],
+)
+def test_file_without_settings_is_an_error(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "decode.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
+        DecodeSettings.load(["--config", str(file)])
+
+
 @pytest.fixture
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_CLUSTER_TOKEN", raising=False)
