@@ -36,7 +36,10 @@ def down(port: int) -> int:
 
 
 def _stop(supervisor: ProcessIdentity) -> int:
-    with console.status("stopping"), suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+    with (
+        console.status("stopping"),
+        suppress(ProcessLookupError, psutil.NoSuchProcess, psutil.TimeoutExpired),
+    ):
         os.kill(supervisor.pid, signal.SIGTERM)
         psutil.Process(supervisor.pid).wait(timeout=STOP_TIMEOUT_S)
     if supervisor.alive:
@@ -76,7 +79,10 @@ def status(port: int, *, as_json: bool = False) -> int:
         console.print(_workers(deployment))
         for line in _not_ready(deployment):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except (httpx.HTTPError, SettingsError, ValueError) as error:
+    except SettingsError as error:
+        console.print(f"[red]headrace status:[/] {error}")
+        return 2
+    except (httpx.HTTPError, ValueError) as error:
         console.print(f"[yellow]the router does not answer: {error}[/]")
         return 1
     return 0

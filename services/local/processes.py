@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from services.common.addresses import bracketed
 from services.common.tls import TlsFiles
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
@@ -30,7 +31,7 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     scheme = "https" if options.tls_dir else "http"
-    routers = [f"{scheme}://{options.host}:{port}" for port in options.router_ports]
+    routers = [f"{scheme}://{bracketed(options.host)}:{port}" for port in options.router_ports]
     specs = [
         ProcessSpec(
             _numbered("router", number),

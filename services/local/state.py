@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
+from services.common.addresses import bracketed
 from services.common.cache import cache_dir
 from services.common.tls import MutualTls, TlsFiles
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
@@ -122,7 +123,7 @@ class Deployment:
         Raises:
             SettingsError: if the files of mutual TLS cannot be used.
         """
-        address = f"{self.host}:{self.router_port + number}"
+        address = f"{bracketed(self.host)}:{self.router_port + number}"
         if self.tls_dir is None:
             headers = {"authorization": f"Bearer {self.cluster_token}"}
             return httpx.Client(base_url=f"http://{address}", headers=headers, trust_env=False)

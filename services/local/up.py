@@ -17,6 +17,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from services.common.addresses import bracketed
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
 from services.common.signals import end_with_parent
@@ -197,7 +198,7 @@ async def _wait_until_ready(options: UpOptions) -> None:
     Raises:
         SettingsError: if it is not ready within `READY_TIMEOUT_S`.
     """
-    url = f"http://{options.host}:{options.port}/ready"
+    url = f"http://{bracketed(options.host)}:{options.port}/ready"
     reason = "it does not answer"
     deadline = time.monotonic() + READY_TIMEOUT_S
     async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
@@ -216,11 +217,12 @@ async def _wait_until_ready(options: UpOptions) -> None:
 
 def _print_usage(options: UpOptions, model: str) -> None:
     """Print how to use the service, in one write: `_wait_for_background` reads it from a log."""
-    url = f"http://{options.host}:{options.port}"
+    url = f"http://{bracketed(options.host)}:{options.port}"
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
     call = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    grpc_address = f"{bracketed(options.host)}:{options.grpc_port}"
     lines = (
-        f"[green]ready[/]: {model} at {url}/v1, gRPC at {options.host}:{options.grpc_port}",
+        f"[green]ready[/]: {model} at {url}/v1, gRPC at {grpc_address}",
         f"  {escape(call)}",
         f"  live page at {url}/, docs at {url}/docs, metrics at {url}/metrics",
         f"  Ctrl-C or `headrace down --port {options.port}` stops it",

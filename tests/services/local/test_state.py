@@ -235,3 +235,20 @@ def test_down_stops_a_deployment_that_has_no_state_yet(
     assert not psutil.pid_exists(other_supervisor.pid)
     assert control.down(PORT) == 1
     assert "no deployment runs" in capsys.readouterr().err
+
+
+def test_down_accepts_a_supervisor_that_has_just_ended(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(_pid: int, _signal: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr("os.kill", ended)
+    gone = replace(deployment.supervisor, pid=1 << 22)
+    assert control._stop(gone) == 0
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_clients_of_an_ipv6_router_have_its_address_in_brackets(deployment: Deployment) -> None:
+    with replace(deployment, host="::1").router_client() as client:
+        assert client.base_url.host == "::1"
