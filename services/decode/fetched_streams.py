@@ -162,6 +162,7 @@ class FetchedStreams(StreamService):
             ]
         except InvalidRequest as error:
             raise ForeignSegment(f"malformed first tokens: {error}") from error
+        stream.stages.queue, stream.stages.prefill = message.queue_s, message.prefill_s
         for token in stream.first:
             stream.session.push(stream, token)
             self._worker.metrics.generation_tokens.inc()

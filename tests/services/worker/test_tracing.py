@@ -122,6 +122,19 @@ async def test_forced_decode_steps_of_a_replay_are_not_in_the_stage_decode(
     assert output_of(session).stages.decode <= (decoded.end_ns - decoded.start_ns) / 1e9
 
 
+async def test_stream_that_ends_with_its_first_token_has_the_stages_of_its_prompt(
+    site: Site,
+) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
+    start = start_of(prefill.address, decode.worker.identity.epoch)
+    start.request.max_tokens = 1
+    session = start_stream(decode.worker.service, start)
+    await until(lambda: not session.streams)
+    stages = output_of(session).stages
+    assert stages.queue > 0
+    assert stages.prefill > 0
+
+
 async def test_failed_fetch_names_the_reason_on_each_worker(
     site: Site, collector: Collector
 ) -> None:
