@@ -19,7 +19,19 @@ _OPTIONS = (
 )
 """Flags that are options of a format under the same name."""
 
+_FLAGS = {
+    "max_perplexity_increase": "--max-ppl-increase",
+    "adaptive": "--no-adaptive",
+    "prc": "--no-prc",
+}
+"""Flags whose values have other names in `Given`."""
+
 _FORMATS = "KV formats fdc, palu, shard and kvquant"
+
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets a value of `Given`."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def parse_fraction(text: str) -> float:
@@ -79,7 +91,7 @@ class Given:
                     "latents of fdc and palu"
                 )
             raise SettingsError(
-                f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
+                f"KV format {kv_format} does not support {flag_of(name)}, which is for "
                 f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
             )
 

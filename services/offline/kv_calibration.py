@@ -25,7 +25,7 @@ from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
-from services.offline.calibrate_flags import Given
+from services.offline.calibrate_flags import Given, flag_of
 from services.offline.output import atomic_file
 from services.offline.texts import read_texts
 from services.worker.device import torch_device
@@ -148,7 +148,7 @@ def parse_options(
     known = {field.name for field in fields(kind)}
     for option in given:
         if option not in known:
-            raise SettingsError(f"KV format {name} has no option {option.replace('_', '-')}")
+            raise SettingsError(f"KV format {name} does not support {flag_of(option)}")
     if search is not None and "removal_rate" not in known:
         raise SettingsError(f"KV format {name} has no removal rate to search for")
     if search is not None and {"rank", "removal_rate"} & set(given):

@@ -11,7 +11,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise SettingsError("plots need matplotlib: run `pip install -e '.[plots]'`") from error
+    raise SettingsError("plots need matplotlib: run `pip install 'headrace[plots]'`") from error
 
 _COLORS = dict(zip((*MODES, "bound"), ("#56b4e9", "#0072b2", "#d55e00", "#555555"), strict=True))
 """Palette of Okabe and Ito, which color-blind readers can distinguish."""

@@ -18,8 +18,8 @@ class PrefillSettings(WorkerSettings):
         30.0,
         gt=0,
         le=3600,
-        description="time without an acknowledgement from a decode worker after which its leases "
-        "on encoded segments expire, seconds",
+        description="time without an acknowledgement or a credit from a decode worker after which "
+        "its leases on encoded segments expire, seconds",
     )
     decodes: bool | Literal["auto"] = Field(
         "auto",

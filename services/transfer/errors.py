@@ -4,7 +4,7 @@ TransferError
 ├── TransferClosed            the agent was closed
 ├── TransferUnavailable       NIXL does not start on this machine, or refuses the memory
 ├── PeerLost                  the peer died, cannot be reached, was removed or was never added
-├── PeerRefused               the peer's metadata is malformed, or names another agent
+├── PeerRefused               malformed metadata, that of another agent, or of a known peer
 ├── ReadTimeout               a READ is overdue; see `ReadTimeout.drained`
 ├── ReadFailed                the transport reported an error
 ├── BadAddress                an address outside the registered memory of either side
@@ -38,7 +38,7 @@ class PeerLost(TransferError):
 
 
 class PeerRefused(TransferError):
-    """The peer's metadata is malformed, or names another agent."""
+    """The peer's metadata is malformed or names another agent, or the peer was added already."""
 
 
 class ReadTimeout(TransferError):

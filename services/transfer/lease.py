@@ -64,7 +64,8 @@ class LeaseTable:
 
     def progressed(self, reader: str, now: float) -> None:
         """Restart all leases of a reader that run."""
-        self._progress[reader] = now
+        if any(lease.reader == reader for lease in self._leases.values()):
+            self._progress[reader] = now
 
     def release(self, key: str) -> bool:
         """End a lease; return False if there is none. Idempotent."""

@@ -317,6 +317,7 @@ def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:
         )
         code = error_pb2.ERROR_CODE_INCOMPATIBLE if refused else error_pb2.ERROR_CODE_PREFILL_LOST
         return FetchFailed(code, f"prefill worker {worker_id}: {error.details()}", worker_id)
+    reason = "the handshake timed out" if isinstance(error, TimeoutError) else str(error)
     return FetchFailed(
-        error_pb2.ERROR_CODE_PREFILL_LOST, f"prefill worker {worker_id}: {error!r}", worker_id
+        error_pb2.ERROR_CODE_PREFILL_LOST, f"prefill worker {worker_id}: {reason}", worker_id
     )

@@ -116,7 +116,7 @@ class EngineThread:
             self._inbox.put(command)
 
     def run(self, job: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """Run ``job`` on this thread between two steps; return a future of its result."""
+        """Run ``job`` on the engine thread between two steps; return a future of its result."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def settle(error: Exception | None, result: T | None) -> None:
@@ -147,7 +147,7 @@ class EngineThread:
             yield self._plan_s.popleft()
 
     async def stop(self) -> None:
-        """End the thread once it has processed all earlier submissions.
+        """End the thread after its current step. Commands that it has not taken may be dropped.
 
         A thread that hangs in a device call is abandoned after `STOP_S`, so that the process ends.
         """

@@ -104,9 +104,9 @@ class WorkerSettings(ServiceSettings):
     )
     kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="size of the KV page pool in tokens, a multiple of 16; with a compressed "
-        "format, size of the pool of stored pages, to which exact pages are added; auto: on a GPU "
-        "as many as `gpu_memory_utilization` allows, 16,384 on the CPU",
+        description="size of the KV page pool in tokens, rounded down to a multiple of 16; with a "
+        "compressed format, size of the pool of stored pages, to which exact pages are added; "
+        "auto: on a GPU as many as `gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -121,7 +121,7 @@ class WorkerSettings(ServiceSettings):
         "GPU, otherwise 64",
     )
     max_waiting: int = Field(
-        256, ge=0, le=65536, description="maximum number of waiting sequences; more are refused"
+        256, ge=1, le=65536, description="maximum number of waiting sequences; more are refused"
     )
     max_deadline_s: float = Field(
         3600.0, gt=0, description="upper limit on the deadline of a request, seconds"

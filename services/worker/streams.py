@@ -168,7 +168,8 @@ class StreamSession:
         if start.stream in self.streams:
             log.error("stream started twice", request_id=start.request.request_id)
             return
-        key = f"{self._name}/{next(self._keys)}"  # a number may be used again after a stream
+        # Not the stream's number, which a gateway may repeat: the engine refuses ids that it knows.
+        key = f"{self._name}/{next(self._keys)}"
         try:
             request = request_from_message(key, start.request)
             deadline_s = deadline_from_message(start.deadline_s)

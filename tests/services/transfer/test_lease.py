@@ -37,6 +37,12 @@ def test_progress_of_a_reader_restarts_all_its_leases() -> None:
     assert table.expired(28.0) == ["a", "b"]
 
 
+def test_progress_of_a_reader_without_leases_is_not_kept() -> None:
+    table = LeaseTable(10.0, 3)
+    table.progressed("reader", 1.0)
+    assert not table._progress
+
+
 def test_number_of_leases_is_bounded() -> None:
     table = LeaseTable(10.0, 2)
     table.grant("a", "reader")
