@@ -20,7 +20,7 @@ from services.common.tls import MutualTls
 M = TypeVar("M", bound=Message)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-_MAX_DRAINED_BYTES = 1024 * 1024
+_MAX_BATCH_BYTES = 1024 * 1024
 
 PING_TIMEOUT_S = 1.5
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -199,14 +199,14 @@ async def next_message(stream: MessageStream) -> Any | None:
     return None if message is aio.EOF else message
 
 
-async def drain(queue: "asyncio.Queue[M]") -> list[M]:
+async def next_batch(queue: "asyncio.Queue[M]") -> list[M]:
     """Wait for a message; return it and others that are queued, in order.
 
-    At most one message is added after `_MAX_DRAINED_BYTES`, so that they fit into one message.
+    At most one message is added after `_MAX_BATCH_BYTES`, so that they fit into one message.
     """
     items = [await queue.get()]
     size = items[0].ByteSize()
-    while not queue.empty() and size < _MAX_DRAINED_BYTES:
+    while not queue.empty() and size < _MAX_BATCH_BYTES:
         items.append(queue.get_nowait())
         size += items[-1].ByteSize()
     return items

@@ -171,7 +171,7 @@ class Heartbeat(_Message):
             yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
             prefill worker that decodes adds the tokens of all sequences that it decodes.
         prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
-        prompt_tokens_s: prompt tokens that it computed per second lately; 0 if that is unknown.
+        prompt_tokens_per_s: prompt tokens that it computed per second lately; 0 if that is unknown.
         pages_free: number of free pages; of exact pages with a compressed KV format.
         stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
@@ -188,7 +188,7 @@ class Heartbeat(_Message):
     state: WorkerState
     queue_tokens: Tokens
     prompt_tokens: Tokens = 0
-    prompt_tokens_s: Annotated[float, Field(ge=0)] = 0.0
+    prompt_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     pages_free: Pages
     stored_free: Pages = 0
     running: Sequences
@@ -279,7 +279,7 @@ class WorkerView(_Message):
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        prompt_tokens, prompt_tokens_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
+        prompt_tokens, prompt_tokens_per_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
         stored_free, promised_stored, stored_total: the same of stored pages.
@@ -296,7 +296,7 @@ class WorkerView(_Message):
     queue_tokens: Count
     promised_tokens: Count
     prompt_tokens: Count = 0
-    prompt_tokens_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
     pages_free: Count
     promised_pages: Count
     pages_total: Count

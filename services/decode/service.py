@@ -15,7 +15,7 @@ from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
-from services.worker.lifecycle import Worker, live
+from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, load_worker
 from services.worker.settings import MAX_KV_TOKENS
 from services.worker.stream_service import SERVICE
@@ -119,6 +119,6 @@ async def serve(settings: DecodeSettings) -> None:
     decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     role = Role.COLOCATED if settings.colocated else Role.DECODE
     try:
-        await live(worker, server, settings, role)
+        await run_worker(worker, server, settings, role)
     finally:
         await asyncio.to_thread(agent.close)

@@ -25,7 +25,7 @@ from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.device import torch_device
-from services.worker.lifecycle import Worker, live
+from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, digest_pages, load_worker
 from services.worker.stream_service import SERVICE as DECODE_SERVICE
 from services.worker.stream_service import StreamService
@@ -253,6 +253,6 @@ async def serve(settings: PrefillSettings) -> None:
     if decodes:
         decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     try:
-        await live(worker, server, settings, Role.PREFILL)
+        await run_worker(worker, server, settings, Role.PREFILL)
     finally:
         await asyncio.to_thread(agent.close)

@@ -14,7 +14,7 @@ from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.error_codes import error_reason
-from services.common.grpc_server import MessageStream, drain, next_message
+from services.common.grpc_server import MessageStream, next_batch, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Sender
@@ -131,7 +131,7 @@ class PrefillSession:
 
     async def _write(self, stream: MessageStream) -> None:
         while True:
-            await stream.write(pb.PrefillEvents(events=await drain(self._outbox)))
+            await stream.write(pb.PrefillEvents(events=await next_batch(self._outbox)))
 
     async def _apply(
         self,

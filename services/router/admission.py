@@ -63,17 +63,21 @@ class Admission:
         """
         left_s = call.deadline - self._now
         if left_s <= 0:
-            return self.full(queue, call, "no worker has capacity, and the call cannot wait")
+            return self.queue_full_error(
+                queue, call, "no worker has capacity, and the call cannot wait"
+            )
         if call.request.attempt or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None
         tokens = queue.tokens_before(call)
-        return self.full(
+        return self.queue_full_error(
             queue,
             call,
             f"the request would wait too long: {tokens:.0f} tokens are ahead of it in the queue",
         )
 
-    def full(self, queue: PlacementQueue, call: PendingPlacement, reason: str) -> QueueFull:
+    def queue_full_error(
+        self, queue: PlacementQueue, call: PendingPlacement, reason: str
+    ) -> QueueFull:
         """Return the refusal of a queued call, with the predicted wait as ``Retry-After``."""
         wait_s = min(self._wait_s(queue, call), _MAX_RETRY_AFTER_S)
         return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)

@@ -114,7 +114,9 @@ class Dispatcher:
         elif self.queue.overfull:
             surplus = self.queue.surplus
             refused = call if surplus.request.tenant == call.request.tenant else surplus
-            self._answer(refused, self.admission.full(self.queue, refused, "the queue is full"))
+            self._answer(
+                refused, self.admission.queue_full_error(self.queue, refused, "the queue is full")
+            )
 
     def cancel(self, call: PendingPlacement, now: float) -> None:
         """Cancel a call whose caller disconnected, and release its placement if it has one."""

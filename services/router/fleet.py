@@ -221,7 +221,7 @@ class Fleet:
             paging=Paging.of(registration),
             pages_total=PageCount(registration.pages_total, _stored_total(registration)),
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
-            prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompts,
+            prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompt_tokens,
             max_prompt_tokens=self._max_prompt_tokens(worker),
             pages_free=PageCount(
                 (load.pages_free if load else 0) - worker.promised_pages,
@@ -242,7 +242,7 @@ class Fleet:
 
         The mean delay until a worker reports a placement is added, so that it does not idle.
         """
-        rate = worker.load.prompt_tokens_s if worker.load else 0.0
+        rate = worker.load.prompt_tokens_per_s if worker.load else 0.0
         return rate * (self._limits.prompt_backlog_s + worker.admission_s) if rate else None
 
     def _view(self, worker: TrackedWorker, now: float) -> WorkerView:
@@ -258,7 +258,7 @@ class Fleet:
             queue_tokens=load.queue_tokens if load else 0,
             promised_tokens=worker.promised_tokens,
             prompt_tokens=load.prompt_tokens if load else 0,
-            prompt_tokens_s=load.prompt_tokens_s if load else 0.0,
+            prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
             pages_free=load.pages_free if load else 0,
             promised_pages=worker.promised_pages,
             pages_total=registration.pages_total,

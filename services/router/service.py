@@ -8,8 +8,8 @@ from functools import partial
 import structlog
 import uvloop
 
-from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
+from services.common.garbage_collection import freeze_loaded
 from services.common.http_server import HttpServer, listen
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes

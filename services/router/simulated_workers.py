@@ -18,7 +18,7 @@ from services.common.placement import (
     WorkerState,
 )
 
-PREFILL_TOKENS_S = 600.0  # tokens/s of a prefill worker with speed 1
+PREFILL_TOKENS_PER_S = 600.0  # tokens/s of a prefill worker with speed 1
 STEP_S = 5e-3  # duration of a decode step without resident tokens, seconds
 RESIDENT_S = 1e-6  # additional step time per resident token, seconds
 MAX_RUNNING = 32  # maximum sequences in the batch of a decode worker
@@ -63,7 +63,7 @@ class SimulatedWorker:
         self._simulation = simulation
         self._speed = speed
         self.admitted: list[str] = []
-        self.prompt_tokens_s = 0.0
+        self.prompt_tokens_per_s = 0.0
 
     def load(self) -> tuple[int, int, int]:
         """Return the numbers of running sequences, waiting sequences and queued tokens."""
@@ -74,8 +74,8 @@ class PrefillWorker(SimulatedWorker):
     """A prefill worker: one prompt at a time, in order of arrival."""
 
     def __init__(self, simulation: Events, speed: float) -> None:
-        super().__init__(simulation, speed * PREFILL_TOKENS_S)
-        self.prompt_tokens_s = self._speed
+        super().__init__(simulation, speed * PREFILL_TOKENS_PER_S)
+        self.prompt_tokens_per_s = self._speed
         self._queue: deque[tuple[Job, DecodeWorker]] = deque()
         self._ends = 0.0
 
@@ -176,7 +176,7 @@ def heartbeat(
     queue_tokens: int,
     admitted: list[str],
     *,
-    prompt_tokens_s: float = 0.0,
+    prompt_tokens_per_s: float = 0.0,
 ) -> Heartbeat:
     """Return the heartbeat of a simulated worker. With a rate, all its tokens are prompts."""
     return Heartbeat(
@@ -184,8 +184,8 @@ def heartbeat(
         epoch=EPOCH,
         state=WorkerState.READY,
         queue_tokens=queue_tokens,
-        prompt_tokens=queue_tokens if prompt_tokens_s else 0,
-        prompt_tokens_s=prompt_tokens_s,
+        prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
+        prompt_tokens_per_s=prompt_tokens_per_s,
         pages_free=max(0, PAGES - -(-queue_tokens // PAGE_SIZE)),
         running=running,
         waiting=waiting,

@@ -25,7 +25,7 @@ from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.simulated_workers import (
     HEARTBEAT_S,
     MAX_RUNNING,
-    PREFILL_TOKENS_S,
+    PREFILL_TOKENS_PER_S,
     RESIDENT_S,
     STEP_S,
     DecodeWorker,
@@ -84,7 +84,7 @@ def capacity(traces: Sequence[Trace], scale: float) -> float:
     """Return the throughput in requests/s with all workers busy and all batches full."""
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
-    prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_S
+    prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_PER_S
     # Mean over all steps: the prompt and, on average, half of the output are resident.
     resident = sum(o * (p + o / 2) for p, o in zip(prompts, outputs, strict=True)) / sum(outputs)
     step_s = STEP_S + RESIDENT_S * MAX_RUNNING * resident
@@ -95,7 +95,7 @@ def capacity(traces: Sequence[Trace], scale: float) -> float:
 def alone_s(job: Job) -> float:
     """Return the latency of a job that runs alone on the fastest workers, in seconds."""
     steps_s = job.output * (STEP_S + RESIDENT_S * (job.prompt + job.output / 2))
-    prefill_s = job.prompt / (PREFILL_TOKENS_S * max(PREFILL_SPEEDS))
+    prefill_s = job.prompt / (PREFILL_TOKENS_PER_S * max(PREFILL_SPEEDS))
     return prefill_s + steps_s / max(DECODE_SPEEDS)
 
 
@@ -194,7 +194,9 @@ class Simulation:
 
     def _report(self, name: str, worker: SimulatedWorker) -> None:
         running, waiting, tokens = worker.load()
-        rate = worker.prompt_tokens_s
-        report = heartbeat(name, running, waiting, tokens, worker.admitted, prompt_tokens_s=rate)
+        rate = worker.prompt_tokens_per_s
+        report = heartbeat(
+            name, running, waiting, tokens, worker.admitted, prompt_tokens_per_s=rate
+        )
         worker.admitted = []
         self.router.heartbeat(report, self.now)

@@ -28,7 +28,7 @@ class TrackedWorker:
     load: Heartbeat | None = None
     promises: dict[str, Promise] = field(default_factory=dict)
     promised_tokens: int = 0
-    promised_prompts: int = 0  # tokens
+    promised_prompt_tokens: int = 0  # tokens
     promised_pages: int = 0
     promised_stored: int = 0
     promised_slots: int = 0
@@ -47,7 +47,7 @@ class TrackedWorker:
         promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
-        self.promised_prompts += promise.prompt_tokens
+        self.promised_prompt_tokens += promise.prompt_tokens
         self.promised_pages += promise.pages.exact
         self.promised_stored += promise.pages.stored
         self.promised_slots += promise.slots
@@ -64,7 +64,7 @@ class TrackedWorker:
         """Remove the load of a placement. Idempotent."""
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
-            self.promised_prompts -= promise.prompt_tokens
+            self.promised_prompt_tokens -= promise.prompt_tokens
             self.promised_pages -= promise.pages.exact
             self.promised_stored -= promise.pages.stored
             self.promised_slots -= promise.slots

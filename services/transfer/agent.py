@@ -1,12 +1,13 @@
 """The transfer agent: READs from peers through NIXL, and codec calls, on one thread.
 
 NIXL's agent is not thread-safe, and over shared memory it copies inside the call that starts a
-transfer, so it must not run on an event loop. Calls are queued as commands for
-the owner thread and return a `concurrent.futures.Future`.
+transfer, so it must not run on an event loop. Calls are queued as commands for the transfer thread
+and return a `concurrent.futures.Future`.
 
-Callbacks of these futures run on the owner thread. A READ's callback can therefore start to decode
-what was read without waiting for another thread. On a GPU the owner thread launches codec kernels
-on a CUDA stream of its own, so they neither wait for the engine's kernels nor delay its launches.
+Callbacks of these futures run on the transfer thread. A READ's callback can therefore start to
+decode what was read without waiting for another thread. On a GPU the transfer thread launches codec
+kernels on a CUDA stream of its own, so they neither wait for the engine's kernels nor delay its
+launches.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ import torch
 from services.transfer.codec_calls import CodecCalls, CodecJob, Timed, codec_stream
 from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.network import TransferNetwork
-from services.transfer.owner import Owner, ReadDone
+from services.transfer.nixl_agent import NixlAgent, ReadDone
 from services.transfer.slab import Slab
 
 __all__ = ["ReadDone", "TransferAgent"]
@@ -45,26 +46,26 @@ class NotificationListener(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether to poll for notifications. Read on the owner thread."""
+        """Whether to poll for notifications. Read on the transfer thread."""
         ...
 
     def notified(self, peer: str, message: bytes) -> None:
-        """Process a notification, whose content is untrusted. Called on the owner thread."""
+        """Process a notification, whose content is untrusted. Called on the transfer thread."""
         ...
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A call that the owner thread executes; it completes ``future`` during the call or later."""
+    """A call on the transfer thread; it completes ``future`` during the call or later."""
 
-    run: "Callable[[Owner, Future[Any]], None]"
+    run: "Callable[[NixlAgent, Future[Any]], None]"
     future: "Future[Any]"
 
-    def execute(self, owner: Owner) -> None:
+    def execute(self, nixl: NixlAgent) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.run(owner, self.future)
+            self.run(nixl, self.future)
         except TransferError as error:
             self.future.set_exception(error)
         except BaseException as error:  # a bug: it ends the thread and becomes `fault`
@@ -82,8 +83,8 @@ class TransferAgent:
     """The NIXL agent of this process. All methods are thread-safe.
 
     A future can be cancelled until its command has begun. A running READ cannot be cancelled. A bug
-    that ends the owner thread closes the agent: every future fails with TransferClosed. The process
-    should then end.
+    that ends the transfer thread closes the agent: every future fails with TransferClosed. The
+    process should then end.
 
     Args:
         name: unique among all agents, for example a role and an epoch.
@@ -91,7 +92,7 @@ class TransferAgent:
         network: devices and ports that UCX may use; default: UCX chooses.
 
     Attributes:
-        fault: future that fails with the exception if a bug ends the owner thread. Otherwise it
+        fault: future that fails with the exception if a bug ends the transfer thread. Otherwise it
             never completes.
 
     Raises:
@@ -110,7 +111,7 @@ class TransferAgent:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
         self._listener: NotificationListener | None = None
-        self._owner: Owner | None = None  # used on the owner thread only
+        self._nixl: NixlAgent | None = None  # used on the transfer thread only
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
@@ -124,7 +125,7 @@ class TransferAgent:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the owner thread began its current round of calls; 0 while it waits."""
+        """Seconds since the transfer thread began its current round of calls; 0 while it waits."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -134,18 +135,18 @@ class TransferAgent:
         Raises:
             TransferUnavailable: the transport refuses the memory.
         """
-        self._call(lambda owner, future: owner.register(slab, future)).result()
+        self._call(lambda nixl, future: nixl.register(slab, future)).result()
 
     @property
     def metadata(self) -> bytes:
         """Data by which peers connect and access all slabs registered so far. Blocks."""
-        future: Future[bytes] = self._call(lambda owner, future: owner.metadata(future))
+        future: Future[bytes] = self._call(lambda nixl, future: nixl.metadata(future))
         return future.result()
 
     @property
     def connection_metadata(self) -> bytes:
         """Data by which peers connect, without access to slabs. Blocks."""
-        future: Future[bytes] = self._call(lambda owner, future: owner.connection(future))
+        future: Future[bytes] = self._call(lambda nixl, future: nixl.connection(future))
         return future.result()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
@@ -155,11 +156,11 @@ class TransferAgent:
             PeerRefused: malformed metadata, metadata of another agent, or a known peer.
             PeerLost: the peer does not answer.
         """
-        return self._call(lambda owner, future: owner.add_peer(name, metadata, future))
+        return self._call(lambda nixl, future: nixl.add_peer(name, metadata, future))
 
     def remove_peer(self, name: str) -> "Future[None]":
         """Remove a peer once its running READs have ended; new READs fail. Idempotent."""
-        return self._call(lambda owner, future: owner.remove_peer(name, future))
+        return self._call(lambda nixl, future: nixl.remove_peer(name, future))
 
     def read(
         self,
@@ -188,14 +189,14 @@ class TransferAgent:
         """
         remote = (remote_address, length, device)
         return self._call(
-            lambda owner, future: owner.read(peer, remote, kind, local, deadline_s, future)
+            lambda nixl, future: nixl.read(peer, remote, kind, local, deadline_s, future)
         )
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a short message to a peer; see `CodecRunner.notify`."""
 
-        def run(owner: Owner, future: "Future[None]") -> None:
-            owner.notify(peer, message)
+        def run(nixl: NixlAgent, future: "Future[None]") -> None:
+            nixl.notify(peer, message)
             future.set_result(None)
 
         self._call(run)
@@ -205,25 +206,25 @@ class TransferAgent:
         self._listener = listener
 
     def wake(self) -> None:
-        """Make the owner thread read `NotificationListener.waiting` again."""
-        self._call(lambda _owner, future: future.set_result(None))
+        """Make the transfer thread read `NotificationListener.waiting` again."""
+        self._call(lambda _nixl, future: future.set_result(None))
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
-        """Run a codec job on the owner thread; see `CodecRunner.run_codec`.
+        """Run a codec job on the transfer thread; see `CodecRunner.run_codec`.
 
         Raises (through the future):
             TransferClosed: the agent was closed.
         """
-        return self._call(lambda _owner, future: self._codec_calls.add(job, future))
+        return self._call(lambda _nixl, future: self._codec_calls.add(job, future))
 
     def codec_idle(self) -> "Future[None]":
         """Return a future that is settled once all earlier codec jobs have ended."""
-        return self._call(lambda _owner, future: self._codec_calls.add(None, future))
+        return self._call(lambda _nixl, future: self._codec_calls.add(None, future))
 
     def run_on_codec_stream(self, call: Callable[[], T]) -> "Future[T]":
-        """Run ``call`` on the owner thread with the codec's CUDA stream; used at start-up."""
+        """Run ``call`` on the transfer thread with the codec's CUDA stream; used at start-up."""
 
-        def run(_owner: Owner, future: "Future[T]") -> None:
+        def run(_nixl: NixlAgent, future: "Future[T]") -> None:
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001 - raised again where the future is read
@@ -249,47 +250,47 @@ class TransferAgent:
             self._commands.put(None)  # the thread ends if it continues
             self._codec_calls.close()
 
-    def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
-        """Queue a command. On the owner thread itself, execute it at once."""
+    def _call(self, run: "Callable[[NixlAgent, Future[Any]], None]") -> "Future[Any]":
+        """Queue a command. On the transfer thread itself, execute it at once."""
         command = _Command(run, Future())
-        owner = self._owner if threading.get_ident() == self._thread.ident else None
+        nixl = self._nixl if threading.get_ident() == self._thread.ident else None
         with self._gate:
             if self._closed:
                 command.refuse(self.name)
                 return command.future
-            if owner is None:
+            if nixl is None:
                 self._commands.put(command)
-        if owner is not None:
-            command.execute(owner)
+        if nixl is not None:
+            command.execute(nixl)
         return command.future
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            owner = Owner(self.name, self._device, self._network)
+            nixl = NixlAgent(self.name, self._device, self._network)
         except BaseException as error:  # noqa: BLE001 - raised again by the constructor
             self._closed = True
             started.set_exception(error)
             return
-        self._owner = owner
+        self._nixl = nixl
         started.set_result(None)
         _sleep_precisely()
         fault: BaseException | None = None
         with codec_stream(self._device):
             for stage in (self._serve, self._end):
                 try:
-                    stage(owner)
+                    stage(nixl)
                 except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
                     fault = fault or error
         if fault is not None:
             self.fault.set_exception(fault)
 
-    def _end(self, owner: Owner) -> None:
+    def _end(self, nixl: NixlAgent) -> None:
         with self._gate:
             self._closed = True
         try:
             if torch.device(self._device).type == "cuda":
                 torch.cuda.current_stream().synchronize()  # nothing writes to pages after this
-            owner.close(self._grace_s)
+            nixl.close(self._grace_s)
         finally:
             self._codec_calls.close()
             self._refuse_commands()
@@ -300,16 +301,16 @@ class TransferAgent:
                 if command := self._commands.get_nowait():
                     command.refuse(self.name)
 
-    def _serve(self, owner: Owner) -> None:
+    def _serve(self, nixl: NixlAgent) -> None:
         calls, last_event = self._codec_calls, time.monotonic()
         while True:
             listener = self._listener
-            if len(calls) > 0 or owner.num_running > 0:
+            if len(calls) > 0 or nixl.num_running > 0:
                 delay: float | None = _poll_delay(time.monotonic() - last_event)
             elif listener is not None and listener.waiting:
                 delay = _NOTIFICATION_NAP_S
             else:
-                delay = owner.drain_delay
+                delay = nixl.drain_delay
             active, self._busy_since = False, None
             with suppress(queue.Empty):
                 command = self._commands.get(timeout=delay)
@@ -317,14 +318,14 @@ class TransferAgent:
                 while True:
                     if command is None:
                         return
-                    command.execute(owner)
+                    command.execute(nixl)
                     active = True
                     command = self._commands.get_nowait()
             self._busy_since = self._busy_since or time.monotonic()
             if listener is not None and listener.waiting:
-                for notification in owner.notifications():
+                for notification in nixl.notifications():
                     listener.notified(*notification)
-            active |= owner.poll()
+            active |= nixl.poll()
             calls.start_queued()  # of the READs that have just ended, too
             if calls.poll() or active:
                 last_event = time.monotonic()

@@ -18,7 +18,7 @@ from services.common.grpc_server import (
     PING_TIMEOUT_S,
     MessageStream,
     credentials,
-    drain,
+    next_batch,
     next_message,
     open_channel,
 )
@@ -163,7 +163,7 @@ class PrefillClient:
     async def _write(self, call: MessageStream) -> None:
         try:
             while True:
-                await call.write(pb.PrefillCommands(commands=await drain(self._outbox)))
+                await call.write(pb.PrefillCommands(commands=await next_batch(self._outbox)))
         except (aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader of events then ends the session
 

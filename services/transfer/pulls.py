@@ -14,7 +14,7 @@ from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch
 from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.landed import SegmentDecoder, verified
+from services.transfer.segment_decoder import SegmentDecoder, verified
 from services.transfer.slab import Slab, SlotRef
 
 
@@ -54,7 +54,7 @@ class Pull:
 
     def __init__(
         self,
-        pulls: "Pulls",
+        pulls: "PullContext",
         segment: pb.Segment,
         pages: Sequence[int],
         fetch: Fetch,
@@ -142,7 +142,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Pulls:
+class PullContext:
     """Settings and resources of all pulls of a receiver.
 
     Attributes:

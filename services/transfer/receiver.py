@@ -25,12 +25,12 @@ from services.transfer.errors import (
 )
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
-from services.transfer.landed import SegmentDecoder
-from services.transfer.landing import LandingSlots
+from services.transfer.landing_slots import LandingSlots
 from services.transfer.manifest import Coverage, SentTokens, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
-from services.transfer.pulls import Pull, Pulls
+from services.transfer.pulls import Pull, PullContext
+from services.transfer.segment_decoder import SegmentDecoder
 from services.transfer.shares import single_share
 from services.transfer.slab import Slab
 
@@ -73,7 +73,7 @@ class Receiver:
         announced = AnnouncedSegments(on_waiting=agent.wake)
         agent.listen(announced)
         decoder = SegmentDecoder(cache, codecs, landing)
-        self._pulls = Pulls(agent, decoder, landing, read_timeout_s, announced)
+        self._pulls = PullContext(agent, decoder, landing, read_timeout_s, announced)
 
     @property
     def layout(self) -> CacheLayout:

@@ -35,8 +35,8 @@ class EngineLoad:
         commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
         prompt_tokens: accepted prompt tokens that are not computed yet.
-        prompt_tokens_s: prompt tokens computed per second in recent steps with prompts; 0 if there
-            were none.
+        prompt_tokens_per_s: prompt tokens computed per second in recent steps with prompts; 0 if
+            there were none.
         pages_free: free KV pages; exact ones with a compressed KV format.
         stored_free: free stored pages; 0 without a compressed KV format.
         running: sequences in the batch.
@@ -48,7 +48,7 @@ class EngineLoad:
     commands: int
     queue_tokens: int
     prompt_tokens: int
-    prompt_tokens_s: float
+    prompt_tokens_per_s: float
     pages_free: int
     stored_free: int
     running: int
@@ -169,7 +169,7 @@ class EngineThread:
             commands=self._taken,
             queue_tokens=engine.queue_tokens,
             prompt_tokens=engine.prompt_tokens,
-            prompt_tokens_s=self._prompt_rate.per_s or 0.0,
+            prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
             pages_free=engine.pages_free,
             stored_free=engine.stored_free,
             running=engine.num_running,

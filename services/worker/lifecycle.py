@@ -15,7 +15,7 @@ import structlog
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import StepOutput
 from services.common.addresses import bracketed
-from services.common.collector import freeze_loaded
+from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.common.metrics_server import OperationServers
 from services.common.placement import Registration, Role, StoredPages
@@ -94,7 +94,7 @@ class Worker(ABC):
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to its sequences; called on the event loop."""
 
-    def join(self, registrar: Registrar) -> None:
+    def set_registrar(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""
         self._registrar = registrar
 
@@ -135,12 +135,14 @@ SEND_S = 0.5
 """Time in which a worker that stops sends its last messages, seconds."""
 
 
-def share_interpreter() -> None:
+def set_switch_interval() -> None:
     """Set the interval at which Python switches between the threads of a worker."""
     sys.setswitchinterval(SWITCH_S)
 
 
-async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
+async def run_worker(
+    worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
+) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
 
     Requests that are still running after that end with DRAINING.
@@ -148,11 +150,11 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     Raises:
         BaseException: the error that ended the engine or transfer thread, after the shutdown.
     """
-    share_interpreter()
+    set_switch_interval()
     freeze_loaded()
     stop = stop_on_signals()
     registrar, operation = await _start(worker, server, settings, role)
-    tending = asyncio.create_task(_tend(worker, server, registrar, settings.heartbeat_s))
+    tending = asyncio.create_task(_report_state(worker, server, registrar, settings.heartbeat_s))
     try:
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
@@ -189,7 +191,7 @@ async def _start(
         tls=settings.tls,
         period_s=settings.heartbeat_s,
     )
-    worker.join(registrar)
+    worker.set_registrar(registrar)
     worker.engine.start()
     await server.start()
     operation = OperationServers.start(
@@ -262,7 +264,9 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float) -> None:
+async def _report_state(
+    worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float
+) -> None:
     """Set the gauges periodically, and report whether the worker is ready."""
     reported: str | None = "starting"
     while True:

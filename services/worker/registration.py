@@ -137,7 +137,7 @@ class Registrar:
             reason=self.not_ready,
             queue_tokens=load.queue_tokens,
             prompt_tokens=load.prompt_tokens,
-            prompt_tokens_s=load.prompt_tokens_s,
+            prompt_tokens_per_s=load.prompt_tokens_per_s,
             pages_free=load.pages_free,
             stored_free=load.stored_free,
             running=load.running,

@@ -29,7 +29,7 @@ from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
-from services.worker.lifecycle import share_interpreter
+from services.worker.lifecycle import set_switch_interval
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 
 SMOLLM2 = "smollm2-135m"
@@ -132,7 +132,7 @@ async def serve(workload: Workload, codec: str) -> None:
     server = GrpcServer(settings.endpoint, [SERVICE])
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
     await warm_up_transfers(loaded, agent, slab)
-    share_interpreter()
+    set_switch_interval()
     worker.engine.start()
     await server.start()
     ready = {

@@ -57,7 +57,7 @@ from services.offline.real_kv import prefill_sample
 from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
 from services.worker.codec_warm_up import warm_up_transfers
-from services.worker.lifecycle import share_interpreter
+from services.worker.lifecycle import set_switch_interval
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 from tests.e2e.kept_prompt import SMOLLM2, Workload
 
@@ -161,7 +161,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     agent.register(landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     await warm_up_transfers(loaded, agent, landing)
-    share_interpreter()
+    set_switch_interval()
     worker.engine.start()
     seconds: dict[str, list[float]] = {codec: [] for codec in CODECS}
     with ExitStack() as stack:

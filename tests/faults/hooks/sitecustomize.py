@@ -97,7 +97,7 @@ class _Faults:
 
     def owner(self, module: ModuleType) -> None:
         """Hold READs before and after their start; lose or double notifications."""
-        owner = module.Owner
+        owner = module.NixlAgent
         read, notify = owner.read, owner.notify
 
         def held_read(own: Any, *args: Any) -> None:
@@ -228,7 +228,7 @@ def _install() -> None:
     changes: dict[str, Callable[[ModuleType], None]] = {
         "services.worker.engine_thread": faults.engine_thread,
         "runtime.engine.engine": faults.engine,
-        "services.transfer.owner": faults.owner,
+        "services.transfer.nixl_agent": faults.owner,
         "services.transfer.agent": faults.agent,
         "services.transfer.sender": faults.sender,
         "services.worker.loading": faults.loading,

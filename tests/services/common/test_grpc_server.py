@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from services.common.errors import SettingsError
-from services.common.grpc_server import GrpcServer, drain
+from services.common.grpc_server import GrpcServer, next_batch
 from tests.services.common.test_grpc_limits import LIMITS
 
 
@@ -54,13 +54,13 @@ async def test_port_in_use_is_a_settings_error() -> None:
             GrpcServer(address, [])
 
 
-async def test_queued_messages_are_drained_in_order_up_to_a_size() -> None:
+async def test_queued_messages_are_batched_in_order_up_to_a_size() -> None:
     queue: asyncio.Queue[health_pb2.HealthCheckRequest] = asyncio.Queue()
     sent = [health_pb2.HealthCheckRequest(service=str(n) + "x" * 400_000) for n in range(5)]
     for message in sent:
         queue.put_nowait(message)
     batches = []
     while not queue.empty():
-        batches.append(await drain(queue))
+        batches.append(await next_batch(queue))
     assert [message for batch in batches for message in batch] == sent
     assert [len(batch) for batch in batches] == [3, 2]

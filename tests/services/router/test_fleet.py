@@ -59,22 +59,22 @@ def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
     assert snapshot(fleet, name).has_capacity(DEMAND, role)
     fleet.heartbeat(beat(name, prompt_tokens=900), 0.1)
     assert snapshot(fleet, name).has_capacity(DEMAND, role), "the rate is unknown"
-    fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_s=1000), 0.1)
+    fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_per_s=1000), 0.1)
     assert snapshot(fleet, name).has_capacity(DEMAND, role)
-    fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_s=1000), 0.1)
+    fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_per_s=1000), 0.1)
     assert snapshot(fleet, name).has_capacity(DEMAND, role) is taken
-    fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_s=1e-3), 0.1)
+    fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_per_s=1e-3), 0.1)
     assert snapshot(fleet, name).has_capacity(DEMAND, role), "an idle worker is slow, but free"
 
 
 def test_promised_prompts_count_until_they_are_admitted() -> None:
     fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
-    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.1)
+    fleet.heartbeat(beat("p0", prompt_tokens_per_s=60), 0.1)
     for placement_id in "ab":
         assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
         promise(fleet, placement_id)
     assert not snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL), "34 of 30 tokens"
-    fleet.heartbeat(beat("p0", prompt_tokens_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
+    fleet.heartbeat(beat("p0", prompt_tokens_per_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
     assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
     promise(fleet, "c")
     fleet.release(Release(placement_id="c", outcome=Outcome.CANCELLED), 0.3)
@@ -83,11 +83,11 @@ def test_promised_prompts_count_until_they_are_admitted() -> None:
 
 def test_prompts_on_their_way_to_a_worker_do_not_let_it_idle() -> None:
     fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
-    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.0)
+    fleet.heartbeat(beat("p0", prompt_tokens_per_s=60), 0.0)
     assert snapshot(fleet, "p0").max_prompt_tokens == 30
     for number in range(200):  # each is admitted after a second
         promise(fleet, str(number), now=float(number))
-        fleet.heartbeat(beat("p0", prompt_tokens_s=60, admitted=[str(number)]), number + 1.0)
+        fleet.heartbeat(beat("p0", prompt_tokens_per_s=60, admitted=[str(number)]), number + 1.0)
     assert snapshot(fleet, "p0").max_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
 
 

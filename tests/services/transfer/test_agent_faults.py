@@ -1,4 +1,4 @@
-"""A bug on the transfer's owner thread fails every future and ends the worker."""
+"""A bug on the transfer's transfer thread fails every future and ends the worker."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferClosed
-from services.transfer.owner import Owner
+from services.transfer.nixl_agent import NixlAgent
 from services.transfer.slab import Slab
 from tests.services.workers import LIMIT_S, SLOT_BYTES, Site
 
@@ -28,7 +28,7 @@ def break_at(name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert fall.wait(LIMIT_S)
         raise Bug(name)
 
-    monkeypatch.setattr(Owner, name, broken)
+    monkeypatch.setattr(NixlAgent, name, broken)
     return fall
 
 
@@ -77,12 +77,12 @@ def test_agent_whose_thread_hangs_is_abandoned_and_refuses_what_waits(
 ) -> None:
     agent, hanging, end = TransferAgent("hanging"), threading.Event(), threading.Event()
 
-    def hang(_owner: Owner, _name: str, future: "Future[None]") -> None:
+    def hang(_nixl: NixlAgent, _name: str, future: "Future[None]") -> None:
         hanging.set()
         end.wait(LIMIT_S)
         future.set_result(None)
 
-    monkeypatch.setattr(Owner, "remove_peer", hang)
+    monkeypatch.setattr(NixlAgent, "remove_peer", hang)
     monkeypatch.setattr("services.transfer.agent.CLOSE_S", 0.1)
     agent.remove_peer("anyone")
     assert hanging.wait(LIMIT_S)

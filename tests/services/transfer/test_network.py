@@ -177,6 +177,6 @@ def test_agent_whose_transport_listens_elsewhere_does_not_start(
             monkeypatch.setattr(nixl, "nixlAgent", create_and_listen)
             return nixl
 
-        monkeypatch.setattr("services.transfer.owner.load_nixl", load_and_listen)
+        monkeypatch.setattr("services.transfer.nixl_agent.load_nixl", load_and_listen)
         with pytest.raises(SettingsError, match=r"0\.0\.0\.0 port .* UCX_NET_DEVICES is lo"):
             TransferAgent("exposed", network=LOOPBACK)

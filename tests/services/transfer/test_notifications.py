@@ -10,8 +10,8 @@ from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.errors import BadAddress
 from services.transfer.fetch import FetchFailed
-from services.transfer.landed import SegmentDecoder
 from services.transfer.prefill_client import Subscription
+from services.transfer.segment_decoder import SegmentDecoder
 from tests.services.workers import LIMIT_S, Site, fetch_of, until
 
 TOKENS = 100  # four segments

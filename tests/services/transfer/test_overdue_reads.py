@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.transfer.errors import ReadTimeout
-from services.transfer.owner import Owner, ReadDone, _Peer, _Read
+from services.transfer.nixl_agent import NixlAgent, ReadDone, _Peer, _Read
 
 RUNNING, DONE = 1, 0
 
@@ -33,15 +33,15 @@ def read_of(handle: int, age_s: float) -> _Read:
 
 
 @pytest.fixture
-def owner() -> Owner:
+def owner() -> NixlAgent:
     """An owner without NIXL."""
-    owner = Owner.__new__(Owner)
+    owner = NixlAgent.__new__(NixlAgent)
     owner._api = SimpleNamespace(NIXL_IN_PROG=RUNNING, NIXL_SUCCESS=DONE)
     owner._faults = ()
     return owner
 
 
-def test_read_is_overdue_only_without_progress_of_its_peer(owner: Owner) -> None:
+def test_read_is_overdue_only_without_progress_of_its_peer(owner: NixlAgent) -> None:
     waiting, other = read_of(1, age_s=20), read_of(2, age_s=20)
     peer = _Peer(reads=2, last_end=time.monotonic() - 5)
     owner._peers, owner._reads = {"peer": peer}, [waiting, other]

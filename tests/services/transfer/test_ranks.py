@@ -18,11 +18,11 @@ from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
-from services.transfer.landed import SegmentDecoder, verified
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import LinkPolicy
+from services.transfer.segment_decoder import SegmentDecoder, verified
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab, SlotRef
 from tests.services.workers import normal_codebook

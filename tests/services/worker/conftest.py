@@ -13,5 +13,5 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     event = asyncio.Event()
     monkeypatch.setattr(lifecycle, "stop_on_signals", lambda: event)
     monkeypatch.setattr(lifecycle, "freeze_loaded", lambda: None)
-    monkeypatch.setattr(lifecycle, "share_interpreter", lambda: None)
+    monkeypatch.setattr(lifecycle, "set_switch_interval", lambda: None)
     return event

@@ -17,7 +17,7 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message,
 from services.common.placement import Role
 from services.decode.settings import DecodeSettings
 from services.worker import lifecycle
-from services.worker.lifecycle import _tend
+from services.worker.lifecycle import _report_state
 from services.worker.metrics import WorkerMetrics
 from services.worker.stream_service import SERVICE
 from tests.services.workers import (
@@ -65,7 +65,7 @@ async def test_stream_that_outlasts_the_drain_ends_with_draining(
     server = GrpcServer("127.0.0.1:0", [SERVICE])
     decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
     settings = DecodeSettings.model_validate({"drain_s": 0.05})
-    living = asyncio.create_task(lifecycle.live(decode.worker, server, settings, Role.DECODE))
+    living = asyncio.create_task(lifecycle.run_worker(decode.worker, server, settings, Role.DECODE))
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         call: MessageStream = decode_pb2_grpc.DecodeStub(channel).Session()
         await call.write(unfinished(decode, prefill))
@@ -125,7 +125,7 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
     ready = partial(worker.metrics.registry.get_sample_value, "headrace_worker_ready")
     server: Any = SimpleNamespace(set_serving=set_serving)
     registrar: Any = SimpleNamespace(not_ready=None, unregistered=None)
-    tending = asyncio.create_task(_tend(worker, server, registrar, 0.001))
+    tending = asyncio.create_task(_report_state(worker, server, registrar, 0.001))
     for reason in ("blocked", None):
         worker.not_ready = reason
         rounds.clear()

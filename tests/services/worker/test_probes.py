@@ -66,7 +66,7 @@ async def live(site: Site, stop: asyncio.Event, **settings: object) -> AsyncIter
     values = {"heartbeat_s": 0.01, "drain_s": 0.2, "health_port": 0, **settings}
     with capture_logs() as logs:
         living = asyncio.create_task(
-            lifecycle.live(
+            lifecycle.run_worker(
                 decode.worker, server, DecodeSettings.model_validate(values), Role.DECODE
             )
         )

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from services.transfer.credit import CreditPool
 from services.transfer.extent import Extent
 from services.transfer.fetch import FetchProgress
-from services.transfer.landing import LandingSlots
+from services.transfer.landing_slots import LandingSlots
 from services.transfer.manifest import Coverage
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.pulls import Pull

@@ -1,4 +1,4 @@
-"""The owner thread's side of a transfer agent: the only code that calls NIXL."""
+"""The transfer thread's side of a transfer agent: the only code that calls NIXL."""
 
 import time
 from concurrent.futures import Future
@@ -68,7 +68,7 @@ class _Read:
         return now >= max(self.started, last_end) + self.timeout_s
 
 
-class Owner:
+class NixlAgent:
     """NIXL's agent with its slabs, peers and running READs. Used on one thread only.
 
     Every command settles the future it receives, or raises a TransferError.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.collector import freeze_loaded
+from services.common.garbage_collection import freeze_loaded
 
 pytestmark = pytest.mark.slow
 

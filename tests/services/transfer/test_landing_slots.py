@@ -6,7 +6,7 @@ import concurrent.futures
 import pytest
 
 from services.transfer.errors import CreditError, ReadTimeout
-from services.transfer.landing import LandingSlots
+from services.transfer.landing_slots import LandingSlots
 from services.transfer.slab import Slab
 
 
