@@ -195,7 +195,7 @@ class Generator:
     async def _place(
         self, request: GenerationRequest, progress: Progress, retries: _Retries, parent: Span
     ) -> RoutedPlacement:
-        """Place an attempt, in a span of its own; see `_place_traced`."""
+        """Place an attempt, in a span of its own, unless `stop_placing` was called."""
         if self._shutdown is not None:
             raise self._shutdown
         with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:

@@ -212,10 +212,12 @@ class Receiver:
             case "ready":
                 self._pulls.announced.ready(subscription.welcome.agent_name, event.ready)
             case "done":
-                if progress.expected is not None or event.done.segments < progress.announced:
+                if progress.expected is not None:
+                    raise ForeignSegment("the number of segments was announced twice")
+                if event.done.segments < progress.announced:
                     raise ForeignSegment(
-                        f"a total of {event.done.segments} segments after {progress.announced} "
-                        f"segments and a total of {progress.expected}"
+                        f"{event.done.segments} segments in total, but {progress.announced} were "
+                        "announced"
                     )
                 if event.done.evicted_tokens != progress.evicted:
                     raise ForeignSegment(

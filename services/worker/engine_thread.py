@@ -187,7 +187,11 @@ class EngineThread:
             self._post(self._on_fault, error)
 
     def _round(self) -> bool:
-        """Take incoming commands, run at most one job and one step; return False to end."""
+        """Take incoming commands and run a step; return False to end the thread.
+
+        At most one job is run, before the step. Commands submitted before the job have a step of
+        their own, before it.
+        """
         commands: list[Command] = []
         block = self._idle = not self._engine.has_work
         while True:
