@@ -40,6 +40,7 @@ def test_cluster_token_comes_from_one_variable_for_all_services(
     [
         (["--port", "99999"], "port"),
         (["--codec", "zip"], "codec"),
+        (["--max-waiting", "0"], "max.waiting"),
         (["--config", "/no/such/file"], "no settings file"),
         (["--config"], "--config needs a file"),
     ],

@@ -169,6 +169,16 @@ def test_status_shows_why_requests_cannot_be_placed(
     assert "codec [x]" in shown
 
 
+def test_status_names_files_of_mutual_tls_that_cannot_be_used(
+    deployment: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(deployment, tls_dir=str(tmp_path / "missing")).save()
+    assert control.status(PORT) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "the router does not answer" not in shown
+    assert "missing" in shown
+
+
 def test_state_without_the_number_of_routers_has_one(
     deployment: Deployment, state_file: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A bug on the transfer's transfer thread fails every future and ends the worker."""
+"""A bug on the transfer thread fails every future and ends the worker."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ class Bug(Exception):
 
 
 def break_at(name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Make one of the owner's methods raise once the event is set."""
+    """Make a method of `NixlAgent` raise once the event is set."""
     fall = threading.Event()
 
     def broken(*_: Any) -> None:

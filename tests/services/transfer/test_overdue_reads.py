@@ -33,29 +33,29 @@ def read_of(handle: int, age_s: float) -> _Read:
 
 
 @pytest.fixture
-def owner() -> NixlAgent:
-    """An owner without NIXL."""
-    owner = NixlAgent.__new__(NixlAgent)
-    owner._api = SimpleNamespace(NIXL_IN_PROG=RUNNING, NIXL_SUCCESS=DONE)
-    owner._faults = ()
-    return owner
+def agent() -> NixlAgent:
+    """An agent without NIXL."""
+    agent = NixlAgent.__new__(NixlAgent)
+    agent._api = SimpleNamespace(NIXL_IN_PROG=RUNNING, NIXL_SUCCESS=DONE)
+    agent._faults = ()
+    return agent
 
 
-def test_read_is_overdue_only_without_progress_of_its_peer(owner: NixlAgent) -> None:
+def test_read_is_overdue_only_without_progress_of_its_peer(agent: NixlAgent) -> None:
     waiting, other = read_of(1, age_s=20), read_of(2, age_s=20)
     peer = _Peer(reads=2, last_end=time.monotonic() - 5)
-    owner._peers, owner._reads = {"peer": peer}, [waiting, other]
-    owner._nixl = FakeNixl({1: RUNNING, 2: RUNNING})
-    owner.poll()
+    agent._peers, agent._reads = {"peer": peer}, [waiting, other]
+    agent._nixl = FakeNixl({1: RUNNING, 2: RUNNING})
+    agent.poll()
     assert not waiting.future.done()
     assert not other.future.done()
-    owner._nixl.states[2] = DONE
-    owner.poll()
+    agent._nixl.states[2] = DONE
+    agent.poll()
     assert other.future.done()
     peer.last_end -= 9
-    owner.poll()
+    agent.poll()
     assert not waiting.future.done()
     peer.last_end -= 2
-    owner.poll()
+    agent.poll()
     assert isinstance(waiting.future.exception(0), ReadTimeout)
-    assert owner.num_running == 0
+    assert agent.num_running == 0

@@ -108,7 +108,7 @@ async def test_whole_request_has_a_span_for_each_stage(site: Site, collector: Co
 async def test_forced_decode_steps_of_a_replay_are_not_in_the_stage_decode(
     site: Site, collector: Collector
 ) -> None:
-    """With a compressed format, output tokens of an earlier attempt are decoded again."""
+    """Replays with a compressed KV format recompute the delivered tokens in decode steps."""
     prefill = await site.prefill(kv_format="fp8")
     start = start_of(None, prefill.worker.identity.epoch)
     start.request.prompt_tokens -= 90  # of 100 tokens
