@@ -78,7 +78,8 @@ class InFlightStep:
 
     Attributes:
         assignment: slots of the sequences whose sampled tokens are used.
-        ready: CUDA event recorded after the forward pass; None on the CPU.
+        ready: CUDA event recorded after the forward pass and, with stored pages, the encoding of
+            pages; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
     """
