@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.format import Plane
 from runtime.kv.palu import PaluFormat
@@ -21,6 +20,9 @@ from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
 from runtime.kv.shard.calibrate import K_BITS
 from runtime.kv.shard.codes import STEPS
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import StoredPageKernels
 
 
 def orthonormal(*shape: int, seed: int) -> Tensor:
@@ -160,7 +162,7 @@ class MeasuredFormat:
     """
 
     planes: list[tuple[Plane, ...]]
-    kernels: list[FusedKernels]
+    kernels: "list[StoredPageKernels]"
     stored_bytes: float
     read_bytes: float
 
@@ -184,7 +186,7 @@ def measured_format(
 
     name, changes = VARIANTS.get(name, (name, {}))
     layers = range(config.num_layers)
-    kernels: list[FusedKernels]
+    kernels: list[StoredPageKernels]
     if name in RANDOM:
         calibrated = RANDOM[name](config, ranks.get(name.partition("-")[0], ()), device)
         source = replace(calibrated.kernel_source(), **{**options, **changes})

@@ -13,7 +13,7 @@ from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.replay.eviction import PromptEviction
-from runtime.replay.prompts import encode_prompts, slice_of
+from runtime.replay.prompts import PromptEncoder, slice_of
 from runtime.replay.warm_up import Progress, warm_up_prefill
 from runtime.sampling.reference import Draw, SamplingRow, sample
 
@@ -38,6 +38,7 @@ class DirectSteps:
     def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
         self._model, self._cache, self._limits = model, cache, limits
         self._eviction = PromptEviction(model, cache)
+        self._encoder = PromptEncoder(model, cache)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile kernels; see `warm_up_prefill`."""
@@ -56,7 +57,7 @@ class DirectSteps:
         log = self._eviction.log(chunks)
         first, first_draws = self._compute(slices, groups, log)
         self._eviction.evict(chunks, log)
-        encode_prompts(self._model, self._cache, chunks)
+        self._encoder.encode(chunks)
         ready = record_event(self._model.device)
         return DirectStep(sequences + first, draws + first_draws, ready)
 

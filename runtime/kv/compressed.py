@@ -13,7 +13,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from runtime.attention.base import Batch
 from runtime.core.window import SINK_PAGES, WINDOW, first_recent
 from runtime.kv.format import Plane
 
@@ -22,7 +21,6 @@ __all__ = [
     "WINDOW",
     "CompressedFormat",
     "CompressedLayer",
-    "FusedKernels",
     "first_recent",
 ]
 
@@ -30,8 +28,12 @@ __all__ = [
 class CompressedLayer(Protocol):
     """Encoding of one layer's K and V in some compressed format.
 
-    A layer may also have a method ``attend_prompt(q, planes, batch)``, which replaces exact
-    attention over the exact planes of prompts unless it returns None.
+    A layer may also have
+
+    - a method ``attend_prompt(q, planes, batch)``, which replaces exact attention over the exact
+      planes of prompts unless it returns None;
+    - a method ``kernels(device)``, which returns its `runtime.kv.gpu.StoredPageKernels`, or None if
+      they do not run on the device.
     """
 
     def encode(
@@ -63,53 +65,6 @@ class CompressedLayer(Protocol):
 
         Returns:
             Two fp32 tensors `[p, kv_heads, page_size, dim]`.
-        """
-        ...
-
-
-class FusedKernels(Protocol):
-    """Kernels of a layer that read stored pages without decoding them first.
-
-    A `CompressedLayer` with such kernels has a method ``kernels(device)`` that returns them, or
-    None if they do not run on the device. They read no device value on the host, and their grids
-    depend on shapes only, so that CUDA graphs can contain them.
-
-    ``planes`` are those of a `runtime.kv.windowed.WindowedLayer`: K, V, and the stored planes.
-    """
-
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-        sources: Tensor | None = None,
-        first_positions: Tensor | None = None,
-    ) -> None:
-        """Encode whole pages.
-
-        Pages have the same bits whether this function or `encode_leaving` encodes them. Formats of
-        codes have the bits of `CompressedLayer.encode`, too.
-
-        Args:
-            keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
-            planes: the stored planes alone.
-            targets: int64 `[t]`, stored pages to write, without repetition.
-            sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
-            first_positions: int64 `[t]`, position of the first token of each page to encode.
-                Formats that undo RoPE need it.
-        """
-        ...
-
-    def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
-        """Encode the pages that have just left the windows of a decode batch's sequences."""
-        ...
-
-    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Return attention of a decode batch over its stored and exact pages, `[n, heads * dim]`.
-
-        Args:
-            q: `[n, heads, dim]`, after RoPE.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
 
 import math
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,7 @@ from runtime.attention.base import Batch
 from runtime.attention.parts import MIN_TILES, PROGRAMS, decode_programs
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
-from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel, encode_vectors
+from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
 
@@ -26,6 +27,8 @@ _FRAGMENT_CAPABILITY = (8, 9)
 """Lowest compute capability that converts fp8."""
 _FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
 """Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
+_ALIGNED = 16
+"""In one launch, distances between layers are multiples of this number of elements."""
 _MERGED_PARTS = 16
 """Parts of a head that are merged per iteration."""
 
@@ -72,17 +75,35 @@ class FragmentSource:
 
 
 @dataclass(frozen=True)
+class EncodeSource:
+    """Encoding of one format; see `kernels.encode`.
+
+    Attributes:
+        encode: ENCODE.
+        pages: pages of a program, a power of two.
+        heads: maximum number of KV heads of a program, a power of two.
+        warps: warps of a program with this number of heads.
+        stages: stages of the software pipeline.
+    """
+
+    encode: JITFunction
+    pages: int = 1
+    heads: int = 1
+    warps: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
 class KernelSource:
     """Triton functions and sizes of one format.
 
     Attributes:
-        encode: ENCODE of `runtime.kv.kernels.encode`; None for formats with `encode_page`.
+        encode: encoding of pages.
         attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
         tile: tokens of a stored tile, a power of two.
         exact_tile: exact tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
-        encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
         registers: maximum number of registers of a thread of attention; None for no limit.
         by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
             have equal numbers of tiles.
@@ -94,7 +115,7 @@ class KernelSource:
             is as wide as a head.
     """
 
-    encode: JITFunction | None
+    encode: EncodeSource
     attend: JITFunction
     finish: JITFunction
     tile: int
@@ -102,7 +123,6 @@ class KernelSource:
     warps: int = 2
     stages: int = 3
     programs: int = PROGRAMS
-    encode_page: JITFunction = encode_vectors
     registers: int | None = None
     by_cost: bool = True
     splits: int | None = None
@@ -146,14 +166,21 @@ class LayerInputs:
 
 
 class StoredPageKernels:
-    """Implements `runtime.kv.compressed.FusedKernels` for the layers of one model."""
+    """Kernels of a layer that read stored pages without decoding them first.
+
+    They read no device value on the host, and their grids depend on shapes only, so that CUDA
+    graphs can contain them. Unless stated otherwise, ``planes`` are K, V, and the stored planes.
+
+    Attributes:
+        inputs: inputs that differ between layers.
+    """
 
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._width = max(16, triton.next_power_of_2(self._dim))
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by number of sequences
-        self._inputs = LayerInputs()
+        self.inputs = LayerInputs()
         self._costs = _Costs()
 
     def of_layer(self, inputs: LayerInputs) -> "StoredPageKernels":
@@ -162,7 +189,7 @@ class StoredPageKernels:
         All layers share the memory of partial results.
         """
         made = copy(self)
-        made._inputs = inputs
+        made.inputs = inputs
         if inputs.costs and self._source.by_cost:
             made._costs = _Costs.of(inputs)
         return made
@@ -175,31 +202,56 @@ class StoredPageKernels:
         targets: Tensor,
         sources: Tensor | None = None,
         first_positions: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
-        """Encode whole pages; see `FusedKernels`."""
+        """Encode whole pages.
+
+        Pages have the same bits whether this function or `encode_leaving` encodes them. Formats of
+        codes have the bits of `CompressedLayer.encode`, too.
+
+        Args:
+            keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
+            planes: the stored planes alone.
+            targets: int64 `[t]`, stored pages to write, without repetition.
+            sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
+            first_positions: int64 `[t]`, position of the first token of each page to encode.
+                Formats that undo RoPE need it.
+            offsets: distances of the tensors of several layers from those of this layer, to encode
+                the pages of all of them; see `kernels.encode.encode_kernel`.
+        """
         if not len(targets):
             return
         if keys.stride(-1) != 1 or values.stride(-1) != 1:
             keys, values = keys.contiguous(), values.contiguous()
-        encode_kernel[(len(targets), self._kv_heads)](
-            keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
-            first_positions, _contiguous(planes) + self._inputs.planes,
-            **self._encoding(planes), PAGE=keys.shape[2], enable_fp_fusion=False,
+        source = self._source.encode
+        heads = math.gcd(source.heads, self._kv_heads)
+        blocks = triton.cdiv(len(targets), source.pages), self._kv_heads // heads
+        encode_kernel[(*blocks, 1 if offsets is None else len(offsets))](
+            keys, values, keys.stride()[:3], values.stride()[:3], len(targets), sources, targets,
+            first_positions, _contiguous(planes) + self.inputs.planes, offsets,
+            **self._encoding(planes, keys.shape[2]), HEADS=heads, PAGES=source.pages,
+            num_warps=max(1, source.warps * heads // source.heads), num_stages=source.stages,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
-        """Encode the pages that leave the window in this step; see `FusedKernels`."""
+        """Encode the pages that have just left the windows of a decode batch's sequences."""
         k_pages, v_pages = planes[:_EXACT]
-        table, stored = batch.page_table, _stored_table(batch)
+        table, stored, source = batch.page_table, _stored_table(batch), self._source.encode
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs.planes,
-            **self._encoding(planes[_EXACT:]), PAGE=k_pages.shape[2], WINDOW=WINDOW,
-            SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self.inputs.planes,
+            **self._encoding(planes[_EXACT:], k_pages.shape[2]), WINDOW=WINDOW,
+            SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
+            num_stages=source.stages, enable_fp_fusion=False,
         )  # fmt: skip
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Attend over stored and exact pages; see `FusedKernels`."""
+        """Return attention of a decode batch over its stored and exact pages, `[n, heads * dim]`.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
+        """
         out = q.new_empty(len(q), self._heads * self._dim)
         if not len(q):
             return out
@@ -217,7 +269,7 @@ class StoredPageKernels:
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
-        inputs = _contiguous(planes[_EXACT:]) + self._inputs.planes
+        inputs = _contiguous(planes[_EXACT:]) + self.inputs.planes
         v_width = planes[_EXACT + 1].shape[-1]
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
@@ -273,17 +325,62 @@ class StoredPageKernels:
             return 0
         return self._source.splits or max(1, programs // (sequences * self._kv_heads))
 
-    def _encoding(self, planes: tuple[Tensor, ...]) -> dict[str, Any]:
+    def _encoding(self, planes: tuple[Tensor, ...], page_size: int) -> dict[str, Any]:
         """Return the constants of both encoding kernels, by name."""
         return {
-            "ENCODE_PAGE": self._source.encode_page,
-            "ENCODE": self._source.encode,
+            "ENCODE": self._source.encode.encode,
             "KV_HEADS": self._kv_heads,
             "DIM": self._dim,
-            "WIDTH": triton.next_power_of_2(self._dim),
+            "PAGE": page_size,
             "K_WIDTH": planes[0].shape[-1],
             "V_WIDTH": planes[1].shape[-1],
         }
+
+
+class LayersEncoder:
+    """Encoding of pages in several layers of a cache, in one launch for all layers that are alike.
+
+    Args:
+        layers: kernels and planes (K, V and the stored planes) of each layer.
+    """
+
+    def __init__(self, layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> None:
+        groups: dict[Hashable, list[tuple[StoredPageKernels, tuple[Tensor, ...]]]] = {}
+        for kernels, planes in layers:
+            inputs = (*_contiguous(planes), *kernels.inputs.planes)
+            groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
+        self._launches = [(*group[0], _offsets(group)) for group in groups.values()]
+        self._layers = layers  # holds the tensors whose addresses are used
+
+    def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
+        """Encode pages; see `runtime.kv.windowed.PageEncoder.encode`."""
+        for kernels, planes, offsets in self._launches:
+            k_pages, v_pages = planes[:_EXACT]
+            kernels.encode(
+                k_pages, v_pages, planes[_EXACT:], targets, sources, first_positions, offsets
+            )
+
+
+def _kind(x: Tensor | int) -> Hashable:
+    """Return what one launch requires to be equal in all of its layers."""
+    if isinstance(x, int):
+        return x
+    return x.dtype, x.shape, x.data_ptr() % (_ALIGNED * x.element_size())
+
+
+def _offsets(layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> Tensor:
+    """Return ``offsets`` of `kernels.encode.encode_kernel`."""
+    inputs = [(*planes, *kernels.inputs.planes) for kernels, planes in layers]
+    rows = [
+        [
+            (x.data_ptr() - base.data_ptr()) // x.element_size()
+            if isinstance(x, Tensor) and isinstance(base, Tensor)
+            else 0
+            for x, base in zip(row, inputs[0], strict=True)
+        ]
+        for row in inputs
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=layers[0][1][0].device)
 
 
 def _stored_table(batch: Batch) -> Tensor:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs
+    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
 
 _MAX_FUSED_DIM = 256
 """Maximum head dimension of the Triton kernels."""
@@ -62,7 +61,7 @@ class QuantizedFormat(ABC):
             min_fused_dim: minimum head dimension of the Triton kernels.
         """
         self._config, self._keys, self._values = config, keys, values
-        self._kernels: dict[torch.device, FusedKernels] = {}
+        self._kernels: dict[torch.device, StoredPageKernels] = {}
         dim = config.head_dim
         self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
@@ -84,7 +83,7 @@ class QuantizedFormat(ABC):
 
         return LayerInputs()
 
-    def kernels(self, device: torch.device) -> FusedKernels | None:
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         on_device = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
         if not (self.fused and on_device):

@@ -1,13 +1,14 @@
 """KV formats with stored pages: exact pages for prompts and recent tokens, stored ones between.
 
 `WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over exact
-pages alone. `WindowedFormat.encode` then encodes those that are not recent. A decode step appends
+pages alone. `PageEncoder` then encodes those that are not recent. A decode step appends
 to an exact page, encodes the page that has just left the window, if any, and attends stored and
 exact pages together.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from torch import Tensor
 from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
 from runtime.core.window import SINK_PAGES, first_recent
-from runtime.kv.compressed import CompressedFormat, CompressedLayer, FusedKernels
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import LayerKV, Plane
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import LayersEncoder, StoredPageKernels
 
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""
@@ -38,7 +42,7 @@ class WindowedLayer:
         decode = batch.decode if isinstance(batch, MixedBatch) else batch
         if decode.stored_table is None:
             return q
-        if kernels := self._kernels(q.device):
+        if kernels := self.kernels(q.device):
             kernels.encode_leaving(planes, decode)
         else:
             self._encode_leaving(planes, decode, decode.stored_table)
@@ -49,7 +53,7 @@ class WindowedLayer:
             projected = getattr(self._compressed, "attend_prompt", None)
             found = projected(q, planes[:_EXACT], batch) if projected else None
             return self._exact.attend(q, planes[:_EXACT], batch) if found is None else found
-        if kernels := self._kernels(q.device):
+        if kernels := self.kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
         for index, length in enumerate(batch.lengths.tolist()):
@@ -84,17 +88,17 @@ class WindowedLayer:
         targets: Tensor,
         first_positions: Tensor,
     ) -> None:
-        """Encode exact pages into stored pages; see `WindowedFormat.encode`."""
+        """Encode exact pages into stored pages; see `PageEncoder.encode`."""
         k_pages, v_pages = planes[:_EXACT]
         stored = planes[_EXACT:]
-        if kernels := self._kernels(k_pages.device):
+        if kernels := self.kernels(k_pages.device):
             kernels.encode(k_pages, v_pages, stored, targets, sources, first_positions)
             return
         self._compressed.encode(
             k_pages[sources], v_pages[sources], first_positions, stored, targets
         )
 
-    def _kernels(self, device: torch.device) -> FusedKernels | None:
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         find = getattr(self._compressed, "kernels", None)
         return find(device) if find else None
 
@@ -165,23 +169,53 @@ class WindowedFormat:
         return (*self._exact.planes(layer, page_size), *stored)
 
     def layer(self, index: int) -> LayerKV:
-        return WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+        return self._layer(index)
 
-    def encode(
-        self,
-        layers: Sequence[tuple[Tensor, ...]],
-        sources: Tensor,
-        targets: Tensor,
-        first_positions: Tensor,
-    ) -> None:
-        """Encode exact pages in every layer.
+    def encoder(self, layers: Sequence[tuple[Tensor, ...]]) -> "PageEncoder":
+        """Return what encodes the pages of a cache.
 
         Args:
             layers: planes of each layer.
+        """
+        return PageEncoder([(self._layer(index), planes) for index, planes in enumerate(layers)])
+
+    def _layer(self, index: int) -> WindowedLayer:
+        return WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+
+
+class PageEncoder:
+    """Encoding of exact pages into stored pages, in all layers of a cache.
+
+    Args:
+        layers: the layers of a format and their planes.
+    """
+
+    def __init__(self, layers: Sequence[tuple[WindowedLayer, tuple[Tensor, ...]]]) -> None:
+        self._layers = layers
+        self._fused = _fused_encoder(layers)
+
+    def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
+        """Encode pages.
+
+        Args:
             sources: int64 `[p]`, exact pages.
-            targets: int64 `[p]`, stored pages.
+            targets: int64 `[p]`, stored pages, without repetition.
             first_positions: int64 `[p]`, position of the first token of each page.
         """
-        for index, planes in enumerate(layers):
-            layer = WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+        if self._fused:
+            self._fused.encode(sources, targets, first_positions)
+            return
+        for layer, planes in self._layers:
             layer.encode(planes, sources, targets, first_positions)
+
+
+def _fused_encoder(
+    layers: Sequence[tuple[WindowedLayer, tuple[Tensor, ...]]],
+) -> "LayersEncoder | None":
+    found = [(layer.kernels(planes[0].device), planes) for layer, planes in layers]
+    fused = [(kernels, planes) for kernels, planes in found if kernels is not None]
+    if len(fused) < len(layers):
+        return None
+    from runtime.kv.gpu import LayersEncoder
+
+    return LayersEncoder(fused)

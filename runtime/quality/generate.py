@@ -166,7 +166,7 @@ class Generator:
         if pages:
             layers = [cache.layer(layer) for layer in range(self._model.config.num_layers)]
             ids, positions = torch.tensor([pages, first], device=self._model.device)
-            kv_format.encode(layers, ids, ids, positions)
+            kv_format.encoder(layers).encode(ids, ids, positions)
 
 
 def outputs_of(

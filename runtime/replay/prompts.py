@@ -20,52 +20,54 @@ def slice_of(chunk: Chunk) -> SequenceSlice:
     return SequenceSlice(tokens, chunk.first, pages, chunk.completes)
 
 
-def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
-    """Encode the pages of prompt chunks that the complete prompt leaves outside of its window.
+class PromptEncoder:
+    """Encoding of the pages that complete prompts leave outside of their windows.
 
-    The exact pages remain, because later chunks attend them. The work is in stream order. Nothing
-    is done without a compressed KV format.
-
-    Args:
-        chunks: chunks whose computation was launched.
+    Without a compressed KV format, nothing is encoded.
     """
-    sources: list[int] = []
-    targets: list[int] = []
-    first: list[int] = []
-    for chunk in chunks:
-        sequence = chunk.group.sequences[0]
-        pages = stored_range(chunk, model.page_size)
-        sources += sequence.pages[pages.start : pages.stop]
-        targets += sequence.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
-        first += [page * model.page_size for page in pages]
-    if sources:
-        _encode(model, cache, sources, targets, first)
 
+    def __init__(self, model: Model, cache: PagedCache) -> None:
+        self._page_size, self._device = model.page_size, model.device
+        self._encoder = None
+        if isinstance(model.kv_format, WindowedFormat):
+            layers = [cache.layer(index) for index in range(model.config.num_layers)]
+            self._encoder = model.kv_format.encoder(layers)
 
-def warm_up_encode(model: Model, cache: PagedCache) -> None:
-    """Compile the kernels that encode pages. Call it before the first prompt.
+    def encode(self, chunks: Sequence[Chunk]) -> None:
+        """Encode pages of prompt chunks, in stream order.
 
-    Numbers of pages are 1, a multiple of 16, and another; see `runtime.replay.warm_up`.
-    """
-    for count in (1, 2, 16):
-        pages = list(range(min(count, *(len(plane) for plane in cache.planes))))
-        _encode(model, cache, pages, pages, [0] * len(pages))
+        The exact pages remain, because later chunks attend them.
 
+        Args:
+            chunks: chunks whose computation was launched.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        first: list[int] = []
+        for chunk in chunks:
+            sequence = chunk.group.sequences[0]
+            pages = stored_range(chunk, self._page_size)
+            sources += sequence.pages[pages.start : pages.stop]
+            targets += sequence.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
+            first += [page * self._page_size for page in pages]
+        if sources:
+            self._encode(sources, targets, first)
 
-def _encode(
-    model: Model, cache: PagedCache, sources: list[int], targets: list[int], first: list[int]
-) -> None:
-    """Encode exact pages in all layers, if the KV format is compressed.
+    def warm_up(self) -> None:
+        """Compile the kernels that encode pages. Call it before the first prompt."""
+        self._encode([0], [0], [0])
 
-    Args:
-        sources: exact pages.
-        targets: stored pages, without repetition.
-        first: position of the first token of each page.
-    """
-    if isinstance(model.kv_format, WindowedFormat):
-        layers = [cache.layer(index) for index in range(model.config.num_layers)]
-        table = to_device(np.array([sources, targets, first], np.int64), model.device)
-        model.kv_format.encode(layers, *table)
+    def _encode(self, sources: list[int], targets: list[int], first: list[int]) -> None:
+        """Encode pages.
+
+        Args:
+            sources: exact pages.
+            targets: stored pages, without repetition.
+            first: position of the first token of each page.
+        """
+        if self._encoder is not None:
+            table = to_device(np.array([sources, targets, first], np.int64), self._device)
+            self._encoder.encode(*table)
 
 
 def stored_range(chunk: Chunk, page_size: int) -> range:

@@ -33,7 +33,7 @@ from runtime.models.model import Model
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.eviction import PromptEviction
 from runtime.replay.mixed import MixedReplay
-from runtime.replay.prompts import encode_prompts, slice_of, warm_up_encode
+from runtime.replay.prompts import PromptEncoder, slice_of
 from runtime.replay.sampling import SlotSampler
 from runtime.replay.slots import BatchSlots
 from runtime.sampling.on_device import SamplingFeatures
@@ -132,13 +132,13 @@ class StepReplay:
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
         null_page = len(cache.planes[0]) - 1
-        self._model, self._cache = model, cache
+        self._has_stored = cache.layout.has_stored
         self._slots = BatchSlots(
             limits.max_running,
             max_pages,
             null_page,
             model.device,
-            has_stored=cache.layout.has_stored,
+            has_stored=self._has_stored,
         )
         pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
@@ -147,6 +147,7 @@ class StepReplay:
         rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
         self._eviction = PromptEviction(model, cache)
+        self._encoder = PromptEncoder(model, cache)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
         self._assignment = _NOTHING_SAMPLED
         self._latest: InFlightStep | None = None
@@ -157,7 +158,7 @@ class StepReplay:
         Args:
             progress: called with a stage and a size, see `runtime.replay.warm_up.Progress`.
         """
-        warm_up_encode(self._model, self._cache)
+        self._encoder.warm_up()
         self._mixed.warm_up(lambda rows: progress("prompts", rows))
         buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
         if self._decodes:
@@ -248,16 +249,15 @@ class StepReplay:
 
         The pages are encoded last, so that first tokens do not wait for it.
         """
-        has_stored = self._cache.layout.has_stored
-        ready = None if has_stored else record_event(self._device)
+        ready = None if self._has_stored else record_event(self._device)
         results, bucket, features = next(self._host_copies), assignment.bucket, assignment.features
         held: Mapping[int, Tensor] = {}
         if bucket:
             self._sampler.run(bucket, features)
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
-        if has_stored:
-            encode_prompts(self._model, self._cache, chunks)
+        if self._has_stored:
+            self._encoder.encode(chunks)
             ready = record_event(self._device)
         used = assignment.without_forced()
         read_first = any(
@@ -265,7 +265,7 @@ class StepReplay:
             for chunk in chunks
             if chunk.completes
             for sequence in chunk.group.sequences
-            if has_stored or sequence.evicted
+            if self._has_stored or sequence.evicted
         )
         self._latest = InFlightStep(self, used, results, ready, held, read_first)
         return self._latest

@@ -14,7 +14,7 @@ from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
-from runtime.replay.prompts import warm_up_encode
+from runtime.replay.prompts import PromptEncoder
 from runtime.sampling.reference import SamplingRow, sample
 
 Progress = Callable[[str, int], None]
@@ -43,7 +43,7 @@ def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: P
             for row in _ROWS:
                 sample(logits[:1], [row])
         progress("prefill", sequences)
-    warm_up_encode(model, cache)
+    PromptEncoder(model, cache).warm_up()
     largest = _largest(limits, model.context_length, model.page_size)
     model.forward(Batch.of(largest, model.device), cache)
     progress("prefill", len(largest))

@@ -13,7 +13,6 @@ from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import RANK_MULTIPLE, split_basis
 from runtime.kv.calibration.projection import project_pages
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.fdc.calibrate import NAME, VERSION
 from runtime.kv.fdc.prefill import LatentPrefill, attend_projected
 from runtime.kv.fdc.rows import pack_rows, unpack_rows
@@ -91,12 +90,12 @@ class FdcLayer:
         assert isinstance(ranks, Tensor)
         return self.prefill.attend(q, k_pages, v_pages, basis, ranks, batch)
 
-    def kernels(self, device: torch.device) -> FusedKernels | None:
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> FusedKernels:
+    def _kernels(self) -> "StoredPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self._inputs)
@@ -149,16 +148,15 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
         from runtime.kv.fdc import kernels
-        from runtime.kv.gpu import KernelSource
+        from runtime.kv.gpu import EncodeSource, KernelSource
 
         return KernelSource(
-            None,
+            EncodeSource(kernels.encode, pages=2, warps=2, stages=2),
             kernels.attend,
             kernels.finish,
             tile=64,
             stages=5,
             programs=5,
-            encode_page=kernels.encode_page,
             latents=True,
         )
 

@@ -15,30 +15,30 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import matmul, power_of_2
 from runtime.kv.calibration import bases
-from runtime.kv.kernels.latents import basis_at, project_page, restored, rounded_to
+from runtime.kv.kernels.latents import basis_at, project_head, restored, rounded_to
 from runtime.kv.kernels.windowed import softmax_step
 
 RANK_MULTIPLE = tl.constexpr(bases.RANK_MULTIPLE)
 
 
 @triton.jit
-def encode_page(
-    k_pages, v_pages, k_at, v_at, k_strides, v_strides, target, position, kv_head, planes,
-    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_basis, v_basis, ranks = planes
-    DIMS: tl.constexpr = power_of_2(DIM)
-    k_rank = tl.load(ranks + kv_head) * RANK_MULTIPLE
-    v_rank = tl.load(ranks + KV_HEADS + kv_head) * RANK_MULTIPLE
-    project_page(
-        k_pages, k_at + kv_head * k_strides[0], k_strides[1], k_basis, kv_head, KV_HEADS, k_rank, k,
-        target, DIM, DIMS, PAGE, K_WIDTH, power_of_2(K_WIDTH),
+    tl.static_assert(HEADS == 1)
+    k_rank = tl.load(ranks + head) * RANK_MULTIPLE
+    v_rank = tl.load(ranks + KV_HEADS + head) * RANK_MULTIPLE
+    project_head(
+        k_pages, k_at + head * k_stride, k_basis, k_rank, k, page, slot, head, KV_HEADS, DIM, PAGE,
+        K_WIDTH,
     )  # fmt: skip
-    project_page(
-        v_pages, v_at + kv_head * v_strides[0], v_strides[1], v_basis, kv_head, KV_HEADS, v_rank, v,
-        target, DIM, DIMS, PAGE, V_WIDTH, power_of_2(V_WIDTH),
+    project_head(
+        v_pages, v_at + head * v_stride, v_basis, v_rank, v, page, slot, head, KV_HEADS, DIM, PAGE,
+        V_WIDTH,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from runtime.attention.kernels.decode import tokens_at
 from runtime.attention.kernels.prefill import block_of
 from runtime.kernels.arith import matmul, power_of_2
 from runtime.kv.fdc.kernels import RANK_MULTIPLE
-from runtime.kv.kernels.latents import basis_at, project_page, rounded_to
+from runtime.kv.kernels.latents import basis_at, project_head, rounded_to
 
 
 @triton.jit
@@ -28,9 +28,11 @@ def project_keys_kernel(
     if index * PAGE < tl.load(lengths + sequence):
         page = tl.load(page_table + sequence * table_stride + index).to(tl.int64)
         rank = tl.load(ranks + head) * RANK_MULTIPLE
-        project_page(
-            k_pages, page * page_stride + head * head_stride, DIM, k_basis, head, KV_HEADS, rank,
-            latents, page, DIM, power_of_2(DIM), PAGE, K_WIDTH, power_of_2(K_WIDTH),
+        slot = tl.arange(0, PAGE)
+        at = page * page_stride + head * head_stride + slot * DIM
+        project_head(
+            k_pages, at, k_basis, rank, latents, page + tl.zeros_like(at), slot, head, KV_HEADS,
+            DIM, PAGE, K_WIDTH,
         )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
-from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kernels.arith import INTERPRETED, matmul, power_of_2
+from runtime.kv.kernels.encode import plane_rows, vectors_at
 from runtime.kv.kernels.transforms import (
     INFINITE,
     byte_pairs_at,
@@ -45,8 +46,8 @@ def write_fp8(x, rows, codes, scales, DIM: tl.constexpr):
     """Encode vectors; see `reference.quantize`.
 
     Args:
-        x: fp32 `[PAGE, WIDTH]`; columns beyond DIM are 0.
-        rows: int64 `[PAGE]`, rows of the planes.
+        x: fp32 `[ROWS, WIDTH]`; columns beyond DIM are 0.
+        rows: int64 `[ROWS]`, rows of the planes.
         codes: fp8 plane, `[…, DIM]`.
         scales: uint8 plane, `[…, 1]`.
     """
@@ -66,10 +67,17 @@ def write_fp8(x, rows, codes, scales, DIM: tl.constexpr):
 
 
 @triton.jit
-def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_scale = planes
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    keys = vectors_at(k_pages, k_at, k_stride, head, 0, DIM, HEADS, power_of_2(DIM))
     write_fp8(keys, rows, k, k_scale, DIM)
+    values = vectors_at(v_pages, v_at, v_stride, head, 0, DIM, HEADS, power_of_2(DIM))
     write_fp8(values, rows, v, v_scale, DIM)
 
 

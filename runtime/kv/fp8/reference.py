@@ -91,9 +91,14 @@ class FP8Format(QuantizedFormat):
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
         from runtime.kv.fp8 import fragments, kernels
-        from runtime.kv.gpu import FragmentSource, KernelSource
+        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
 
         by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=32)
         return KernelSource(
-            kernels.encode, kernels.attend, kernels.finish, tile=64, stages=5, fragments=by_warps
+            EncodeSource(kernels.encode, heads=4, warps=4),
+            kernels.attend,
+            kernels.finish,
+            tile=64,
+            stages=5,
+            fragments=by_warps,
         )

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.kernels.encode import plane_rows, tiles_at
 from runtime.kv.kernels.transforms import (
     INFINITE,
     alternate,
@@ -14,6 +15,7 @@ from runtime.kv.kernels.transforms import (
     bf16_pair,
     byte_pairs_at,
     hadamard,
+    hadamard_tiles,
     halves,
     interleaved,
     joined,
@@ -23,6 +25,9 @@ from runtime.kv.kernels.transforms import (
     words_at,
 )
 from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
+
+ROUND = tl.constexpr(1.5 * 2**23)
+"""Adding it to a small fp32 number and subtracting it again rounds to an integer."""
 
 
 @triton.jit
@@ -39,26 +44,31 @@ def quantize_half(x, largest, finite):
     """
     eighth = tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * 0.125
     scale = round_to_bf16(eighth)
-    step = widened(scale)[:, None]
-    steps = tl.where(step > 0, tl.div_rn(x, tl.where(step > 0, step, 1.0)), 0.0)
-    # Not tl.floor: on a GPU, it takes subnormal numbers for 0.
-    whole = steps.to(tl.int32)
-    whole -= (steps < whole.to(tl.float32)).to(tl.int32)
-    codes = tl.where(finite[:, None], tl.minimum(tl.maximum(whole + 8, 0), 15), 8)
+    step = widened(scale)
+    # The inverse of a subnormal step is infinite: scale the step and the vector.
+    factor = tl.where(step < 2.0**-100, 2.0**100, 1.0)
+    step *= factor
+    inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), tl.where(step > 0, step, 1.0))
+    x *= factor[:, None]
+    # Rounded down. `near` is at most 1 too large, and its product with a bf16 number is exact.
+    near = (x * inverse[:, None] + ROUND) - ROUND
+    whole = near - (x < near * step[:, None]).to(tl.float32)
+    codes = tl.minimum(tl.maximum(whole, -8.0), 7.0).to(tl.int32) + 8
+    codes = tl.where(finite[:, None], codes, 8)
     return codes.to(tl.uint8), tl.where(finite, scale, bf16_nan(scale))
 
 
 @triton.jit
-def write_int4(x, rows, codes, scales, DIM: tl.constexpr):
+def write_int4(y, rows, codes, scales, DIM: tl.constexpr):
     """Encode vectors.
 
     Args:
-        x: fp32 `[PAGE, DIM]`.
-        rows: int64 `[PAGE]`, rows of the planes.
+        y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
+        rows: int64 `[ROWS]`, rows of the planes.
         codes: uint8 plane, `[…, DIM / 2]`.
         scales: bf16 plane, `[…, 2]`.
     """
-    low, high = halves(hadamard(x))
+    low, high = halves(y)
     low_largest = tl.max(magnitude_bits(low), axis=1)
     high_largest = tl.max(magnitude_bits(high), axis=1)
     finite = (low_largest < INFINITE) & (high_largest < INFINITE)
@@ -71,11 +81,18 @@ def write_int4(x, rows, codes, scales, DIM: tl.constexpr):
 
 
 @triton.jit
-def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_scale = planes
-    write_int4(keys, rows, k, k_scale, DIM)
-    write_int4(values, rows, v, v_scale, DIM)
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
+    write_int4(hadamard_tiles(keys), rows, k, k_scale, DIM)
+    values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
+    write_int4(hadamard_tiles(values), rows, v, v_scale, DIM)
 
 
 def _unpack_nibble(number: int, shift: str) -> str:

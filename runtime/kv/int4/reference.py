@@ -91,11 +91,11 @@ class Int4Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import FragmentSource, KernelSource
+        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
         from runtime.kv.int4 import fragments, kernels
 
         return KernelSource(
-            kernels.encode,
+            EncodeSource(kernels.encode, heads=4, warps=2),
             kernels.attend,
             kernels.finish,
             tile=32,

@@ -9,12 +9,14 @@ from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv import lloyd_max
 from runtime.kv.int4.kernels import int4_scores, transformed_queries, write_int4
+from runtime.kv.kernels.encode import plane_rows, tiles_at
 from runtime.kv.kernels.transforms import (
     INFINITE,
     bf16_nan,
     bf16_pair,
     byte_pairs_at,
     hadamard,
+    hadamard_tiles,
     halves,
     interleaved,
     joined,
@@ -35,17 +37,16 @@ UNIT = tl.constexpr((lloyd_max.LEVELS[2] * 128 / 151 + lloyd_max.LEVELS[3] * 128
 
 
 @triton.jit
-def write_values(x, rows, packed, norms, DIM: tl.constexpr):
+def write_values(y, rows, packed, norms, DIM: tl.constexpr):
     """Encode vectors; see `lloyd_max.quantize_values`.
 
     Args:
-        x: fp32 `[PAGE, DIM]`.
-        rows: int64 `[PAGE]`, rows of the planes.
+        y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
+        rows: int64 `[ROWS]`, rows of the planes.
         packed: uint8 plane, `[…, DIM / 4]`.
         norms: bf16 plane, `[…, 1]`.
     """
-    y = hadamard(x)
-    squared = sum_by_halves(y * y)  # [PAGE]
+    squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
     norm = round_to_bf16(tl.sqrt_rn(tl.where(finite, squared, 0.0)))
     edge = (widened(norm) * (EDGE * DIM**-0.5))[:, None]
@@ -60,11 +61,19 @@ def write_values(x, rows, packed, norms, DIM: tl.constexpr):
 
 
 @triton.jit
-def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_norm = planes
-    write_int4(keys, rows, k, k_scale, DIM)
-    write_values(values, rows, v, v_norm, DIM)
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    # V first: in the other order, Triton 3.7 takes four times as long to compile the kernel.
+    values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
+    write_values(hadamard_tiles(values), rows, v, v_norm, DIM)
+    keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
+    write_int4(hadamard_tiles(keys), rows, k, k_scale, DIM)
 
 
 LOW_BYTES, HIGH_BYTES = 0x7C97977C, 0x403FBFC0

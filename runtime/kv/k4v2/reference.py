@@ -48,11 +48,16 @@ class K4V2Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import FragmentSource, KernelSource
+        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
         from runtime.kv.k4v2 import fragments, kernels
 
         # With more warps, matmuls of 16 columns would be computed twice.
         by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=64, dims=(128,))
         return KernelSource(
-            kernels.encode, kernels.attend, kernels.finish, tile=64, rows=8, fragments=by_warps
+            EncodeSource(kernels.encode, heads=4, warps=2),
+            kernels.attend,
+            kernels.finish,
+            tile=64,
+            rows=8,
+            fragments=by_warps,
         )

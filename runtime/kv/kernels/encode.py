@@ -1,54 +1,107 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Encoding of exact pages into stored pages.
 
-A format that encodes each vector on its own contributes one function, which has the bits of its
-reference: ``ENCODE(keys, values, rows, planes, KV_HEADS, DIM)``.
+A program encodes HEADS KV heads of some pages. Each format contributes one function::
 
-- keys, values: fp32 `[PAGE, WIDTH]`, K after RoPE and V of one KV head; columns beyond DIM are 0.
-- rows: int64 `[PAGE]`, where to write each token: row ``(page * KV_HEADS + kv_head) * PAGE + slot``
-  of each plane.
-- planes: pointers to the stored planes of the layer, and other inputs of the format.
+    ENCODE(
+        k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+        KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH,
+    )
 
-Other formats contribute ``ENCODE_PAGE`` in place of `encode_vectors`, with the same parameters.
+- k_pages, v_pages: bf16 K after RoPE and V.
+- k_at, v_at: int64 `[TOKENS]`, offset of each token in them, of KV head 0.
+- k_stride, v_stride: strides of KV heads.
+- page: int64 `[TOKENS]`, stored page of each token; slot: int32 `[TOKENS]`, its slot in the page.
+- position: int32 `[TOKENS]`; of no meaning if positions are not known.
+- head: first KV head to encode.
+- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
+  and then other inputs of the format.
+- K_WIDTH, V_WIDTH: widths of the first two stored planes.
+
+What a program stores for a token depends on this token alone, and not on the number of tokens and
+heads of the program. Formats of codes store the bits of their reference.
 """
 
 import triton
 import triton.language as tl
 
-from runtime.kv.kernels.transforms import widened
+from runtime.kv.kernels.transforms import COLUMNS, MAX_STAGES, widened
 
 
 @triton.jit
-def encode_vectors(
-    k_pages, v_pages, k_at, v_at, k_strides, v_strides, target, position, kv_head, planes,
-    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+def vectors_at(
+    pages, at, stride, head, first, DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Encode one KV head of a page.
+    """Load elements ``first`` to ``first + WIDTH`` of all vectors of the program.
 
     Args:
-        k_at, v_at: offsets of the page.
-        k_strides, v_strides: strides of KV heads and of slots.
-        target: stored page, int64.
-        position: position of the first token of the page, 0 if it is not known.
-        K_WIDTH, V_WIDTH: widths of the first two stored planes.
+        pages: K or V; ``at`` and ``stride`` belong to it.
+        DIM: elements of a vector; those beyond are 0.
+        WIDTH: a power of two.
+
+    Returns:
+        fp32 `[HEADS * TOKENS, WIDTH]`.
     """
-    slot = tl.arange(0, PAGE)
-    d = tl.arange(0, WIDTH)[None, :]
-    at = k_at + kv_head * k_strides[0] + slot[:, None] * k_strides[1] + d
-    keys = widened(tl.load(k_pages + at, mask=d < DIM, other=0.0))
-    at = v_at + kv_head * v_strides[0] + slot[:, None] * v_strides[1] + d
-    values = widened(tl.load(v_pages + at, mask=d < DIM, other=0.0))
-    ENCODE(keys, values, (target * KV_HEADS + kv_head) * PAGE + slot, planes, KV_HEADS, DIM)
+    heads = head + tl.arange(0, HEADS)[:, None, None]
+    c = first + tl.arange(0, WIDTH)[None, None, :]
+    own = tl.load(pages + heads * stride + at[None, :, None] + c, mask=c < DIM, other=0.0)
+    return widened(tl.reshape(own, (HEADS * at.shape[0], WIDTH)))
 
 
 @triton.jit
-def encode_kernel(
-    keys, values, k_strides, v_strides, sources, targets, positions, planes,
-    ENCODE_PAGE: tl.constexpr, ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+def tiles_at(pages, at, stride, head, DIM: tl.constexpr, HEADS: tl.constexpr):
+    """Load all vectors of the program in the tiles of `transforms.hadamard_tiles`, fp32.
+
+    The arguments are those of `vectors_at`. Each tile is loaded on its own, since a thread holds
+    both operands of `tl.join`.
+    """
+    tiles = ()
+    for first in tl.static_range(0, DIM, COLUMNS):
+        own = vectors_at(pages, at, stride, head, first, DIM, HEADS, COLUMNS)
+        tiles = tiles + (own,)  # type: ignore[assignment]
+    for _stage in tl.static_range(MAX_STAGES):
+        if len(tiles) > 1:
+            pairs = ()
+            for j in tl.static_range(len(tiles) // 2):
+                both = tl.join(tiles[j], tiles[j + len(tiles) // 2])
+                pairs = pairs + (both,)
+            tiles = pairs
+    return tl.reshape(tiles[0], (HEADS * at.shape[0], COLUMNS, DIM // COLUMNS))  # type: ignore[misc]
+
+
+@triton.jit
+def plane_rows(
+    page, slot, head, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Encode pages; grid `(pages, KV_HEADS)`.
+    """Return the row of each vector of `vectors_at` in the stored planes, int64."""
+    heads = head + tl.arange(0, HEADS)
+    rows = (page[None, :] * KV_HEADS + heads[:, None]) * PAGE + slot[None, :]
+    return tl.reshape(rows, (HEADS * page.shape[0],))
+
+
+@triton.jit
+def of_layer(x, offset):
+    """Return a pointer of another layer.
+
+    Args:
+        offset: pointer to the distance of the layers, in elements.
+    """
+    return x + tl.multiple_of(tl.load(offset), 16)
+
+
+@triton.jit(
+    do_not_specialize=["pages"],
+    do_not_specialize_on_alignment=["sources", "targets", "positions"],
+)
+def encode_kernel(
+    keys, values, k_strides, v_strides, pages, sources, targets, positions, planes, offsets,
+    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGES: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Encode pages of one or several layers.
+
+    Grid `(cdiv(pages, PAGES), KV_HEADS / HEADS, layers)`. Programs at the end of the first axis may
+    encode the last page more than once.
 
     Args:
         keys, values: bf16 `[…, KV_HEADS, PAGE, DIM]`; the last stride is 1.
@@ -57,20 +110,35 @@ def encode_kernel(
         targets: int64 `[pages]`, stored pages.
         positions: int64 `[pages]`, position of the first token of each; None if not known.
         planes: see the head of this file.
-        WIDTH: smallest power of two that is at least DIM.
+        offsets: int64 `[layers, 2 + len(planes)]`, distance of ``keys``, ``values`` and each of
+            ``planes`` of a layer from those of the first one, in elements, multiples of 16. None
+            for one layer.
     """
-    page = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    target = tl.load(targets + page)
-    position = 0
+    t = tl.arange(0, PAGES * PAGE)
+    index = tl.minimum(tl.program_id(0) * PAGES + t // PAGE, pages - 1)
+    slot = t % PAGE
+    page = tl.load(targets + index)
+    position = slot
     if positions is not None:
-        position = tl.load(positions + page).to(tl.int32)
+        position += tl.load(positions + index).to(tl.int32)
+    source = index.to(tl.int64)
     if sources is not None:
-        page = tl.load(sources + page)
-    ENCODE_PAGE(
-        keys, values, page * k_strides[0], page * v_strides[0], (k_strides[1], k_strides[2]),
-        (v_strides[1], v_strides[2]), target, position, head, planes, ENCODE, KV_HEADS, DIM, WIDTH,
-        PAGE, K_WIDTH, V_WIDTH,
+        source = tl.load(sources + index)
+    if offsets is not None:
+        row = offsets + tl.program_id(2) * (2 + len(planes))
+        keys = of_layer(keys, row)
+        values = of_layer(values, row + 1)
+        moved = ()
+        for i in tl.static_range(len(planes)):
+            plane = planes[i]
+            if plane.dtype.is_ptr():
+                plane = of_layer(plane, row + 2 + i)
+            moved = moved + (plane,)  # type: ignore[assignment]
+        planes = moved
+    ENCODE(
+        keys, values, source * k_strides[0] + slot * k_strides[2],
+        source * v_strides[0] + slot * v_strides[2], k_strides[1], v_strides[1], page, slot,
+        position, tl.program_id(1) * HEADS, planes, KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH,
     )  # fmt: skip
 
 
@@ -78,9 +146,8 @@ def encode_kernel(
 def encode_leaving_kernel(
     k_pages, v_pages, page_stride, head_stride, page_table, table_stride, stored_table,
     stored_stride, lengths, planes,
-    ENCODE_PAGE: tl.constexpr, ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr,
+    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Encode the page of each sequence that leaves the window in this step, if any.
 
@@ -94,15 +161,14 @@ def encode_leaving_kernel(
         lengths: int32 `[sequences]`.
     """
     sequence = tl.program_id(0)
-    head = tl.program_id(1)
     old = tl.load(lengths + sequence) - WINDOW  # tokens before the window
     index = old // PAGE - 1
     if (old % PAGE == 0) & (index >= SINK_PAGES):
         source = tl.load(page_table + sequence * table_stride + index).to(tl.int64)
         target = tl.load(stored_table + sequence * stored_stride + index).to(tl.int64)
-        at = source * page_stride
-        strides = (head_stride, DIM)
-        ENCODE_PAGE(
-            k_pages, v_pages, at, at, strides, strides, target, index * PAGE, head, planes, ENCODE,
-            KV_HEADS, DIM, WIDTH, PAGE, K_WIDTH, V_WIDTH,
+        slot = tl.arange(0, PAGE)
+        at = source * page_stride + slot * DIM
+        ENCODE(
+            k_pages, v_pages, at, at, head_stride, head_stride, target + tl.zeros_like(at), slot,
+            index * PAGE + slot, tl.program_id(1), planes, KV_HEADS, 1, DIM, PAGE, K_WIDTH, V_WIDTH,
         )  # fmt: skip

@@ -9,7 +9,7 @@ first only.
 import triton
 import triton.language as tl
 
-from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kernels.arith import INTERPRETED, matmul, power_of_2
 from runtime.kv.kernels.transforms import round_to_bf16
 
 
@@ -47,49 +47,62 @@ def basis_at(
 
 @triton.jit
 def store_rows(
-    latents, plane, first, rank, PAGE: tl.constexpr, WIDTH: tl.constexpr
+    latents, plane, page, slot, head, rank, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the latents of one KV head of a page, as `runtime.kv.fdc.rows.pack_rows` places them.
+    """Store the latents of one KV head, as `runtime.kv.fdc.rows.pack_rows` places them.
 
     Args:
-        latents: fp32 `[PAGE, COLUMNS]`.
-        plane: bf16 `[page, kv_head, PAGE, WIDTH]`.
-        first: offset of the head in the plane.
+        latents: fp32 `[TOKENS, COLUMNS]`.
+        plane: bf16 `[page, KV_HEADS, PAGE, WIDTH]`.
+        page, slot: see `runtime.kv.kernels.encode`.
         rank: columns to store.
     """
-    slot = tl.arange(0, PAGE)[:, None]
+    first = ((page * KV_HEADS + head) * (PAGE * WIDTH))[:, None]
+    slot = slot[:, None]
     c = tl.arange(0, latents.shape[1])[None, :]
     tl.store(plane + first + slot * rank + c, to_bf16(latents), mask=c < rank)
     unused = slot * latents.shape[1] + c
-    zeros = tl.zeros((PAGE, latents.shape[1]), tl.bfloat16)
+    zeros = tl.zeros(latents.shape, tl.bfloat16)
     tl.store(plane + first + PAGE * rank + unused, zeros, mask=unused < PAGE * (WIDTH - rank))
 
 
 @triton.jit
-def project_page(
-    pages, at, slot_stride, basis, head, kv_heads, rank, plane, target,
-    DIM: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def project_head(
+    pages, at, basis, rank, plane, page, slot, head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Project one KV head of a page onto its basis and store the latents.
+    """Project one KV head onto its basis and store the latents.
 
     Args:
         pages: bf16 K or V.
-        at: offset of the head's first slot.
-        basis: bf16 `[2, kv_heads, DIM, WIDTH]`.
+        at: offsets of the head's tokens, `[TOKENS]`.
+        basis: bf16 `[2, KV_HEADS, DIM, WIDTH]`.
         rank: rank of the head.
-        target: stored page, int64.
-        DIMS, COLUMNS: powers of two of at least 16, and at least DIM and WIDTH respectively.
+        plane, page, slot: see `store_rows`.
     """
-    slot = tl.arange(0, PAGE)[:, None]
+    DIMS: tl.constexpr = power_of_2(DIM)
+    COLUMNS: tl.constexpr = power_of_2(WIDTH)
     d = tl.arange(0, DIMS)[None, :]
-    x = tl.load(pages + at + slot * slot_stride + d, mask=d < DIM, other=0.0)
+    x = tl.load(pages + at[:, None] + d, mask=d < DIM, other=0.0)
     first = head * (DIM * WIDTH)
     high = basis_at(basis, first, DIM, rank, WIDTH, DIMS, COLUMNS)
-    low = basis_at(basis, first + kv_heads * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, COLUMNS)
-    latents = matmul(x, high, tl.zeros((PAGE, COLUMNS), tl.float32))
+    low = basis_at(basis, first + KV_HEADS * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, COLUMNS)
+    latents = matmul(x, high, tl.zeros((x.shape[0], COLUMNS), tl.float32))
     latents = matmul(x, low, latents)
-    store_rows(latents, plane, (target * kv_heads + head) * (PAGE * WIDTH), rank, PAGE, WIDTH)
+    store_rows(latents, plane, page, slot, head, rank, KV_HEADS, PAGE, WIDTH)
+
+
+@triton.jit
+def add_product(x, high, low, acc):
+    """Return ``acc + x @ (high + low)``, as exact as fp32 up to the order of sums.
+
+    Args:
+        x: fp32; it is split as the basis is.
+    """
+    rounded = to_bf16(x)
+    rest = to_bf16(x - rounded.to(tl.float32))
+    return matmul(rest, high, matmul(rounded, low, matmul(rounded, high, acc)))
 
 
 @triton.jit

@@ -10,6 +10,8 @@ INFINITE = tl.constexpr(0x7F800000)
 """Bits of infinity in fp32. Magnitudes with larger bits are NaN."""
 NAN = tl.constexpr(0x7FC0)
 """Bits of the bf16 NaN that is stored as a scale or norm."""
+COLUMNS = tl.constexpr(8)
+"""Columns of a tile of `hadamard_tiles`."""
 
 
 @triton.jit
@@ -38,8 +40,8 @@ def interleaved(even, odd):
 
 
 @triton.jit
-def hadamard(x):
-    """Multiply the rows of ``x``, fp32 `[ROWS, DIM]`, by the orthonormal Hadamard matrix.
+def butterflies(x):
+    """Multiply the rows of ``x``, fp32 `[ROWS, N]`, by Sylvester's matrix, without normalization.
 
     Every stage combines the two elements whose indices differ in the lowest bit, and makes this bit
     the highest one. The sums are those of `runtime.kv.transforms.hadamard`, and the order of the
@@ -49,7 +51,35 @@ def hadamard(x):
         if (1 << stage) < x.shape[1]:
             a, b = alternate(x)
             x = joined(a + b, a - b)
-    return x * (x.shape[1] ** -0.5)
+    return x
+
+
+@triton.jit
+def hadamard(x):
+    """Multiply the rows of ``x``, fp32 `[ROWS, DIM]`, by the orthonormal Hadamard matrix."""
+    return butterflies(x) * (x.shape[1] ** -0.5)
+
+
+@triton.jit
+def hadamard_tiles(x):
+    """Return the same as `hadamard` for rows that are divided into tiles.
+
+    A thread has whole rows if there are at least as many rows as threads. It then exchanges no
+    elements with other threads.
+
+    Args:
+        x: fp32 `[ROWS, COLUMNS, TILES]`: element ``x[r, c, t]`` is in column ``t * COLUMNS + c``.
+
+    Returns:
+        fp32 `[ROWS, TILES * COLUMNS]`.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    TILES: tl.constexpr = x.shape[2]
+    x = butterflies(tl.reshape(tl.permute(x, (0, 2, 1)), (ROWS * TILES, COLUMNS)))
+    x = tl.permute(tl.reshape(x, (ROWS, TILES, COLUMNS)), (0, 2, 1))
+    x = butterflies(tl.reshape(x, (ROWS * COLUMNS, TILES)))
+    x = tl.permute(tl.reshape(x, (ROWS, COLUMNS, TILES)), (0, 2, 1))
+    return tl.reshape(x, (ROWS, TILES * COLUMNS)) * ((TILES * COLUMNS) ** -0.5)
 
 
 @triton.jit
@@ -57,8 +87,7 @@ def sum_by_halves(x):
     """Return the sum of each row, `[ROWS]`, in the order of `runtime.kv.transforms`."""
     for _stage in tl.static_range(MAX_STAGES):
         if x.shape[1] > 1:
-            a, b = halves(x)
-            x = a + b
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), axis=1)
     return tl.reshape(x, (x.shape[0],))
 
 

@@ -13,7 +13,6 @@ from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 from runtime.kv.palu.calibrate import NAME, VERSION
 from runtime.kv.rotation import PageRotation
@@ -67,12 +66,12 @@ class PaluLayer:
         values = project_pages(v_plane[pages].float(), self.v_basis.mT)
         return self.rotation.apply(unrotated, first_positions), values
 
-    def kernels(self, device: torch.device) -> FusedKernels | None:
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> FusedKernels:
+    def _kernels(self) -> "StoredPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self.kernel_inputs())
@@ -121,14 +120,19 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
-        from runtime.kv.gpu import KernelSource
+        from runtime.kv.gpu import EncodeSource, KernelSource
         from runtime.kv.palu import kernels
 
         group = self._config.num_kv_heads // len(self._layers[0].k_basis)
         return KernelSource(
-            None, kernels.ATTEND[group], kernels.finish, tile=64, warps=4, programs=2,
-            encode_page=kernels.encode_page, latents=True,
-        )  # fmt: skip
+            EncodeSource(kernels.encode, pages=2, warps=4, stages=2),
+            kernels.ATTEND[group],
+            kernels.finish,
+            tile=64,
+            warps=4,
+            programs=2,
+            latents=True,
+        )
 
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:
         config = self._config

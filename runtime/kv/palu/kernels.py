@@ -20,7 +20,13 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import matmul, power_of_2
-from runtime.kv.kernels.latents import project_page, restored, rounded_to, store_rows, to_bf16
+from runtime.kv.kernels.latents import (
+    add_product,
+    project_head,
+    restored,
+    rounded_to,
+    store_rows,
+)
 from runtime.kv.kernels.transforms import halves
 from runtime.kv.kernels.windowed import softmax_step
 
@@ -30,49 +36,37 @@ CHUNK = tl.constexpr(64)
 
 
 @triton.jit
-def add_product(x, high, low, acc):
-    """Return ``acc + x @ (high + low)``, as exact as fp32 up to the order of sums.
-
-    Args:
-        x: fp32; it is split as the basis is.
-    """
-    rounded = to_bf16(x)
-    rest = to_bf16(x - rounded.to(tl.float32))
-    return matmul(rest, high, matmul(rounded, low, matmul(rounded, high, acc)))
-
-
-@triton.jit
-def encode_page(
-    k_pages, v_pages, k_at, v_at, k_strides, v_strides, target, position, kv_head, planes,
-    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`. A head has its share of the latents of K of its group."""
     k, v, k_basis, v_basis, cos, sin, group = planes
+    tl.static_assert(HEADS == 1)
     HALF: tl.constexpr = DIM // 2
     COLUMNS: tl.constexpr = power_of_2(K_WIDTH)
-    slot = tl.arange(0, PAGE)[:, None]
     d = tl.arange(0, HALF)[None, :]
-    angle = (position + slot) * HALF + d
-    c = tl.load(cos + angle)  # [PAGE, HALF]
+    angle = position[:, None] * HALF + d
+    c = tl.load(cos + angle)  # [TOKENS, HALF]
     s = tl.load(sin + angle)
     norm = c * c + s * s  # of YaRN
     c /= norm
     s /= norm
-    first_head = kv_head // group * group
+    first_head = head // group * group
     basis_width = group * K_WIDTH
     column = tl.arange(0, COLUMNS)[None, :]
     valid = column < K_WIDTH
     row = tl.arange(0, HALF)[:, None]
     low_basis = k_basis + KV_HEADS * DIM * basis_width
-    latents = tl.zeros((PAGE, COLUMNS), tl.float32)
+    latents = tl.zeros((position.shape[0], COLUMNS), tl.float32)
     for member in range(group):
-        from_page = k_at + (first_head + member) * k_strides[0] + slot * k_strides[1] + d
-        first = tl.load(k_pages + from_page).to(tl.float32)
-        second = tl.load(k_pages + from_page + HALF).to(tl.float32)
+        from_page = k_pages + k_at[:, None] + (first_head + member) * k_stride + d
+        first = tl.load(from_page).to(tl.float32)
+        second = tl.load(from_page + HALF).to(tl.float32)
         # Rows of the member, columns of the head.
         at = ((first_head + member) * DIM + row) * basis_width
-        at += (kv_head - first_head) * K_WIDTH + column
+        at += (head - first_head) * K_WIDTH + column
         high = tl.load(k_basis + at, mask=valid, other=0.0)  # [HALF, COLUMNS]
         low = tl.load(low_basis + at, mask=valid, other=0.0)
         latents = add_product(first * c + second * s, high, low, latents)
@@ -80,11 +74,10 @@ def encode_page(
         high = tl.load(k_basis + at, mask=valid, other=0.0)
         low = tl.load(low_basis + at, mask=valid, other=0.0)
         latents = add_product(second * c - first * s, high, low, latents)
-    head = target * KV_HEADS + kv_head
-    store_rows(latents, k, head * (PAGE * K_WIDTH), K_WIDTH, PAGE, K_WIDTH)
-    project_page(
-        v_pages, v_at + kv_head * v_strides[0], v_strides[1], v_basis, kv_head, KV_HEADS, V_WIDTH,
-        v, target, DIM, power_of_2(DIM), PAGE, V_WIDTH, power_of_2(V_WIDTH),
+    store_rows(latents, k, page, slot, head, K_WIDTH, KV_HEADS, PAGE, K_WIDTH)
+    project_head(
+        v_pages, v_at + head * v_stride, v_basis, V_WIDTH, v, page, slot, head, KV_HEADS, DIM, PAGE,
+        V_WIDTH,
     )  # fmt: skip
 
 

@@ -4,8 +4,11 @@
 import triton
 import triton.language as tl
 
+from runtime.kernels.arith import power_of_2
 from runtime.kv.k4v2.kernels import write_values
-from runtime.kv.kernels.transforms import NAN, widened
+from runtime.kv.kernels.encode import plane_rows, tiles_at
+from runtime.kv.kernels.latents import add_product
+from runtime.kv.kernels.transforms import NAN, alternate, hadamard_tiles, widened
 from runtime.kv.shard import codes
 from runtime.kv.shard.kernels import rotated
 
@@ -15,63 +18,57 @@ ROUND = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def encode_page(
-    k_pages, v_pages, k_at, v_at, k_strides, v_strides, target, position, kv_head, planes,
-    ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+def encode(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Encode V of one KV head, and the bytes of K that this head's programs encode.
+    """Encode V of some KV heads, and the bytes of K that belong to these heads.
 
-    These are K_WIDTH bytes of each token, of coefficients of all heads; see
+    These are K_WIDTH bytes of each token and head, of coefficients of all heads; see
     `runtime.kv.kernels.encode`.
     """
     k, v, v_norm, _, _, _, columns, mean, scales, cos, sin = planes
-    BYTES: tl.constexpr = triton.next_power_of_2(K_WIDTH if K_WIDTH > 16 else 16)
-    slot = tl.arange(0, PAGE)[:, None]
+    BYTES: tl.constexpr = power_of_2(K_WIDTH)
+    OWN: tl.constexpr = HEADS * BYTES * 2
+    ROW: tl.constexpr = KV_HEADS * BYTES * 2  # of `columns`
     i = tl.arange(0, DIM // 2)
-    b = tl.arange(0, BYTES)
-    own = (position + slot) * (DIM // 2) + i[None, :]
-    cos = tl.load(cos + own)
+    own = position[:, None] * (DIM // 2) + i[None, :]
+    cos = tl.load(cos + own)  # [TOKENS, DIM / 2]
     sin = tl.load(sin + own)
-    low = tl.zeros((PAGE, BYTES), tl.float32)
-    high = tl.zeros((PAGE, BYTES), tl.float32)
-    finite = tl.full((PAGE, DIM // 2), 1, tl.int32)
-    columns += kv_head * (KV_HEADS * DIM * 2 * BYTES) + b[None, :]
-    for head in range(KV_HEADS):
-        at = k_pages + k_at + head * k_strides[0] + slot * k_strides[1] + i[None, :]
+    acc = tl.zeros((position.shape[0], OWN), tl.float32)
+    finite = tl.full((position.shape[0], DIM // 2), 1, tl.int32)
+    high = columns + head * (BYTES * 2) + i[:, None] * ROW + tl.arange(0, OWN)[None, :]
+    low = high + KV_HEADS * DIM * ROW
+    for member in range(KV_HEADS):
+        at = k_pages + k_at[:, None] + member * k_stride + i[None, :]
         first, second = rotated(widened(tl.load(at)), widened(tl.load(at + DIM // 2)), cos, -sin)
-        first -= tl.load(mean + head * DIM + i)[None, :]
-        second -= tl.load(mean + head * DIM + DIM // 2 + i)[None, :]
+        first -= tl.load(mean + member * DIM + i)[None, :]
+        second -= tl.load(mean + member * DIM + DIM // 2 + i)[None, :]
         finite &= ((tl.abs(first) <= LARGEST) & (tl.abs(second) <= LARGEST)).to(tl.int32)
-        rows = columns + (head * DIM + i[:, None]) * (2 * BYTES)
-        low = product(first, tl.load(rows), low)
-        high = product(first, tl.load(rows + BYTES), high)
-        rows += DIM * BYTES
-        low = product(second, tl.load(rows), low)
-        high = product(second, tl.load(rows + BYTES), high)
-    finite = tl.min(finite, axis=1)[:, None] > 0  # [PAGE, 1]
-    used = b < K_WIDTH
-    scale = scales + kv_head * K_WIDTH + b
-    low = nibbles(low, tl.load(scale, mask=used, other=1.0))
-    high = nibbles(high, tl.load(scale + KV_HEADS * K_WIDTH, mask=used, other=1.0))
-    joint = tl.where(finite, low | (high << 4), 0).to(tl.uint8)
-    page = target * (PAGE * KV_HEADS * K_WIDTH)
-    at = page + slot * (KV_HEADS * K_WIDTH) + kv_head * K_WIDTH + b[None, :]
-    tl.store(k + at, joint, mask=used[None, :])
+        row = member * DIM * ROW
+        acc = add_product(first, tl.load(high + row), tl.load(low + row), acc)
+        row += DIM // 2 * ROW
+        acc = add_product(second, tl.load(high + row), tl.load(low + row), acc)
+    finite = tl.min(finite, axis=1) > 0  # [TOKENS]
+    even, odd = alternate(acc)
+    b = tl.arange(0, HEADS * BYTES)
+    byte = (head + b // BYTES) * K_WIDTH + b % BYTES
+    used = b % BYTES < K_WIDTH
+    even = nibbles(even, tl.load(scales + byte, mask=used, other=1.0))
+    odd = nibbles(odd, tl.load(scales + KV_HEADS * K_WIDTH + byte, mask=used, other=1.0))
+    joint = tl.where(finite[:, None], even | (odd << 4), 0).to(tl.uint8)
+    first_byte = (page * PAGE + slot) * (KV_HEADS * K_WIDTH)
+    tl.store(k + first_byte[:, None] + byte[None, :], joint, mask=used[None, :])
 
-    d = tl.arange(0, DIM)[None, :]
-    at = v_at + kv_head * v_strides[0] + slot * v_strides[1] + d
-    rows = (target * KV_HEADS + kv_head) * PAGE + tl.arange(0, PAGE)
-    write_values(widened(tl.load(v_pages + at)), rows, v, v_norm, DIM)
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
+    write_values(hadamard_tiles(values), rows, v, v_norm, DIM)
     tl.debug_barrier()  # threads write the norms of others
-    norm_at = v_norm + rows[:, None]
-    tl.store(norm_at, tl.full((PAGE, 1), NAN, tl.uint16).to(tl.bfloat16, bitcast=True), ~finite)
-
-
-@triton.jit
-def product(a, b, acc):
-    """Return ``acc + a @ b`` for fp32, with errors of about fp32 rounding."""
-    return tl.dot(a, b, acc, input_precision="tf32x3")
+    finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), rows.shape)
+    tl.store(
+        v_norm + rows, tl.full(rows.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True), ~finite
+    )
 
 
 @triton.jit

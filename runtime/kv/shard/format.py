@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import Artifact, CalibratedFormat
+from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 from runtime.kv.lloyd_max import BITS as V_BITS
 from runtime.kv.lloyd_max import dequantize_values, quantize_values
@@ -118,12 +118,12 @@ class ShardLayer:
     def _k_matrix(self) -> Tensor:
         return self.k_decoder.matrix()
 
-    def kernels(self, device: torch.device) -> FusedKernels | None:
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> FusedKernels:
+    def _kernels(self) -> "StoredPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self.kernel_inputs())
@@ -134,14 +134,14 @@ class ShardLayer:
 
         weights, offsets, unit = self.k_decoder.kernel_inputs()
         kv_heads, rank = len(unit), self.k_basis.shape[1]
-        own = rank // 2 // kv_heads  # bytes of a token that the program of a KV head encodes
+        own = rank // 2 // kv_heads  # bytes of a token that belong to a KV head
         width = max(16, 1 << (own - 1).bit_length())
-        columns = self.k_basis.new_zeros(kv_heads, len(self.k_basis), 2, width)
-        columns[..., :own] = self.k_basis.view(-1, 2, kv_heads, own).permute(2, 0, 1, 3)
+        columns = self.k_basis.new_zeros(len(self.k_basis), kv_heads, width, 2)
+        columns[:, :, :own] = self.k_basis.view(-1, 2, kv_heads, own).permute(0, 2, 3, 1)
         # Attention uses the tables of the inverse three times and cancels their factors.
         factor = unit.new_tensor([self.rotation.factor])
         units = torch.cat((unit * factor**3, factor))
-        encoding = columns, self.k_mean, self.k_scale
+        encoding = split_basis(columns), self.k_mean, self.k_scale
         return LayerInputs((weights, offsets, units, *encoding, *self.rotation.inverse))
 
 
@@ -153,19 +153,18 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
-        from runtime.kv.gpu import KernelSource
+        from runtime.kv.gpu import EncodeSource, KernelSource
         from runtime.kv.shard import encode_kernels, kernels
 
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
-            None,
+            EncodeSource(encode_kernels.encode, pages=2, heads=4, warps=4, stages=2),
             kernels.attend,
             kernels.finish,
             tile=64,
             warps=4,
             stages=5,
             programs=2,
-            encode_page=encode_kernels.encode_page,
         )
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:

@@ -5,8 +5,8 @@
 
 - weights, offsets: see `decoder.KeyDecoder.kernel_inputs`.
 - units: fp32 `[KV_HEADS + 1]`, factor of the scores of each KV head; the factor of YaRN.
-- columns: fp32 `[KV_HEADS, KV_HEADS * DIM, 2, width]`, columns of the basis for the low and the
-  high nibbles of the bytes that the program of a KV head encodes, and zeros.
+- columns: bf16 `[2, KV_HEADS * DIM, KV_HEADS, width, 2]`, columns of the basis for the low and the
+  high nibble of each byte of each KV head, and zeros; see `runtime.kv.kernels.latents`.
 - mean: fp32 `[KV_HEADS * DIM]`; scales: fp32 `[rank]`, see `format.ShardLayer`.
 - cos, sin: fp32 `[context, DIM / 2]`, see `rotation.PageRotation.inverse`.
 

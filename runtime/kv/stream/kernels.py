@@ -13,11 +13,13 @@ from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.int4.kernels import transformed_queries
 from runtime.kv.k4v2.kernels import norms_at
+from runtime.kv.kernels.encode import plane_rows, tiles_at, vectors_at
 from runtime.kv.kernels.transforms import (
     INFINITE,
     bf16_nan,
     byte_pairs_at,
     hadamard,
+    hadamard_tiles,
     halves,
     interleaved,
     joined,
@@ -31,17 +33,16 @@ from runtime.kv.stream.levels import bf16_magnitudes
 
 
 @triton.jit
-def write_codes(x, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.constexpr):
+def write_codes(y, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.constexpr):
     """Encode vectors; see `reference.quantize`.
 
     Args:
-        x: fp32 `[PAGE, DIM]`.
-        rows: int64 `[PAGE]`, rows of the planes.
+        y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
+        rows: int64 `[ROWS]`, rows of the planes.
         codes: uint8 plane, `[…, DIM * BITS / 8]`.
         norms: bf16 plane, `[…, 1]`.
     """
-    y = hadamard(x)
-    squared = sum_by_halves(y * y)  # [PAGE]
+    squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
     norm = round_to_bf16(tl.sqrt_rn(tl.where(finite, squared, 0.0)))
     unit = (widened(norm) * DIM**-0.5)[:, None]
@@ -61,19 +62,33 @@ def write_codes(x, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def encode4(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def encode4(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_norm, v_norm, _, edges = planes
-    write_codes(keys, rows, k, k_norm, edges, DIM, 4)
-    write_codes(values, rows, v, v_norm, edges, DIM, 4)
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
+    write_codes(hadamard_tiles(keys), rows, k, k_norm, edges, DIM, 4)
+    values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
+    write_codes(hadamard_tiles(values), rows, v, v_norm, edges, DIM, 4)
 
 
 @triton.jit
-def encode8(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def encode8(
+    k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_norm, v_norm, _, edges = planes
-    write_codes(keys, rows, k, k_norm, edges, DIM, 8)
-    write_codes(values, rows, v, v_norm, edges, DIM, 8)
+    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    keys = vectors_at(k_pages, k_at, k_stride, head, 0, DIM, HEADS, DIM)
+    write_codes(hadamard(keys), rows, k, k_norm, edges, DIM, 8)
+    values = vectors_at(v_pages, v_at, v_stride, head, 0, DIM, HEADS, DIM)
+    write_codes(hadamard(values), rows, v, v_norm, edges, DIM, 8)
 
 
 def _bytes(shift: int) -> tuple[str, str]:

@@ -131,12 +131,24 @@ class StreamFormat(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import KernelSource
+        from runtime.kv.gpu import EncodeSource, KernelSource
         from runtime.kv.stream import kernels
 
         if self._bits == 4:
-            return KernelSource(kernels.encode4, kernels.attend4, kernels.finish, tile=64, stages=5)
-        return KernelSource(kernels.encode8, kernels.attend8, kernels.finish, tile=64, warps=4)
+            return KernelSource(
+                EncodeSource(kernels.encode4),
+                kernels.attend4,
+                kernels.finish,
+                tile=64,
+                stages=5,
+            )
+        return KernelSource(
+            EncodeSource(kernels.encode8, warps=4),
+            kernels.attend8,
+            kernels.finish,
+            tile=64,
+            warps=4,
+        )
 
     def kernel_inputs(self, device: torch.device) -> "LayerInputs":
         """Return levels and edges; see `runtime.kv.stream.kernels`."""

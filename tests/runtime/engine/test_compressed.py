@@ -43,7 +43,9 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
     ended = torch.arange(SINK_PAGES, first_recent(len(tokens), PAGE))
     assert isinstance(model.kv_format, WindowedFormat)
     layers = [cache.layer(index) for index in range(model.config.num_layers)]
-    model.kv_format.encode(layers, ended, torch.tensor(stored)[ended - SINK_PAGES], ended * PAGE)
+    model.kv_format.encoder(layers).encode(
+        ended, torch.tensor(stored)[ended - SINK_PAGES], ended * PAGE
+    )
     while True:
         piece = SequenceSlice([token], len(tokens), pages, stored=stored)
         tokens.append(token)

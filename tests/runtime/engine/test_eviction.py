@@ -94,7 +94,7 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
         ended = torch.arange(SINK_PAGES, first_recent(len(tokens) - evicted, PAGE))
         layers = [cache.layer(index) for index in range(model.config.num_layers)]
         targets = torch.tensor(stored)[ended - SINK_PAGES]
-        model.kv_format.encode(layers, torch.tensor(pages)[ended], targets, ended * PAGE)
+        model.kv_format.encoder(layers).encode(torch.tensor(pages)[ended], targets, ended * PAGE)
     token = yield logits
     while True:
         held = stored if has_stored else None

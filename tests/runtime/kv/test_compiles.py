@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from runtime.bench.shapes import SHAPES
-from runtime.kv.kernels.encode import encode_leaving_kernel
+from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 from runtime.bench.kv_formats import RANDOM, RANKS
 from runtime.kv.registry import COMPRESSED
@@ -37,21 +37,25 @@ dtypes = {
 }
 inputs = (*kv_format.planes(0, 16), *inputs)
 planes = tuple("i32" if isinstance(x, int) else dtypes[x.dtype] for x in inputs)
-types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
+types = dict.fromkeys(("q", "k_pages", "v_pages", "keys", "values", "out"), "*bf16")
+types |= dict.fromkeys(("sources", "targets", "positions", "offsets"), "*i64")
+types |= dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 3)
 types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
 types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
 types |= {"planes": planes} | ({"costs": "*i32"} if costs else {})
 constants = dict(
-    ATTEND=source.attend, FINISH=source.finish, ENCODE=source.encode,
-    ENCODE_PAGE=source.encode_page, KV_HEADS=8, SUMS=64 if source.latents else 128, PROGRAMS=528,
-    GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128, WIDTH=128,
+    ATTEND=source.attend, FINISH=source.finish, ENCODE=source.encode.encode,
+    HEADS=source.encode.heads, PAGES=source.encode.pages, KV_HEADS=8, PROGRAMS=528,
+    SUMS=64 if source.latents else 128, GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128,
+    WIDTH=128,
     K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
     SEQUENCES=16, MIN_TILES=2, PARTS=16, MIN_COST=16, SPLITS=0,
 ) | ({} if costs else {"costs": None})
 shared = []
 for kernel, warps in (
-    (windowed_decode_kernel, source.warps), (merge_windowed_kernel, 2), (encode_leaving_kernel, 4)
+    (windowed_decode_kernel, source.warps), (merge_windowed_kernel, 2),
+    (encode_kernel, source.encode.warps), (encode_leaving_kernel, source.encode.warps),
 ):
     names = [parameter.name for parameter in kernel.params]
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}

@@ -65,7 +65,7 @@ def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator
         ended = torch.arange(SINK_PAGES, first_recent(PROMPT, PAGE))
         layers = [cache.layer(index) for index in range(CONFIG.num_layers)]
         targets = torch.tensor(stored)[ended - SINK_PAGES]
-        model.kv_format.encode(layers, ended, targets, ended * PAGE)
+        model.kv_format.encoder(layers).encode(ended, targets, ended * PAGE)
     for position in range(PROMPT, END):
         if poison:
             for plane, tensor in zip(model.layout.planes, cache.planes, strict=True):

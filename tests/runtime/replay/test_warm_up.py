@@ -6,7 +6,7 @@ import pytest
 
 from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
-from runtime.kv.windowed import WindowedFormat
+from runtime.kv.windowed import PageEncoder
 from runtime.models.model import Model
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint, tiny_model
@@ -31,17 +31,17 @@ def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> 
     warm, cold = (
         Engine(model, num_pages=20, num_stored=10, limits=LIMITS, replay=replay) for _ in range(2)
     )
-    encode = WindowedFormat.encode
+    encode = PageEncoder.encode
     counts = []
 
     def counted(*args: Any) -> None:
-        counts.append(len(args[2]))
+        counts.append(len(args[1]))
         encode(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WindowedFormat, "encode", counted)
+        patch.setattr(PageEncoder, "encode", counted)
         warm._steps.warm_up(silent)
-    assert counts == [1, 2, 10]
+    assert counts == [1]
     requests = [Add(request_of(f"r{n}", 90 + n, seed=n)) for n in range(2)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
 
