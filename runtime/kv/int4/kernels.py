@@ -50,7 +50,11 @@ def quantize_half(x, largest, finite):
     step *= factor
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), tl.where(step > 0, step, 1.0))
     x *= factor[:, None]
-    # Rounded down. `near` is at most 1 too large, and its product with a bf16 number is exact.
+    # Quotients of at most 2**-150 are rounded to 0. `limit` is the largest such number.
+    limit = step * 2.0**-100 * 2.0**-50
+    limit -= tl.where(limit * 2.0**100 * 2.0**50 > step, 2.0**-149, 0.0)
+    x = tl.where(tl.abs(x) <= limit[:, None], 0.0, x)
+    # The quotient rounded down. `near` is it or 1 more; its product with a bf16 number is exact.
     near = (x * inverse[:, None] + ROUND) - ROUND
     whole = near - (x < near * step[:, None]).to(tl.float32)
     codes = tl.minimum(tl.maximum(whole, -8.0), 7.0).to(tl.int32) + 8
