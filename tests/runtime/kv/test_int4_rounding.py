@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Codes of `int4` in Triton, which rounds quotients without a division, against torch."""
 
 import pytest
