@@ -108,7 +108,7 @@ class KVBench:
         self, name: str, ranks: Mapping[str, Sequence[int]], options: Mapping[str, Any]
     ) -> Iterator[Figure]:
         """Measure a compressed format; see `measured_format`."""
-        from runtime.kv.gpu import LayersEncoder  # optional: Triton
+        from runtime.kv.layers_encoder import LayersEncoder  # optional: Triton
 
         made = measured_format(name, self._config, ranks, options, self._device)
         table = self._inputs.page_table.long()

@@ -1,7 +1,6 @@
 """Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
 
 import math
-from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,8 +26,6 @@ _FRAGMENT_CAPABILITY = (8, 9)
 """Lowest compute capability that converts fp8."""
 _FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
 """Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
-_ALIGNED = 16
-"""In one launch, distances between layers are multiples of this number of elements."""
 _MERGED_PARTS = 16
 """Parts of a head that are merged per iteration."""
 
@@ -228,7 +225,7 @@ class StoredPageKernels:
         blocks = triton.cdiv(len(targets), source.pages), self._kv_heads // heads
         encode_kernel[(*blocks, 1 if offsets is None else len(offsets))](
             keys, values, keys.stride()[:3], values.stride()[:3], len(targets), sources, targets,
-            first_positions, _contiguous(planes) + self.inputs.planes, offsets,
+            first_positions, contiguous(planes) + self.inputs.planes, offsets,
             **self._encoding(planes, keys.shape[2]), HEADS=heads, PAGES=source.pages,
             num_warps=max(1, source.warps * heads // source.heads), num_stages=source.stages,
             enable_fp_fusion=False,
@@ -240,7 +237,7 @@ class StoredPageKernels:
         table, stored, source = batch.page_table, _stored_table(batch), self._source.encode
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self.inputs.planes,
+            stored.stride(0), batch.lengths, contiguous(planes[_EXACT:]) + self.inputs.planes,
             **self._encoding(planes[_EXACT:], k_pages.shape[2]), WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
             num_stages=source.stages, enable_fp_fusion=False,
@@ -269,7 +266,7 @@ class StoredPageKernels:
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
-        inputs = _contiguous(planes[_EXACT:]) + self.inputs.planes
+        inputs = contiguous(planes[_EXACT:]) + self.inputs.planes
         v_width = planes[_EXACT + 1].shape[-1]
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
@@ -337,59 +334,14 @@ class StoredPageKernels:
         }
 
 
-class LayersEncoder:
-    """Encoding of pages in several layers of a cache, in one launch for all layers that are alike.
-
-    Args:
-        layers: kernels and planes (K, V and the stored planes) of each layer.
-    """
-
-    def __init__(self, layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> None:
-        groups: dict[Hashable, list[tuple[StoredPageKernels, tuple[Tensor, ...]]]] = {}
-        for kernels, planes in layers:
-            inputs = (*_contiguous(planes), *kernels.inputs.planes)
-            groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
-        self._launches = [(*group[0], _offsets(group)) for group in groups.values()]
-        self._layers = layers  # holds the tensors whose addresses are used
-
-    def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
-        """Encode pages; see `runtime.kv.windowed.PageEncoder.encode`."""
-        for kernels, planes, offsets in self._launches:
-            k_pages, v_pages = planes[:_EXACT]
-            kernels.encode(
-                k_pages, v_pages, planes[_EXACT:], targets, sources, first_positions, offsets
-            )
-
-
-def _kind(x: Tensor | int) -> Hashable:
-    """Return what one launch requires to be equal in all of its layers."""
-    if isinstance(x, int):
-        return x
-    return x.dtype, x.shape, x.data_ptr() % (_ALIGNED * x.element_size())
-
-
-def _offsets(layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> Tensor:
-    """Return ``offsets`` of `kernels.encode.encode_kernel`."""
-    inputs = [(*planes, *kernels.inputs.planes) for kernels, planes in layers]
-    rows = [
-        [
-            (x.data_ptr() - base.data_ptr()) // x.element_size()
-            if isinstance(x, Tensor) and isinstance(base, Tensor)
-            else 0
-            for x, base in zip(row, inputs[0], strict=True)
-        ]
-        for row in inputs
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=layers[0][1][0].device)
-
-
 def _stored_table(batch: Batch) -> Tensor:
     if batch.stored_table is None:
         raise ValueError("the batch has no stored pages")
     return batch.stored_table
 
 
-def _contiguous(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def contiguous(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return planes; raise ValueError if one of them is not contiguous."""
     if not all(plane.is_contiguous() for plane in planes):
-        raise ValueError("stored planes must be contiguous")
+        raise ValueError("planes must be contiguous")
     return planes

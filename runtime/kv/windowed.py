@@ -21,7 +21,8 @@ from runtime.kv.dense import DenseFormat
 from runtime.kv.format import LayerKV, Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import LayersEncoder, StoredPageKernels
+    from runtime.kv.gpu import StoredPageKernels
+    from runtime.kv.layers_encoder import LayersEncoder
 
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""
@@ -216,6 +217,6 @@ def _fused_encoder(
     fused = [(kernels, planes) for kernels, planes in found if kernels is not None]
     if len(fused) < len(layers):
         return None
-    from runtime.kv.gpu import LayersEncoder
+    from runtime.kv.layers_encoder import LayersEncoder
 
     return LayersEncoder(fused)

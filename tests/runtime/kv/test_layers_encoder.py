@@ -9,7 +9,8 @@ from torch import Tensor
 from runtime.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.config import ModelConfig
 from runtime.kv.fdc import FdcFormat
-from runtime.kv.gpu import LayersEncoder, StoredPageKernels
+from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.layers_encoder import LayersEncoder
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED

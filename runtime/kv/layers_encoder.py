@@ -1,0 +1,59 @@
+"""Encoding of pages in several layers by one launch."""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.kv.gpu import StoredPageKernels, contiguous
+
+_EXACT = 2
+"""Number of exact planes of a layer, K and V; they come first."""
+_ALIGNED = 16
+"""In one launch, distances between layers are multiples of this number of elements."""
+
+
+class LayersEncoder:
+    """Encoding of pages in several layers of a cache, in one launch for all layers that are alike.
+
+    Args:
+        layers: kernels and planes (K, V and the stored planes) of each layer.
+    """
+
+    def __init__(self, layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> None:
+        groups: dict[Hashable, list[tuple[StoredPageKernels, tuple[Tensor, ...]]]] = {}
+        for kernels, planes in layers:
+            inputs = (*contiguous(planes), *kernels.inputs.planes)
+            groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
+        self._launches = [(*group[0], _offsets(group)) for group in groups.values()]
+        self._layers = layers  # holds the tensors whose addresses are used
+
+    def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
+        """Encode pages; see `runtime.kv.windowed.PageEncoder.encode`."""
+        for kernels, planes, offsets in self._launches:
+            k_pages, v_pages = planes[:_EXACT]
+            kernels.encode(
+                k_pages, v_pages, planes[_EXACT:], targets, sources, first_positions, offsets
+            )
+
+
+def _kind(x: Tensor | int) -> Hashable:
+    """Return what one launch requires to be equal in all of its layers."""
+    if isinstance(x, int):
+        return x
+    return x.dtype, x.shape, x.data_ptr() % (_ALIGNED * x.element_size())
+
+
+def _offsets(layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> Tensor:
+    """Return ``offsets`` of `kernels.encode.encode_kernel`."""
+    inputs = [(*planes, *kernels.inputs.planes) for kernels, planes in layers]
+    rows = [
+        [
+            (x.data_ptr() - base.data_ptr()) // x.element_size()
+            if isinstance(x, Tensor) and isinstance(base, Tensor)
+            else 0
+            for x, base in zip(row, inputs[0], strict=True)
+        ]
+        for row in inputs
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=layers[0][1][0].device)
