@@ -52,7 +52,9 @@ def quantize_half(x, largest, finite):
     x *= factor[:, None]
     # Quotients of at most 2**-150 are rounded to 0. `limit` is the largest such number.
     limit = step * 2.0**-100 * 2.0**-50
-    limit -= tl.where(limit * 2.0**100 * 2.0**50 > step, 2.0**-149, 0.0)
+    # Not 2.0**-149: Triton takes constants below the normal fp32 numbers for fp64.
+    limit -= tl.where(limit * 2.0**100 * 2.0**50 > step, 2.0**-100, 0.0) * 2.0**-49
+    limit = tl.where(step > 0, limit, float("inf"))  # with scale 0, all codes are 8
     x = tl.where(tl.abs(x) <= limit[:, None], 0.0, x)
     # The quotient rounded down. `near` is it or 1 more; its product with a bf16 number is exact.
     near = (x * inverse[:, None] + ROUND) - ROUND

@@ -156,9 +156,12 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
         from runtime.kv.gpu import EncodeSource, KernelSource
         from runtime.kv.shard import encode_kernels, kernels
 
+        # With more heads per program, wide bases would exceed shared memory.
+        k_bytes = max(self.planes(index, 1)[0].shape[2] for index in range(len(self._layers)))
+        heads = max(1, 64 // max(16, 1 << (k_bytes - 1).bit_length()))
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
-            EncodeSource(encode_kernels.encode, pages=2, heads=4, warps=4, stages=2),
+            EncodeSource(encode_kernels.encode, pages=2, heads=heads, warps=4, stages=2),
             kernels.attend,
             kernels.finish,
             tile=64,

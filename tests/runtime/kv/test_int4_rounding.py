@@ -46,3 +46,12 @@ def test_quotients_are_rounded_down_like_those_of_a_division() -> None:
     _kernel[(len(x) // 16,)](x.to(DEVICE), codes, COLUMNS, enable_fp_fusion=False)
     assert torch.equal(codes.cpu(), expected)
     assert len(expected.unique()) == 16
+
+
+def test_codes_of_scale_zero_are_those_of_zero() -> None:
+    """A scale is 0 if the largest magnitude is at most 2**-131."""
+    x = torch.zeros(16, COLUMNS)
+    x[:, 0], x[:, 1] = -(2.0**-133), 2.0**-131
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+    _kernel[(1,)](x.to(DEVICE), codes, COLUMNS, enable_fp_fusion=False)
+    assert (codes == 8).all()
