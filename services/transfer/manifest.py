@@ -113,9 +113,12 @@ def plan_segments(
     total = end if sequence_tokens is None else sequence_tokens
     first_page, end_page = first_token // page_size, pages_for(end, page_size)
     for number, group in enumerate(layout.groups):
-        layers, tokens = _segment_shape(group, number, num_tokens, page_size, capacity, bound)
         for sent in sent_pages(layout, group, total):
             begin, stop = max(sent.start, first_page), min(sent.stop, end_page)
+            if begin >= stop:
+                continue
+            own_tokens = min(num_tokens, (stop - begin) * page_size)
+            layers, tokens = _segment_shape(group, number, own_tokens, page_size, capacity, bound)
             held = stored if group.stored else pages[max(0, begin - first_page) :]
             for page in range(begin, stop, tokens // page_size):
                 last = min(page + tokens // page_size, stop)
@@ -146,7 +149,7 @@ def _segment_shape(
     """Return the maximum layers and tokens, in whole pages, of a segment of a plane group.
 
     Args:
-        tokens: tokens of the chunk.
+        tokens: tokens of the chunk that are sent in this group.
     """
     while tokens > page_size and bound(number, 1, tokens) > capacity:
         tokens = -(-tokens // (2 * page_size)) * page_size

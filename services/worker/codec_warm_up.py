@@ -72,7 +72,7 @@ def _kinds_of_segments(
         exact = min(exact, stored)
     tokens = min(loaded.sizes.chunk_tokens, exact * layout.page_size)
     while tokens > 0:
-        for plan in plan_segments(
+        plans = plan_segments(
             layout,
             first_token=0,
             num_tokens=tokens,
@@ -80,7 +80,8 @@ def _kinds_of_segments(
             stored=tuple(range(stored_pages(tokens, layout.page_size))),
             capacity=slot_bytes,
             bound=codecs.max_frame_bytes,
-        ):
+        )
+        for plan in sorted(plans, key=lambda plan: plan.extent.num_tokens, reverse=True):
             kind = plan.extent.plane_group, plan.extent.num_layers
             if kind not in seen:
                 seen.add(kind)

@@ -104,6 +104,22 @@ def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slac
     assert coverage.complete
 
 
+def test_few_exact_pages_of_a_chunk_are_one_segment() -> None:
+    layout = layout_of(4, WIDE, *STORED)
+    tokens, window = 64 * PAGE, 64 * PAGE - first_recent(64 * PAGE, PAGE) * PAGE
+    plans = plan_segments(
+        layout,
+        first_token=PAGE,
+        num_tokens=tokens - PAGE,
+        pages=tuple(range(63)),
+        capacity=_bound(0, 4, window),
+        bound=_bound,
+        stored=tuple(range(63)),
+        sequence_tokens=tokens,
+    )
+    assert [plan.extent.num_layers for plan in plans if not plan.extent.plane_group] == [4]
+
+
 def test_page_of_the_other_kind_is_refused() -> None:
     layout = layout_of(1, WIDE, *STORED)
     coverage = Coverage(200, layout)
