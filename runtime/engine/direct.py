@@ -42,7 +42,7 @@ class DirectSteps:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile kernels; see `warm_up_prefill`."""
-        warm_up_prefill(self._model, self._cache, self._limits, progress)
+        warm_up_prefill(self._model, self._cache, self._limits, self._encoder, progress)
 
     def can_launch_ahead(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - an interface
         return False

@@ -77,14 +77,14 @@ class EncodeSource:
 
     Attributes:
         encode: ENCODE.
-        pages: pages of a program, a power of two.
+        tokens: tokens of a program, a power of two, in whole pages.
         heads: maximum number of KV heads of a program, a power of two.
         warps: warps of a program with this number of heads.
         stages: stages of the software pipeline.
     """
 
     encode: JITFunction
-    pages: int = 1
+    tokens: int = 16
     heads: int = 1
     warps: int = 1
     stages: int = 1
@@ -213,8 +213,9 @@ class StoredPageKernels:
             sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
             first_positions: int64 `[t]`, position of the first token of each page to encode.
                 Formats that undo RoPE need it.
-            offsets: distances of the tensors of several layers from those of this layer, to encode
-                the pages of all of them; see `kernels.encode.encode_kernel`.
+            offsets: int64 `[layers, 2 + len(planes)]`, distances of the tensors of several layers
+                from those of this layer, to encode the pages of all of them; see
+                `kernels.encode.encode_kernel`.
         """
         if not len(targets):
             return
@@ -222,11 +223,12 @@ class StoredPageKernels:
             keys, values = keys.contiguous(), values.contiguous()
         source = self._source.encode
         heads = math.gcd(source.heads, self._kv_heads)
-        blocks = triton.cdiv(len(targets), source.pages), self._kv_heads // heads
+        pages = max(1, source.tokens // keys.shape[2])
+        blocks = triton.cdiv(len(targets), pages), self._kv_heads // heads
         encode_kernel[(*blocks, 1 if offsets is None else len(offsets))](
             keys, values, keys.stride()[:3], values.stride()[:3], len(targets), sources, targets,
             first_positions, contiguous(planes) + self.inputs.planes, offsets,
-            **self._encoding(planes, keys.shape[2]), HEADS=heads, PAGES=source.pages,
+            **self._encoding(planes, keys.shape[2]), HEADS=heads, PAGES=pages,
             num_warps=max(1, source.warps * heads // source.heads), num_stages=source.stages,
             enable_fp_fusion=False,
         )  # fmt: skip

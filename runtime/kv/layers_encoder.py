@@ -7,8 +7,6 @@ from torch import Tensor
 
 from runtime.kv.gpu import StoredPageKernels, contiguous
 
-_EXACT = 2
-"""Number of exact planes of a layer, K and V; they come first."""
 _ALIGNED = 16
 """In one launch, distances between layers are multiples of this number of elements."""
 
@@ -31,10 +29,8 @@ class LayersEncoder:
     def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
         """Encode pages; see `runtime.kv.windowed.PageEncoder.encode`."""
         for kernels, planes, offsets in self._launches:
-            k_pages, v_pages = planes[:_EXACT]
-            kernels.encode(
-                k_pages, v_pages, planes[_EXACT:], targets, sources, first_positions, offsets
-            )
+            keys, values, *stored = planes
+            kernels.encode(keys, values, tuple(stored), targets, sources, first_positions, offsets)
 
 
 def _kind(x: Tensor | int) -> Hashable:

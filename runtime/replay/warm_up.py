@@ -35,15 +35,21 @@ def silent(_stage: str, _size: int) -> None:
     """Ignore progress."""
 
 
-def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: Progress) -> None:
-    """Compute and sample a batch for each kernel variant, then compute the largest batch."""
+def warm_up_prefill(
+    model: Model, cache: PagedCache, limits: Limits, encoder: PromptEncoder, progress: Progress
+) -> None:
+    """Compute and sample a batch for each kernel variant, then compute the largest batch.
+
+    Args:
+        encoder: the encoder of the pages of ``cache``.
+    """
     for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
         for batch in _small(sequences, stored=cache.layout.has_stored):
             logits = model.forward(Batch.of(batch, model.device), cache)
             for row in _ROWS:
                 sample(logits[:1], [row])
         progress("prefill", sequences)
-    PromptEncoder(model, cache).warm_up()
+    encoder.warm_up()
     largest = _largest(limits, model.context_length, model.page_size)
     model.forward(Batch.of(largest, model.device), cache)
     progress("prefill", len(largest))

@@ -151,7 +151,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         from runtime.kv.gpu import EncodeSource, KernelSource
 
         return KernelSource(
-            EncodeSource(kernels.encode, pages=2, warps=2, stages=2),
+            EncodeSource(kernels.encode, tokens=32, warps=2, stages=2),
             kernels.attend,
             kernels.finish,
             tile=64,

@@ -10,6 +10,7 @@ from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.kernels.encode import plane_rows, tiles_at
 from runtime.kv.kernels.transforms import (
     INFINITE,
+    ROUND,
     alternate,
     bf16_nan,
     bf16_pair,
@@ -25,9 +26,6 @@ from runtime.kv.kernels.transforms import (
     words_at,
 )
 from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
-
-ROUND = tl.constexpr(1.5 * 2**23)
-"""Adding it to a small fp32 number and subtracting it again rounds to an integer."""
 
 
 @triton.jit

@@ -12,7 +12,7 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
 - k_at, v_at: int64 `[TOKENS]`, offset of each token in them, of KV head 0.
 - k_stride, v_stride: strides of KV heads.
 - page: int64 `[TOKENS]`, stored page of each token; slot: int32 `[TOKENS]`, its slot in the page.
-- position: int32 `[TOKENS]`; of no meaning if positions are not known.
+- position: int32 `[TOKENS]`; undefined if positions are not known.
 - head: first KV head to encode.
 - planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
   and then other inputs of the format.

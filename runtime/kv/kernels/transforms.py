@@ -10,6 +10,8 @@ INFINITE = tl.constexpr(0x7F800000)
 """Bits of infinity in fp32. Magnitudes with larger bits are NaN."""
 NAN = tl.constexpr(0x7FC0)
 """Bits of the bf16 NaN that is stored as a scale or norm."""
+ROUND = tl.constexpr(1.5 * 2**23)
+"""Adding it to a small fp32 number and subtracting it again rounds to an integer, half to even."""
 COLUMNS = tl.constexpr(8)
 """Columns of a tile of `hadamard_tiles`."""
 

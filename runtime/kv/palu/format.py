@@ -125,7 +125,7 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
         group = self._config.num_kv_heads // len(self._layers[0].k_basis)
         return KernelSource(
-            EncodeSource(kernels.encode, pages=2, warps=4, stages=2),
+            EncodeSource(kernels.encode, tokens=32, warps=4, stages=2),
             kernels.ATTEND[group],
             kernels.finish,
             tile=64,

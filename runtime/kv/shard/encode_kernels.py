@@ -8,13 +8,11 @@ from runtime.kernels.arith import power_of_2
 from runtime.kv.k4v2.kernels import write_values
 from runtime.kv.kernels.encode import plane_rows, tiles_at
 from runtime.kv.kernels.latents import add_product
-from runtime.kv.kernels.transforms import NAN, alternate, hadamard_tiles, widened
+from runtime.kv.kernels.transforms import NAN, ROUND, alternate, hadamard_tiles, widened
 from runtime.kv.shard import codes
 from runtime.kv.shard.kernels import rotated
 
 LARGEST = tl.constexpr(codes.LARGEST)
-ROUND = tl.constexpr(1.5 * 2**23)
-"""Adding it to a small fp32 number and subtracting it again rounds to an integer, half to even."""
 
 
 @triton.jit

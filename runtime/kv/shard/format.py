@@ -161,7 +161,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
         heads = max(1, 64 // max(16, 1 << (k_bytes - 1).bit_length()))
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
-            EncodeSource(encode_kernels.encode, pages=2, heads=heads, warps=4, stages=2),
+            EncodeSource(encode_kernels.encode, tokens=32, heads=heads, warps=4, stages=2),
             kernels.attend,
             kernels.finish,
             tile=64,

@@ -8,6 +8,7 @@ from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
 from runtime.kv.windowed import PageEncoder
 from runtime.models.model import Model
+from runtime.replay.prompts import PromptEncoder
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint, tiny_model
 
@@ -18,7 +19,8 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     model = tiny_model()
     warm, cold = (Engine(model, num_pages=8, limits=LIMITS) for _ in range(2))
     progress: list[tuple[str, int]] = []
-    warm_up_prefill(model, warm.cache, LIMITS, lambda stage, size: progress.append((stage, size)))
+    encoder = PromptEncoder(model, warm.cache)
+    warm_up_prefill(model, warm.cache, LIMITS, encoder, lambda *stage: progress.append(stage))
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
     assert warm.pages_free == 8
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
