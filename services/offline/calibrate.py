@@ -12,12 +12,19 @@ import codec
 from runtime.compress import documentation
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.signals import end_with_parent
 from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
 from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, load_model, prefill_sample
 from services.offline.texts import read_texts
 from services.worker.device import torch_device
+
+# Not `preexec_fn`: it forks this process, which may have threads of gRPC.
+_COMPILE = """
+from services.common.signals import end_with_parent
+end_with_parent()
+import codec
+codec.warm_up()
+"""
 
 
 def calibrate(
@@ -78,8 +85,7 @@ def _codec_compiled() -> Iterator[None]:
     Raises:
         SettingsError: if it fails.
     """
-    command = [sys.executable, "-c", "import codec; codec.warm_up()"]
-    with subprocess.Popen(command, preexec_fn=end_with_parent) as compiler:
+    with subprocess.Popen([sys.executable, "-c", _COMPILE]) as compiler:
         try:
             yield
         except BaseException:
