@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.kv.gpu import StoredPageKernels, contiguous
 
 _ALIGNED = 16
@@ -31,6 +32,11 @@ class LayersEncoder:
         for kernels, planes, offsets in self._launches:
             keys, values, *stored = planes
             kernels.encode(keys, values, tuple(stored), targets, sources, first_positions, offsets)
+
+    def encode_leaving(self, batch: Batch) -> None:
+        """Encode pages that leave windows; see `StoredPageKernels.encode_leaving`."""
+        for kernels, planes, offsets in self._launches:
+            kernels.encode_leaving(planes, batch, offsets)
 
 
 def _kind(x: Tensor | int) -> Hashable:

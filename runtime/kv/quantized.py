@@ -13,7 +13,8 @@ from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.kernel_source import KernelSource
 
 _MAX_FUSED_DIM = 256
 """Maximum head dimension of the Triton kernels."""

@@ -6,8 +6,9 @@ to an exact page, encodes the page that has just left the window, if any, and at
 exact pages together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,14 +41,17 @@ class WindowedLayer:
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
         q = self._exact.append(qkv, rope, planes[:_EXACT], batch)
-        decode = batch.decode if isinstance(batch, MixedBatch) else batch
-        if decode.stored_table is None:
-            return q
-        if kernels := self.kernels(q.device):
-            kernels.encode_leaving(planes, decode)
-        else:
-            self._encode_leaving(planes, decode, decode.stored_table)
+        self.encode_leaving(planes, batch.decode if isinstance(batch, MixedBatch) else batch)
         return q
+
+    def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
+        """Encode the pages that leave the windows of sequences being decoded."""
+        if batch.stored_table is None:
+            return
+        if kernels := self.kernels(planes[0].device):
+            kernels.encode_leaving(planes, batch)
+        else:
+            self._encode_leaving(planes, batch, batch.stored_table)
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         if batch.stored_table is None:
@@ -180,6 +184,24 @@ class WindowedFormat:
         """
         return PageEncoder([(self._layer(index), planes) for index, planes in enumerate(layers)])
 
+    def decode_attention(
+        self, layers: Sequence[tuple[Tensor, ...]], batch: Batch
+    ) -> list[Callable[[Tensor], Tensor]]:
+        """Return the attention of each layer for a decode batch, for fused kernels.
+
+        The functions expect that K and V of the new tokens are in the exact pages, and that
+        `PageEncoder.encode_leaving` was called. They take q after RoPE, `[n, heads, dim]`, and
+        return `[n, heads * dim]`.
+
+        Args:
+            layers: planes of each layer.
+        """
+
+        return [
+            partial(self._layer(index).attend, planes=planes, batch=batch)
+            for index, planes in enumerate(layers)
+        ]
+
     def _layer(self, index: int) -> WindowedLayer:
         return WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
 
@@ -208,6 +230,19 @@ class PageEncoder:
             return
         for layer, planes in self._layers:
             layer.encode(planes, sources, targets, first_positions)
+
+    def encode_leaving(self, batch: Batch) -> None:
+        """Encode the pages that leave the windows of a decode batch's sequences in this step.
+
+        They do not contain the new tokens, so this can be done before K and V of these are known.
+        """
+        if batch.stored_table is None:
+            return
+        if self._fused:
+            self._fused.encode_leaving(batch)
+            return
+        for layer, planes in self._layers:
+            layer.encode_leaving(planes, batch)
 
 
 def _fused_encoder(

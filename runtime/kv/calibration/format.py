@@ -15,7 +15,8 @@ from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, StoredPageKernels
+    from runtime.kv.gpu import StoredPageKernels
+    from runtime.kv.kernel_source import KernelSource
 
 LayerT = TypeVar("LayerT", bound=CompressedLayer)
 

@@ -20,7 +20,8 @@ from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.kernel_source import KernelSource
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
         from runtime.kv.fdc import kernels
-        from runtime.kv.gpu import EncodeSource, KernelSource
+        from runtime.kv.kernel_source import EncodeSource, KernelSource
 
         return KernelSource(
             EncodeSource(kernels.encode, tokens=32, warps=2, stages=2),

@@ -11,7 +11,7 @@ from runtime.kv.format import Plane
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource
+    from runtime.kv.kernel_source import KernelSource
 
 _NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2"}
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
@@ -91,7 +91,7 @@ class FP8Format(QuantizedFormat):
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
         from runtime.kv.fp8 import fragments, kernels
-        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
+        from runtime.kv.kernel_source import EncodeSource, FragmentSource, KernelSource
 
         by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=32)
         return KernelSource(

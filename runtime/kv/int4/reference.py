@@ -11,7 +11,7 @@ from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable, hadamard, pack, unpack
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource
+    from runtime.kv.kernel_source import KernelSource
 
 BITS = 4
 HALVES = 2
@@ -91,8 +91,8 @@ class Int4Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
         from runtime.kv.int4 import fragments, kernels
+        from runtime.kv.kernel_source import EncodeSource, FragmentSource, KernelSource
 
         return KernelSource(
             EncodeSource(kernels.encode, heads=4, warps=2),

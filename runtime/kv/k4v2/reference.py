@@ -14,7 +14,7 @@ from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource
+    from runtime.kv.kernel_source import KernelSource
 
 
 class K4V2Format(QuantizedFormat):
@@ -48,8 +48,8 @@ class K4V2Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import EncodeSource, FragmentSource, KernelSource
         from runtime.kv.k4v2 import fragments, kernels
+        from runtime.kv.kernel_source import EncodeSource, FragmentSource, KernelSource
 
         # With more warps, matmuls of 16 columns would be computed twice.
         by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=64, dims=(128,))

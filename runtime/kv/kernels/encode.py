@@ -80,13 +80,18 @@ def plane_rows(
 
 
 @triton.jit
-def of_layer(x, offset):
-    """Return a pointer of another layer.
-
-    Args:
-        offset: pointer to the distance of the layers, in elements.
-    """
-    return x + tl.multiple_of(tl.load(offset), 16)
+def of_layer(keys, values, planes, offsets, layer):
+    """Return the pointers of a layer from those of the first one; see `encode_kernel`."""
+    row = offsets + layer * (2 + len(planes))
+    moved = ()
+    for i in tl.static_range(len(planes)):
+        plane = planes[i]
+        if plane.dtype.is_ptr():
+            plane += tl.multiple_of(tl.load(row + 2 + i), 16)
+        moved = moved + (plane,)  # type: ignore[assignment]
+    keys += tl.multiple_of(tl.load(row), 16)
+    values += tl.multiple_of(tl.load(row + 1), 16)
+    return keys, values, moved
 
 
 @triton.jit(
@@ -125,16 +130,7 @@ def encode_kernel(
     if sources is not None:
         source = tl.load(sources + index)
     if offsets is not None:
-        row = offsets + tl.program_id(2) * (2 + len(planes))
-        keys = of_layer(keys, row)
-        values = of_layer(values, row + 1)
-        moved = ()
-        for i in tl.static_range(len(planes)):
-            plane = planes[i]
-            if plane.dtype.is_ptr():
-                plane = of_layer(plane, row + 2 + i)
-            moved = moved + (plane,)  # type: ignore[assignment]
-        planes = moved
+        keys, values, planes = of_layer(keys, values, planes, offsets, tl.program_id(2))
     ENCODE(
         keys, values, source * k_strides[0] + slot * k_strides[2],
         source * v_strides[0] + slot * v_strides[2], k_strides[1], v_strides[1], page, slot,
@@ -145,21 +141,24 @@ def encode_kernel(
 @triton.jit
 def encode_leaving_kernel(
     k_pages, v_pages, page_stride, head_stride, page_table, table_stride, stored_table,
-    stored_stride, lengths, planes,
+    stored_stride, lengths, planes, offsets,
     ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Encode the page of each sequence that leaves the window in this step, if any.
 
-    Grid `(sequences, KV_HEADS)`. A page leaves the window in the step in which ``length - WINDOW``
-    becomes a multiple of PAGE.
+    Grid `(sequences, KV_HEADS, layers)`. A page leaves the window in the step in which
+    ``length - WINDOW`` becomes a multiple of PAGE.
 
     Args:
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, of equal strides.
         page_table: int32 `[sequences, pages]`, exact pages, row stride ``table_stride``.
         stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`.
+        offsets: see `encode_kernel`.
     """
+    if offsets is not None:
+        k_pages, v_pages, planes = of_layer(k_pages, v_pages, planes, offsets, tl.program_id(2))
     sequence = tl.program_id(0)
     old = tl.load(lengths + sequence) - WINDOW  # tokens before the window
     index = old // PAGE - 1

@@ -18,7 +18,8 @@ from runtime.kv.palu.calibrate import NAME, VERSION
 from runtime.kv.rotation import PageRotation
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.kernel_source import KernelSource
 
 _MAX_FUSED_GROUP = 4
 """Maximum number of KV heads of a group in the Triton kernels."""
@@ -120,7 +121,7 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
-        from runtime.kv.gpu import EncodeSource, KernelSource
+        from runtime.kv.kernel_source import EncodeSource, KernelSource
         from runtime.kv.palu import kernels
 
         group = self._config.num_kv_heads // len(self._layers[0].k_basis)

@@ -24,7 +24,8 @@ from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.transforms import check_transformable
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.kernel_source import KernelSource
 
 _MIN_FUSED_DIM, _MAX_FUSED_DIM = 64, 128
 """Head dimensions of the Triton kernels."""
@@ -153,7 +154,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
-        from runtime.kv.gpu import EncodeSource, KernelSource
+        from runtime.kv.kernel_source import EncodeSource, KernelSource
         from runtime.kv.shard import encode_kernels, kernels
 
         # With more heads per program, wide bases would exceed shared memory.

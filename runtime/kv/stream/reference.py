@@ -14,7 +14,8 @@ from runtime.kv.stream.levels import lloyd_max
 from runtime.kv.transforms import check_transformable, hadamard, pack, sum_by_halves, unpack
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource, LayerInputs
+    from runtime.kv.gpu import LayerInputs
+    from runtime.kv.kernel_source import KernelSource
 
 _SIGNS_PER_BYTE = 8
 _SIGN_SEED = 0
@@ -131,7 +132,7 @@ class StreamFormat(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import EncodeSource, KernelSource
+        from runtime.kv.kernel_source import EncodeSource, KernelSource
         from runtime.kv.stream import kernels
 
         if self._bits == 4:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.config import ModelConfig
 from runtime.kv import gpu
-from runtime.kv.gpu import FragmentSource, KernelSource
+from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from tests.runtime.kv.compressed_data import LLAMA_3_8B

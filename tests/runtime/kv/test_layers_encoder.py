@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.config import ModelConfig
+from runtime.core.window import WINDOW
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.layers_encoder import LayersEncoder
@@ -73,6 +75,23 @@ def test_layers_have_the_bits_of_encoding_each_alone(name: str) -> None:
     for (kernels, _), (k, v, *planes) in zip(layers, alone, strict=True):
         kernels.encode(k, v, tuple(planes), targets, sources, first)
     LayersEncoder(layers).encode(sources, targets, first)
+    for (_, found), expected, old in zip(layers, alone, before, strict=True):
+        assert same_bits(found, expected)
+        assert not same_bits(found, old)
+
+
+@pytest.mark.parametrize("name", ["int4", "fdc", "shard"])
+def test_leaving_pages_of_all_layers_have_the_bits_of_each_alone(name: str) -> None:
+    layers = layers_of(name)
+    batch = Batch.static(2, 6, DEVICE)
+    tables = torch.tensor([[[5, 0, 2, 1, 3, 4], [3, 1, 4, 0, 2, 5]], [[0, 1, 2, 3, 4, 0]] * 2])
+    page_table, stored_table = tables.int().to(DEVICE)
+    lengths = torch.tensor([WINDOW + 2 * PAGE, WINDOW + 2 * PAGE + 3], device=DEVICE).int()
+    batch = replace(batch, page_table=page_table, stored_table=stored_table, lengths=lengths)
+    before, alone = copies(layers), copies(layers)
+    for (kernels, _), planes in zip(layers, alone, strict=True):
+        kernels.encode_leaving(planes, batch)
+    LayersEncoder(layers).encode_leaving(batch)
     for (_, found), expected, old in zip(layers, alone, before, strict=True):
         assert same_bits(found, expected)
         assert not same_bits(found, old)

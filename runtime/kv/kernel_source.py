@@ -1,0 +1,112 @@
+"""The Triton functions and sizes that a compressed format contributes to shared kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from runtime.attention.parts import PROGRAMS, decode_programs
+
+_FRAGMENT_CAPABILITY = (8, 9)
+"""Lowest compute capability that converts fp8."""
+_FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
+"""Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
+
+
+@dataclass(frozen=True)
+class FragmentSource:
+    """Attention of one format by single warps; see `kernels.windowed_fragments`.
+
+    Attributes:
+        attend: ATTEND.
+        parts: PARTS.
+        tile: tokens of a stored tile.
+        programs: programs per multiprocessor.
+        registers: maximum number of registers of a thread.
+        dims: supported head dimensions.
+    """
+
+    attend: JITFunction
+    parts: int
+    tile: int
+    programs: int = 12
+    registers: int = 168
+    dims: tuple[int, ...] = (64, 128)
+
+    def stored_programs(self, device: torch.device, exact: int) -> int:
+        """Return the number of programs for stored tiles, besides ``exact`` programs.
+
+        All of them run at once, if that leaves at least half of the GPU for stored tiles: exact
+        programs come first, and those that wait for them would end last.
+        """
+        programs = decode_programs(device, self.programs)
+        return max(programs - exact, programs // 2)
+
+    def supports(self, q: Tensor, k_pages: Tensor, group: int) -> bool:
+        """Return whether the kernel can attend with ``group`` queries to each KV head."""
+        return (
+            q.is_cuda
+            and q.dtype == torch.bfloat16
+            and k_pages.shape[2] == _FRAGMENT_PAGE
+            and k_pages.shape[3] in self.dims
+            and group <= _FRAGMENT_GROUP
+            and torch.cuda.get_device_capability(q.device) >= _FRAGMENT_CAPABILITY
+        )
+
+
+@dataclass(frozen=True)
+class EncodeSource:
+    """Encoding of one format; see `kernels.encode`.
+
+    Attributes:
+        encode: ENCODE.
+        tokens: tokens of a program, a power of two, in whole pages.
+        heads: maximum number of KV heads of a program, a power of two.
+        warps: warps of a program with this number of heads.
+        stages: stages of the software pipeline.
+    """
+
+    encode: JITFunction
+    tokens: int = 16
+    heads: int = 1
+    warps: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """Triton functions and sizes of one format.
+
+    Attributes:
+        encode: encoding of pages.
+        attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
+        tile: tokens of a stored tile, a power of two.
+        exact_tile: exact tokens per iteration.
+        warps, stages: warps per program and stages of the software pipeline of attention.
+        programs: programs of attention per multiprocessor.
+        registers: maximum number of registers of a thread of attention; None for no limit.
+        by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
+            have equal numbers of tiles.
+        splits: number of programs that share each KV head of a sequence, without balancing
+            (ablation); 0 for as many as fit on the GPU. None for balanced programs.
+        rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
+        fragments: a faster kernel for shapes that it supports, without layer inputs.
+        latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
+            is as wide as a head.
+    """
+
+    encode: EncodeSource
+    attend: JITFunction
+    finish: JITFunction
+    tile: int
+    exact_tile: int = 32
+    warps: int = 2
+    stages: int = 3
+    programs: int = PROGRAMS
+    registers: int | None = None
+    by_cost: bool = True
+    splits: int | None = None
+    rows: int = 16
+    latents: bool = False
+    fragments: FragmentSource | None = None
