@@ -25,7 +25,7 @@ from runtime.core.window import SINK_PAGES, first_recent
 from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.megakernel.launch import MAX_SEQUENCES
+from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_APART
 from runtime.models.model import Model
 
 
@@ -65,8 +65,9 @@ class DecodeBench:
         read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
         megakernel = self._model.unsupported_by_megakernel is None
-        if megakernel and batch <= MAX_SEQUENCES and self._device == "cuda":
-            ways["one launch"] = self._model.static_step(inputs, cache)
+        most = MAX_SEQUENCES_APART if stored else MAX_SEQUENCES
+        if megakernel and batch <= most and self._device == "cuda":
+            ways["megakernel"] = self._model.static_step(inputs, cache)
         ways["layer by layer"] = partial(self._model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}
         calls["a graph for each layer"] = self._by_layer(inputs, cache)

@@ -1,7 +1,11 @@
-"""Launcher of the megakernel: a decode step of up to eight sequences."""
+"""Launcher of the megakernel: a decode step of up to eight sequences.
+
+With a compressed KV format, other kernels compute attention. The megakernel is then launched
+before, between and after the attention of each layer.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +16,20 @@ from runtime.attention.base import Batch
 from runtime.gemm.weights import PackedWeights
 from runtime.kernels.alignment import LINE_ELEMENTS
 from runtime.megakernel.kernels import arguments, layouts
+from runtime.megakernel.kernels.attended import send_kernel
 from runtime.megakernel.kernels.step import step_kernel
-from runtime.megakernel.schedule import Offsets, build_passes
+from runtime.megakernel.schedule import Offsets, Pass, build_passes, split_at_attention
 from runtime.megakernel.support import unsupported
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
+MAX_SEQUENCES_APART = 4
+"""The same if other kernels compute attention. With more, one kernel after another is faster."""
 _MAX_PROGRAMS = 256
+Attend = Callable[[Tensor], Tensor]
+"""Attention of one layer, once K and V of the new tokens are in the pages. It gets queries after
+RoPE, bf16 `[n, heads, dim]`, and returns bf16 `[n, heads * dim]`."""
+_SENT = 1024  # values of a program of `send_kernel`
 _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
 
@@ -31,6 +42,7 @@ class DecodeStep:
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
         batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
             tensors.
+        attend: attention of each layer, if the megakernel should not compute it.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: copies that may still be in flight when the next one starts, for ordinary
@@ -52,6 +64,7 @@ class DecodeStep:
         rope: tuple[Tensor, Tensor],
         batch: Batch,
         *,
+        attend: Sequence[Attend] = (),
         programs: int,
         slots: int = 5,
         ahead: int = 1,
@@ -64,17 +77,18 @@ class DecodeStep:
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
         offsets = Offsets.of(config, weights.max_inner)
         passes = build_passes(weights, planes, offsets, programs * tall)
-        table = torch.tensor([one.row() for one in passes], dtype=torch.int32, device=device)
+        lists, stages = split_at_attention(passes) if attend else ([passes], [])
         flags = torch.ones(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+        self._schedules = [_schedule(each, flags) for each in lists]
+        self._attend = list(zip(attend, stages, strict=True))
         self.batch = batch
         self.logits = torch.zeros(size, config.vocab_size, device=device)
         self._programs = programs
         self._held = weights, list(planes)  # the pass table has offsets to them
-        self._arguments = (
-            arguments.Schedule(table, len(passes) - 1, flags),
-            *_inputs(weights, planes, rope, batch),
-            *_workspace(weights, offsets, splits, self.logits),
-        )
+        self._offsets, self._head = offsets, (config.num_heads, config.head_dim)
+        self._messages, *constant = _workspace(weights, offsets, splits, self.logits)
+        self._flags = flags
+        self._arguments = (*_inputs(weights, planes, rope, batch), self._messages, *constant)
         self._constants = {
             "SHAPE": arguments.Shape.of(
                 B=size, BL=triton.next_power_of_2(size), HIDDEN=config.hidden_size,
@@ -85,12 +99,42 @@ class DecodeStep:
             "RING": arguments.Ring.of(SLOTS=slots, AHEAD=ahead, TALL_AHEAD=tall_ahead),
         }  # fmt: skip
 
-    def launch(self) -> None:
-        """Compute ``logits``, and write K and V of the new tokens into the pages."""
+    def launch(self) -> Tensor:
+        """Compute and return ``logits``, and write K and V of the new tokens into the pages."""
+        first, *others = self._schedules
+        self._launch(first)
+        for schedule, (attend, stage) in zip(others, self._attend, strict=True):
+            self._send(attend(self._queries()), stage)
+            self._launch(schedule)
+        return self.logits
+
+    def _launch(self, schedule: arguments.Schedule) -> None:
+        """Run the passes of a schedule."""
         step_kernel[(self._programs,)](
-            *self._arguments, **self._constants, num_warps=layouts.WARPS.value,
+            schedule, *self._arguments, **self._constants, num_warps=layouts.WARPS.value,
             launch_cooperative_grid=True,
         )  # fmt: skip
+
+    def _queries(self) -> Tensor:
+        """Return the queries that the last launch has sent; see `Attend`."""
+        heads, dim = self._head
+        first = self._offsets.query
+        words: Tensor = self._messages.activations[:, first : first + heads * dim]
+        return words.to(torch.int16).view(torch.bfloat16).view(-1, heads, dim)
+
+    def _send(self, attended: Tensor, stage: int) -> None:
+        """Send the output of attention to the next launch, as messages of its stage."""
+        size, messages = attended.shape[1], self._messages
+        send_kernel[(len(attended), triton.cdiv(size, _SENT))](
+            attended, messages.activations, messages.stride, self._offsets.attended, self._flags,
+            stage, SIZE=size, BLOCK=_SENT,
+        )  # fmt: skip
+
+
+def _schedule(passes: Sequence[Pass], flags: Tensor) -> arguments.Schedule:
+    """Return the kernel argument for passes that end with a marker."""
+    table = torch.tensor([one.row() for one in passes], dtype=torch.int32, device=flags.device)
+    return arguments.Schedule(table, len(passes) - 1, flags)
 
 
 def _check(weights: PackedWeights, planes: Sequence[Tensor], batch: Batch, programs: int) -> None:

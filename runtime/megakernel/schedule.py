@@ -5,7 +5,7 @@ stage ``after``. Passes of one stage, such as those of q, k and v, do not wait f
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -45,7 +45,8 @@ class Pass:
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
             in lines.
         bias: offset of the bias in the vectors; -1 if there is none.
-        norm: for RESIDUAL, offset of the next norm's weights in the vectors.
+        norm: for RESIDUAL, offset of the next norm's weights in the vectors. For an end marker,
+            that of the first layer's norm; -1 if the passes do not begin with the embedding.
         normed: whether the input is the residual stream times the norm's weights, not yet divided
             by its rms.
         tall: whether tiles have 128 rows.
@@ -125,6 +126,30 @@ def build_passes(
     builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
     end = Pass(0, builder.stage + 1, 0, norm=weights.layers[0].input_norm)
     return [*builder.passes, end]
+
+
+def split_at_attention(passes: Sequence[Pass]) -> tuple[list[list[Pass]], list[int]]:
+    """Divide the passes of a step into those before, between and after the attention of each layer.
+
+    Each list ends with a marker. Stage 0 in a marker keeps the flags for the next list.
+
+    Returns:
+        One list more than there are layers, and the stage of the attention of each layer.
+    """
+    *passes, end = passes
+    lists: list[list[Pass]] = [[]]
+    stages = []
+    for one in passes:
+        if one.opcode == opcodes.ATTEND.value:
+            stages.append(one.stage)
+            lists.append([])
+        else:
+            lists[-1].append(one)
+    last = len(stages)
+    for number, own in enumerate(lists):
+        stage, norm = end.stage if number == last else 0, end.norm if number == 0 else -1
+        own.append(replace(end, stage=stage, norm=norm))
+    return lists, stages
 
 
 class _PassBuilder:

@@ -18,6 +18,7 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
 from runtime.kv.registry import create_format
+from runtime.kv.windowed import WindowedFormat
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
@@ -148,7 +149,8 @@ class Model:
         """Reason why the megakernel cannot compute decode steps; None if it can."""
         if self._packed is None:
             return "the megakernel needs the packed weights of backend gemm"
-        if not self.kv_format.dense_bf16:
+        attends = isinstance(self.kv_format, WindowedFormat) and self.kv_format.graph_safe
+        if not (self.kv_format.dense_bf16 or attends):
             return f"the megakernel does not support KV format {self.kv_format.name}"
         from runtime.megakernel.support import unsupported
 
@@ -163,18 +165,26 @@ class Model:
         plain = partial(self.forward, batch, cache)
         if self._packed is None or self.device.type != "cuda" or self.unsupported_by_megakernel:
             return plain
-        from runtime.megakernel.launch import MAX_SEQUENCES, DecodeStep
+        from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_APART, DecodeStep
 
         one_each = batch.single and len(batch.logit_rows) == len(batch.tokens)
         hopper = torch.cuda.get_device_capability(self.device) == _HOPPER
-        if not hopper or not one_each or len(batch.tokens) > MAX_SEQUENCES:
+        most = MAX_SEQUENCES if self.kv_format.dense_bf16 else MAX_SEQUENCES_APART
+        if not hopper or not one_each or len(batch.tokens) > most:
             return plain
         programs = torch.cuda.get_device_properties(self.device).multi_processor_count
-        step = DecodeStep(self._packed, cache.planes, self._rope, batch, programs=programs)
+        packed, rope = self._packed, self._rope
+        if not isinstance(self.kv_format, WindowedFormat):
+            return DecodeStep(packed, cache.planes, rope, batch, programs=programs).launch
+        layers = [cache.layer(index) for index in range(self.config.num_layers)]
+        exact = [plane for planes in layers for plane in planes[:2]]  # K and V
+        attend = self.kv_format.decode_attention(layers, batch)
+        step = DecodeStep(packed, exact, rope, batch, attend=attend, programs=programs)
+        encoder = self.kv_format.encoder(layers)
 
         def run() -> Tensor:
-            step.launch()
-            return step.logits
+            encoder.encode_leaving(batch)
+            return step.launch()
 
         return run
 

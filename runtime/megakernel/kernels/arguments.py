@@ -18,8 +18,8 @@ class Schedule(NamedTuple):
     Attributes:
         table: int32 `[passes + 1, FIELDS]`; the last row marks the end of the list.
         passes: number of passes.
-        flags: int32 `[P]`, the flag of stage 0 for each program, never 0. The kernel advances it
-            past the flags that it used.
+        flags: int32 `[P]`, the flag of stage 0 for each program, never 0. A launch advances it by
+            the stage of the last row; at the end of a step, past the flags that it used.
     """
 
     table: Tensor

@@ -137,11 +137,12 @@ def compute(
     base = gl.load(schedule.flags + pid)
     tile = gl.to_tensor(0)
     first_norm = gl.load(table + passes * FIELDS + NORM)
-    for s in gl.static_range(B):
-        embed(
-            gl.load(batch.tokens + s), s, first_norm, weights, messages, buffers, base, pid,
-            programs, SHAPE,
-        )  # fmt: skip
+    if first_norm >= 0:
+        for s in gl.static_range(B):
+            embed(
+                gl.load(batch.tokens + s), s, first_norm, weights, messages, buffers, base, pid,
+                programs, SHAPE,
+            )  # fmt: skip
 
     coming = load_pass(table)
     for n in tl.range(0, passes, disable_licm=True):
@@ -248,7 +249,7 @@ def step_kernel(
     schedule, weights, batch, pages, rope, messages, buffers, attention,
     SHAPE: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Compute one decode step of up to eight sequences.
+    """Compute one decode step of up to eight sequences, or a part of it.
 
     It is a cooperative launch of at most 256 programs, all of which must be resident.
 

@@ -10,7 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.gemm.weights import PackedWeights
 from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.reference import Interpreter, Messages, ProtocolError
-from runtime.megakernel.schedule import Pass
+from runtime.megakernel.schedule import Pass, split_at_attention
 from runtime.megakernel.support import unsupported
 from runtime.models.model import Model
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -61,6 +61,26 @@ def test_reference_detects_protocol_errors() -> None:
     with pytest.raises(ProtocolError, match="may still be read"):
         messages.write(0, torch.zeros(4), stage=2, after=1)
     messages.write(0, torch.zeros(4), stage=3, after=2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_passes_are_divided_at_attention(ranks: tuple[int | None, ...]) -> None:
+    weights = PackedWeights.pack(tiny_checkpoint(ranks=ranks), "cpu")
+    planes = [torch.zeros(2, CONFIG.num_kv_heads, 16, CONFIG.head_dim, dtype=torch.bfloat16)] * 4
+    *passes, end = Interpreter(weights, planes, tall=1).passes
+    lists, stages = split_at_attention([*passes, end])
+    assert len(lists) == len(stages) + 1 == CONFIG.num_layers + 1
+    joined = [one for own, stage in zip(lists, stages, strict=False) for one in (*own[:-1], stage)]
+    attention = [one for one in passes if one.opcode == opcodes.ATTEND.value]
+    assert stages == [one.stage for one in attention]
+    expected = [one.stage if one in attention else one for one in passes]
+    assert [*joined, *lists[-1][:-1]] == expected
+    markers = [own[-1] for own in lists]
+    assert [(one.stage, one.norm) for one in markers] == [
+        (0, end.norm),
+        *[(0, -1)] * (len(lists) - 2),
+        (end.stage, -1),
+    ]
 
 
 @pytest.mark.parametrize(

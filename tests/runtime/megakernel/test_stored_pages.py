@@ -1,0 +1,72 @@
+"""Steps of the megakernel with attention over stored pages, on a Hopper GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.attention.base import Batch
+from runtime.bench.kv_formats import fdc_artifact, shard_artifact
+from runtime.kv.windowed import WindowedFormat
+from runtime.megakernel.launch import MAX_SEQUENCES_APART
+from runtime.models.model import Model
+from tests.runtime.device import DEVICE
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device"),
+]
+
+WIDE = replace(CONFIG, num_heads=4, head_dim=64, vocab_size=1300)
+CALIBRATIONS = {"fdc": fdc_artifact(WIDE, (48, 32)), "shard": shard_artifact(WIDE)}
+LENGTHS = (160, 1, 90, 300)  # a page leaves the window of the first sequence
+PAGES = 20
+"""Pages of a sequence."""
+
+
+@pytest.mark.parametrize("count", [1, 3, MAX_SEQUENCES_APART])
+@pytest.mark.parametrize("name", ["fp8", "int4", "k4v2", "stream8", "fdc", "shard"])
+def test_step_matches_one_kernel_after_another(name: str, count: int, tmp_path: Path) -> None:
+    """Compare three steps with the logits and the KV of `Model.forward`."""
+    checkpoint, spec = tiny_checkpoint(config=WIDE), name
+    if name in CALIBRATIONS:
+        path = tmp_path / "calibration"
+        replace(CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)
+        spec = f"{name}:{path}"
+    model = Model(checkpoint, device=DEVICE, backend="gemm", kv_format=spec)
+    assert model.unsupported_by_megakernel is None
+    assert isinstance(model.kv_format, WindowedFormat)
+    batch = Batch.static(count, PAGES, DEVICE)
+    batch = replace(batch, stored_table=torch.zeros_like(batch.page_table))
+    assert batch.stored_table is not None
+    pages = torch.randperm(PAGES * count, generator=torch.Generator().manual_seed(count))
+    batch.page_table.copy_(pages.view(count, PAGES))
+    batch.stored_table.copy_(pages.flip(0).view(count, PAGES))
+    ours, reference = (model.new_cache(len(pages), len(pages)) for _ in range(2))
+    for (_, plane), tensor in zip(ours.layout.planes, ours.planes, strict=True):
+        if not plane.stored:
+            tensor.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    layers = [ours.layer(index) for index in range(WIDE.num_layers)]
+    sources, targets = (table.flatten().long() for table in (batch.page_table, batch.stored_table))
+    positions = 16 * torch.arange(PAGES, device=DEVICE).repeat(count)
+    model.kv_format.encoder(layers).encode(sources, targets, positions)
+    for tensor, source in zip(reference.planes, ours.planes, strict=True):
+        tensor.copy_(source)
+    step = model.static_step(batch, ours)
+    for number in range(3):
+        lengths = torch.tensor(LENGTHS[:count]) + 16 * number
+        batch.tokens.copy_(torch.arange(count) * 5 + number)
+        batch.lengths.copy_(lengths)
+        batch.positions.copy_(lengths - 1)
+        found, expected = step().clone(), model.forward(batch, reference)
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * scale)
+        for (_, plane), tensor, source in zip(
+            ours.layout.planes, ours.planes, reference.planes, strict=True
+        ):
+            if plane.stored:
+                assert torch.equal(tensor.view(torch.uint8), source.view(torch.uint8))
+            else:
+                torch.testing.assert_close(tensor, source, rtol=0, atol=0.08)
