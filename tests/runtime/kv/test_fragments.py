@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.config import ModelConfig
-from runtime.kv import gpu
+from runtime.kv import kernel_source
 from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
@@ -78,6 +78,6 @@ def test_programs_of_stored_tiles_leave_room_for_those_of_exact_tokens(
     exact: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,584 programs run at once. At least half of them are for stored tiles."""
-    monkeypatch.setattr(gpu, "decode_programs", lambda device, each: 132 * each)
+    monkeypatch.setattr(kernel_source, "decode_programs", lambda device, each: 132 * each)
     fragments = _fragments("int4", LLAMA_3_8B)
     assert fragments.stored_programs(torch.device("cuda"), exact) == programs
