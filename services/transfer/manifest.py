@@ -117,7 +117,7 @@ def plan_segments(
             begin, stop = max(sent.start, first_page), min(sent.stop, end_page)
             if begin >= stop:
                 continue
-            own_tokens = min(num_tokens, (stop - begin) * page_size)
+            own_tokens = min(stop * page_size, end) - begin * page_size
             layers, tokens = _segment_shape(group, number, own_tokens, page_size, capacity, bound)
             held = stored if group.stored else pages[max(0, begin - first_page) :]
             for page in range(begin, stop, tokens // page_size):

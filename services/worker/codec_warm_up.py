@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterator
 
 import codec
-from runtime.core.window import stored_pages
+from runtime.core.window import SINK_PAGES, WINDOW, stored_pages
+from runtime.kv.cache import CacheLayout
 from runtime.kv.pages import pages_for
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
@@ -50,7 +51,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     planes = loaded.engine.cache.planes
     codecs = loaded.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
-    plans = list(_kinds_of_segments(loaded, codecs, slab.slot_bytes))
+    plans = _kinds_of_segments(loaded, codecs, slab.slot_bytes)
     for plan in plans:
         for mode in modes:
             paged = codecs.of(planes, plan.extent, mode)
@@ -62,28 +63,43 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     return len(plans)
 
 
-def _kinds_of_segments(
-    loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int
-) -> Iterator[SegmentPlan]:
-    """Yield the longest segment of each plane group and number of layers."""
-    layout, seen = loaded.engine.cache.layout, set()
+def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
+    """Return the longest segment of each plane group and number of layers."""
+    layout = loaded.engine.cache.layout
     exact, stored = loaded.engine.num_pages
     if layout.has_stored:
         exact = min(exact, stored)
-    tokens = min(loaded.sizes.chunk_tokens, exact * layout.page_size)
-    while tokens > 0:
-        plans = plan_segments(
-            layout,
-            first_token=0,
-            num_tokens=tokens,
-            pages=tuple(range(pages_for(tokens, layout.page_size))),
-            stored=tuple(range(stored_pages(tokens, layout.page_size))),
-            capacity=slot_bytes,
-            bound=codecs.max_frame_bytes,
-        )
-        for plan in sorted(plans, key=lambda plan: plan.extent.num_tokens, reverse=True):
-            kind = plan.extent.plane_group, plan.extent.num_layers
-            if kind not in seen:
-                seen.add(kind)
-                yield plan
-        tokens //= 2
+    pages = min(loaded.sizes.chunk_tokens // layout.page_size, exact)
+    longest: dict[tuple[int, int], SegmentPlan] = {}
+    for count in range(1, pages + 1):
+        for lacking in (0, 1, layout.page_size - 1):
+            tokens = count * layout.page_size - lacking
+            for plan in _plans(layout, codecs, slot_bytes, tokens, middle=lacking == 0):
+                kind = plan.extent.plane_group, plan.extent.num_layers
+                known = longest.get(kind)
+                if known is None or known.extent.num_tokens < plan.extent.num_tokens:
+                    longest[kind] = plan
+    return list(longest.values())
+
+
+def _plans(
+    layout: CacheLayout, codecs: SegmentCodecs, slot_bytes: int, tokens: int, *, middle: bool
+) -> Iterator[SegmentPlan]:
+    """Return the segments of a chunk.
+
+    Args:
+        middle: whether the chunk is one of a longer prompt, without exact pages in a compressed KV
+            format. Otherwise it is a whole prompt.
+    """
+    page = layout.page_size
+    pages = tuple(range(pages_for(tokens, page)))
+    return plan_segments(
+        layout,
+        first_token=SINK_PAGES * page if middle else 0,
+        num_tokens=tokens,
+        pages=pages,
+        stored=pages if middle else pages[: stored_pages(tokens, page)],
+        sequence_tokens=SINK_PAGES * page + tokens + WINDOW + page if middle else tokens,
+        capacity=slot_bytes,
+        bound=codecs.max_frame_bytes,
+    )

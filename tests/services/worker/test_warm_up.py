@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import codec
+from runtime.kv.pages import pages_for
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
-from services.worker.codec_warm_up import warm_up_codec
+from services.worker.codec_warm_up import _kinds_of_segments, warm_up_codec
 from services.worker.loading import PAGE_SIZE
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import CHUNK, SLOT_BYTES, load
@@ -63,3 +64,35 @@ def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch)
     )
     codecs = [loaded.codecs.of(cache.planes, plan.extent, m) for plan in plans for m in WireMode]
     assert len(codecs) == len(WireMode)
+
+
+@pytest.mark.parametrize("fitting", [16, 64, 96, 112, 113, 128, 4096])
+def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) -> None:
+    """``fitting``: tokens of all layers of the widest stored planes that fit a slot."""
+    loaded = load(kv_format="int4")
+    chunk = 8 * PAGE_SIZE
+    loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=chunk))
+    layout, bound = loaded.engine.cache.layout, loaded.codecs.max_frame_bytes
+    capacity = max(loaded.codecs.min_slot_bytes, bound(1, CONFIG.num_layers, fitting))
+    prepared = {
+        (plan.extent.plane_group, plan.extent.num_layers): pages_for(
+            plan.extent.num_tokens, PAGE_SIZE
+        )
+        for plan in _kinds_of_segments(loaded, loaded.codecs, capacity)
+    }
+    for tokens in range(1, 420, 7):
+        for first in range(0, tokens, chunk):
+            count = min(chunk, tokens - first)
+            pages = tuple(range(pages_for(first + count, PAGE_SIZE)))
+            for plan in plan_segments(
+                layout,
+                first_token=first,
+                num_tokens=count,
+                pages=pages[first // PAGE_SIZE :],
+                stored=pages[first // PAGE_SIZE :],
+                sequence_tokens=tokens,
+                capacity=capacity,
+                bound=bound,
+            ):
+                kind = plan.extent.plane_group, plan.extent.num_layers
+                assert prepared[kind] >= pages_for(plan.extent.num_tokens, PAGE_SIZE)
