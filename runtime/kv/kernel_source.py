@@ -61,7 +61,7 @@ class EncodeSource:
 
     Attributes:
         encode: ENCODE.
-        tokens: tokens of a program, a power of two, in whole pages.
+        tokens: tokens of a program, a power of two; a program has at least one page.
         heads: maximum number of KV heads of a program, a power of two.
         warps: warps of a program with this number of heads.
         stages: stages of the software pipeline.

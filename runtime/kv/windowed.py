@@ -1,9 +1,8 @@
 """KV formats with stored pages: exact pages for prompts and recent tokens, stored ones between.
 
 `WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over exact
-pages alone. `PageEncoder` then encodes those that are not recent. A decode step appends
-to an exact page, encodes the page that has just left the window, if any, and attends stored and
-exact pages together.
+pages alone. `PageEncoder` then encodes those that are not recent. A decode step appends to an exact
+page, encodes the page that leaves the window, if any, and attends stored and exact pages together.
 """
 
 from collections.abc import Callable, Sequence
@@ -187,7 +186,7 @@ class WindowedFormat:
     def decode_attention(
         self, layers: Sequence[tuple[Tensor, ...]], batch: Batch
     ) -> list[Callable[[Tensor], Tensor]]:
-        """Return the attention of each layer for a decode batch, for fused kernels.
+        """Return the attention of each layer for a decode batch, for the decode megakernel.
 
         The functions expect that K and V of the new tokens are in the exact pages, and that
         `PageEncoder.encode_leaving` was called. They take q after RoPE, `[n, heads, dim]`, and

@@ -1,7 +1,8 @@
 """Launcher of the megakernel: a decode step of up to eight sequences.
 
-With a compressed KV format, other kernels compute attention. The megakernel is then launched
-before, between and after the attention of each layer.
+With a compressed KV format, other kernels compute attention. The megakernel is then launched once
+before the attention of the first layer, once after that of the last one, and once between those of
+two layers.
 """
 
 import math
@@ -24,7 +25,8 @@ from runtime.megakernel.support import unsupported
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
 MAX_SEQUENCES_APART = 4
-"""The same if other kernels compute attention. With more, one kernel after another is faster."""
+"""Maximum sequences for which a step is faster than one kernel after another, if other kernels
+compute attention. `DecodeStep` accepts `MAX_SEQUENCES` in that case, too."""
 _MAX_PROGRAMS = 256
 Attend = Callable[[Tensor], Tensor]
 """Attention of one layer, once K and V of the new tokens are in the pages. It gets queries after

@@ -129,7 +129,7 @@ def build_passes(
 
 
 def split_at_attention(passes: Sequence[Pass]) -> tuple[list[list[Pass]], list[int]]:
-    """Divide the passes of a step into those before, between and after the attention of each layer.
+    """Divide the passes of a step at the attention of each layer, which is left out.
 
     Each list ends with a marker. Stage 0 in a marker keeps the flags for the next list.
 

@@ -152,6 +152,8 @@ class Model:
         attends = isinstance(self.kv_format, WindowedFormat) and self.kv_format.graph_safe
         if not (self.kv_format.dense_bf16 or attends):
             return f"the megakernel does not support KV format {self.kv_format.name}"
+        if self.page_size % 16:
+            return f"pages of {self.page_size} tokens: the megakernel needs a multiple of 16"
         from runtime.megakernel.support import unsupported
 
         return unsupported(self._packed)
@@ -159,8 +161,9 @@ class Model:
     def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
         """Return a function that computes `forward` for a batch whose tensors keep their addresses.
 
-        It launches the megakernel if that supports the model, the device and the batch, which must
-        have one token per sequence. The next call overwrites the result.
+        It uses the megakernel if that supports the model, the device and the batch, which must have
+        one token per sequence: up to `MAX_SEQUENCES`, or `MAX_SEQUENCES_APART` with a compressed KV
+        format. The next call overwrites the result.
         """
         plain = partial(self.forward, batch, cache)
         if self._packed is None or self.device.type != "cuda" or self.unsupported_by_megakernel:

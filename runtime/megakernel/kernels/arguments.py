@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Schedule(NamedTuple):
-    """The pass list, and the flags of this launch.
+    """The pass list, and the flags of this step.
 
     Attributes:
         table: int32 `[passes + 1, FIELDS]`; the last row marks the end of the list.
@@ -83,7 +83,7 @@ class Rope(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Flagged messages, written by one program and polled by others.
+    """Flagged messages, written by one program, or by `attended.send_kernel`, and polled by others.
 
     Attributes:
         activations: int32 `[B, stride]`, bf16 values with 16-bit flags. `schedule.Offsets` has the

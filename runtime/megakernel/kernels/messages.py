@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Flagged messages between programs: a value and a flag, packed into one word and stored at once.
 
-This is the LL protocol of NCCL. The flag of a message is the launch's base flag plus the index of
+This is the LL protocol of NCCL. The flag of a message is the step's base flag plus the index of
 the stage that wrote it. Inputs of matmuls are bf16, in 32-bit words with the lower 16 bits of the
 flag; 16 bits suffice, because a message is at most a few hundred stages old. Sums are fp32, in
 64-bit words with the whole flag. A thread polls several messages together, until the flags of all

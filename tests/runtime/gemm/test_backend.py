@@ -71,3 +71,8 @@ def test_gemm_backend_with_head_norms_does_not_use_the_megakernel() -> None:
     assert [model.products for model in models] == ["gemm", "gemm"]
     assert models[0].unsupported_by_megakernel is None
     assert "normalize" in str(models[1].unsupported_by_megakernel)
+
+
+def test_small_pages_are_not_supported_by_the_megakernel() -> None:
+    model = Model(tiny_checkpoint(), device=DEVICE, page_size=8, backend="gemm")
+    assert "pages of 8 tokens" in str(model.unsupported_by_megakernel)
