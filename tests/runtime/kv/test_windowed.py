@@ -114,6 +114,20 @@ def test_each_page_is_encoded_once_when_it_leaves_the_window(tokens: list[int]) 
     assert compressed.encoded == [each for each in expected for _ in range(CONFIG.num_layers)]
 
 
+@pytest.mark.parametrize(("length", "page"), [(95, None), (96, 1), (97, None), (160, 5)])
+def test_leaving_page_can_be_encoded_before_a_step(length: int, page: int | None) -> None:
+    compressed = Recorded()
+    model = windowed_model(compressed)
+    assert isinstance(model.kv_format, WindowedFormat)
+    cache = PagedCache(model.layout, num_pages=PAGES, num_stored=PAGES)
+    layers = [cache.layer(index) for index in range(CONFIG.num_layers)]
+    pages = list(range(PAGES))
+    step = SequenceSlice([1], length - 1, pages, stored=pages[SINK_PAGES:])
+    model.kv_format.encoder(layers).encode_leaving(Batch.of([step]))
+    expected = [] if page is None else [[PAGE * page]] * CONFIG.num_layers
+    assert compressed.encoded == expected
+
+
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_built_in_formats_have_a_cache_layout(name: str) -> None:
     compressed = COMPRESSED[name](CONFIG)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.attention.base import Batch
-from runtime.bench.kv_formats import fdc_artifact, shard_artifact
+from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.kv.windowed import WindowedFormat
 from runtime.megakernel.launch import MAX_SEQUENCES_APART
 from runtime.models.model import Model
@@ -20,17 +20,35 @@ pytestmark = [
 ]
 
 WIDE = replace(CONFIG, num_heads=4, head_dim=64, vocab_size=1300)
-CALIBRATIONS = {"fdc": fdc_artifact(WIDE, (48, 32)), "shard": shard_artifact(WIDE)}
+CALIBRATIONS = {
+    "fdc": fdc_artifact(WIDE, (48, 32)),
+    "palu": palu_artifact(WIDE, (48, 32), WIDE.num_kv_heads),
+    "shard": shard_artifact(WIDE),
+}
 LENGTHS = (160, 1, 90, 300)  # a page leaves the window of the first sequence
 PAGES = 20
 """Pages of a sequence."""
 
 
+DENSE: tuple[int | None, ...] = (None,) * 7
+FORMATS = ["fp8", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"]
+
+
 @pytest.mark.parametrize("count", [1, 3, MAX_SEQUENCES_APART])
-@pytest.mark.parametrize("name", ["fp8", "int4", "k4v2", "stream8", "fdc", "shard"])
-def test_step_matches_one_kernel_after_another(name: str, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "bias"),
+    [
+        *((name, DENSE, False) for name in FORMATS),
+        ("int4", DENSE, True),
+        ("int4", (9, 5, 8, 12, 17, 11, 24), True),
+        ("int4", (9, None, 8, None, 17, None, 24), False),
+    ],
+)
+def test_step_matches_one_kernel_after_another(
+    name: str, ranks: tuple[int | None, ...], bias: bool, count: int, tmp_path: Path
+) -> None:
     """Compare three steps with the logits and the KV of `Model.forward`."""
-    checkpoint, spec = tiny_checkpoint(config=WIDE), name
+    checkpoint, spec = tiny_checkpoint(ranks=ranks, config=WIDE, bias=bias), name
     if name in CALIBRATIONS:
         path = tmp_path / "calibration"
         replace(CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)

@@ -84,7 +84,7 @@ def test_graphs_give_the_tokens_of_their_launches(
 def test_graphs_give_the_tokens_of_their_launches_after_an_eviction(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With backend "gemm", the graphs contain the megakernel."""
+    """On a Hopper GPU, both formats use the megakernel."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     model = Model(
         tiny_checkpoint(config=WIDE),
