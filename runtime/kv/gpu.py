@@ -125,7 +125,7 @@ class StoredPageKernels:
         blocks = triton.cdiv(len(targets), pages), self._kv_heads // heads
         encode_kernel[(*blocks, 1 if offsets is None else len(offsets))](
             keys, values, keys.stride()[:3], values.stride()[:3], len(targets), sources, targets,
-            first_positions, contiguous(planes) + self.inputs.planes, offsets,
+            first_positions, planes + self.inputs.planes, offsets,
             **self._encoding(planes, keys.shape[2]), HEADS=heads, PAGES=pages,
             num_warps=max(1, source.warps * heads // source.heads), num_stages=source.stages,
             enable_fp_fusion=False,
@@ -143,7 +143,7 @@ class StoredPageKernels:
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, contiguous(planes[_EXACT:]) + self.inputs.planes,
+            stored.stride(0), batch.lengths, planes[_EXACT:] + self.inputs.planes,
             offsets, **self._encoding(planes[_EXACT:], k_pages.shape[2]), WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
             num_stages=source.stages, enable_fp_fusion=False,
@@ -172,7 +172,7 @@ class StoredPageKernels:
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
-        inputs = contiguous(planes[_EXACT:]) + self.inputs.planes
+        inputs = planes[_EXACT:] + self.inputs.planes
         v_width = planes[_EXACT + 1].shape[-1]
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
@@ -180,6 +180,7 @@ class StoredPageKernels:
             "BLOCK": (fragments or source).tile, "SEQUENCES": triton.next_power_of_2(sequences),
             "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
+        strides = page_strides(planes[_EXACT:])
         of_parts = {
             "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
             "MIN_COST": self._costs.least, "SPLITS": splits,
@@ -192,12 +193,13 @@ class StoredPageKernels:
         if fragments is not None:
             windowed_fragments_kernel[grid](
                 *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
-                num_warps=1, maxnreg=fragments.registers,
+                STRIDES=strides, num_warps=1, maxnreg=fragments.registers,
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](
                 *arguments, self._costs.prefix, **constants, **of_parts, ATTEND=source.attend,
-                EXACT_BLOCK=source.exact_tile, ROWS=max(16, triton.next_power_of_2(group)),
+                STRIDES=strides, EXACT_BLOCK=source.exact_tile,
+                ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
             )  # fmt: skip
@@ -237,6 +239,7 @@ class StoredPageKernels:
             "PAGE": page_size,
             "K_WIDTH": planes[0].shape[-1],
             "V_WIDTH": planes[1].shape[-1],
+            "STRIDES": page_strides(planes),
         }
 
 
@@ -246,8 +249,12 @@ def _stored_table(batch: Batch) -> Tensor:
     return batch.stored_table
 
 
-def contiguous(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return planes; raise ValueError if one of them is not contiguous."""
-    if not all(plane.is_contiguous() for plane in planes):
-        raise ValueError("planes must be contiguous")
-    return planes
+def page_strides(planes: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return the elements from a page to the next one, for each plane.
+
+    Raises:
+        ValueError: a page of a plane is not contiguous.
+    """
+    if not all(plane[:1].is_contiguous() for plane in planes):
+        raise ValueError("each page of a plane must be contiguous")
+    return tuple(plane.stride(0) for plane in planes)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.kv.gpu import StoredPageKernels, contiguous
+from runtime.kv.gpu import StoredPageKernels
 
 _ALIGNED = 16
 """In one launch, distances between layers are multiples of this number of elements."""
@@ -22,7 +22,7 @@ class LayersEncoder:
     def __init__(self, layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> None:
         groups: dict[Hashable, list[tuple[StoredPageKernels, tuple[Tensor, ...]]]] = {}
         for kernels, planes in layers:
-            inputs = (*contiguous(planes), *kernels.inputs.planes)
+            inputs = (*planes, *kernels.inputs.planes)
             groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
         self._launches = [(*group[0], _offsets(group)) for group in groups.values()]
         self._layers = layers  # holds the tensors whose addresses are used
@@ -43,7 +43,7 @@ def _kind(x: Tensor | int) -> Hashable:
     """Return what one launch requires to be equal in all of its layers."""
     if isinstance(x, int):
         return x
-    return x.dtype, x.shape, x.data_ptr() % (_ALIGNED * x.element_size())
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % (_ALIGNED * x.element_size())
 
 
 def _offsets(layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> Tensor:

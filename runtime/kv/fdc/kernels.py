@@ -25,7 +25,7 @@ RANK_MULTIPLE = tl.constexpr(bases.RANK_MULTIPLE)
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_basis, v_basis, ranks = planes
@@ -34,11 +34,11 @@ def encode(
     v_rank = tl.load(ranks + KV_HEADS + head) * RANK_MULTIPLE
     project_head(
         k_pages, k_at + head * k_stride, k_basis, k_rank, k, page, slot, head, KV_HEADS, DIM, PAGE,
-        K_WIDTH,
+        K_WIDTH, STRIDES[0],
     )  # fmt: skip
     project_head(
         v_pages, v_at + head * v_stride, v_basis, v_rank, v, page, slot, head, KV_HEADS, DIM, PAGE,
-        V_WIDTH,
+        V_WIDTH, STRIDES[1],
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def encode(
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`.
 
@@ -71,12 +71,13 @@ def attend(
         t = first + tl.arange(0, BLOCK)
         used = t < count
         page = tl.load(table + t // PAGE, mask=used, other=0).to(tl.int64)
-        head = page * KV_HEADS + kv_head
         slot = t % PAGE
-        at = (head * (PAGE * K_WIDTH) + slot * k_rank)[:, None] + c
-        keys = tl.load(k + at, mask=used[:, None] & (c < k_rank), other=0.0)  # [BLOCK, K_COLUMNS]
-        at = (head * (PAGE * V_WIDTH) + slot * v_rank)[:, None] + e
-        values = tl.load(v + at, mask=used[:, None] & (e < v_rank), other=0.0)
+        at = page * STRIDES[0] + kv_head * (PAGE * K_WIDTH) + slot * k_rank
+        mask = used[:, None] & (c < k_rank)
+        keys = tl.load(k + at[:, None] + c, mask=mask, other=0.0)  # [BLOCK, K_COLUMNS]
+        at = page * STRIDES[1] + kv_head * (PAGE * V_WIDTH) + slot * v_rank
+        mask = used[:, None] & (e < v_rank)
+        values = tl.load(v + at[:, None] + e, mask=mask, other=0.0)
         scores = matmul(projected, tl.trans(keys.to(projected.dtype)), zeros) * scale
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)

@@ -32,7 +32,7 @@ def project_keys_kernel(
         at = page * page_stride + head * head_stride + slot * DIM
         project_head(
             k_pages, at, k_basis, rank, latents, page + tl.zeros_like(at), slot, head, KV_HEADS,
-            DIM, PAGE, K_WIDTH,
+            DIM, PAGE, K_WIDTH, KV_HEADS * PAGE * K_WIDTH,
         )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from runtime.kv.kernels.fragments import (
     of_other_lane,
     packed,
     pages_of_tile,
-    rows_of_pages,
     scaled,
     softmax,
     token_of_value,
@@ -98,26 +97,33 @@ def fp16_queries(q, t, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(k, rows, g, t, DIM: gl.constexpr):
-    """Load codes of K, of tokens g and g + 8 of each page."""
+def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
+    """Load codes of K, of tokens g and g + 8 of each page.
+
+    Args:
+        row: row of the KV head's first token in a page.
+    """
     keys = ()
-    for i in gl.static_range(len(rows)):
+    own = k + (row + g) * DIM + 16 * t
+    for i in gl.static_range(len(pages)):
         for r in gl.static_range(2):
             words = ()
+            at = own + pages[i].to(gl.int64) * STRIDE + 8 * r * DIM
             for c in gl.static_range(DIM // 64):
-                words = words + (load16(k + (rows[i] + g + 8 * r) * DIM + 64 * c + 16 * t),)
+                words = words + (load16(at + 64 * c),)
             keys = keys + (words,)
     return keys
 
 
 @gluon.jit
-def load_values(v, rows, g, t, DIM: gl.constexpr):
+def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
     """Load codes of V: bytes ``DIM / 8 g`` and following of the four tokens of A of each page."""
     values = ()
-    for i in gl.static_range(len(rows)):
+    own = v + (row + token_of_value(t, 0)) * DIM + g * (DIM // 8)
+    for i in gl.static_range(len(pages)):
         words = ()
         for which in gl.static_range(4):
-            at = v + (rows[i] + token_of_value(t, which)) * DIM + g * (DIM // 8)
+            at = own + pages[i].to(gl.int64) * STRIDE + token_of_value(0, which) * DIM
             if DIM == 128:
                 words = words + (load16(at),)
             else:
@@ -127,12 +133,13 @@ def load_values(v, rows, g, t, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_exponents(plane, rows, g):
+def load_exponents(plane, pages, row, g, STRIDE: gl.constexpr):
     """Load the biased exponents of tokens g and g + 8 of each page, int32."""
     exponents = ()
-    for i in gl.static_range(len(rows)):
+    own = plane + row + g // 4 * 4
+    for i in gl.static_range(len(pages)):
         for r in gl.static_range(2):
-            word = load4(plane + rows[i] + g // 4 * 4 + 8 * r)
+            word = load4(own + pages[i].to(gl.int64) * STRIDE + 8 * r)
             exponents = exponents + ((word >> (8 * (g % 4))) & 255,)
     return exponents
 
@@ -196,7 +203,7 @@ def add_values(acc, words, b, DIM: gl.constexpr, E5M2: gl.constexpr):
 @gluon.jit
 def attend(
     q, kv_head, begin, end, count, planes, table, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`, and `kernels.attend` for the scales."""
     k, v, k_scale, v_scale = planes
@@ -205,14 +212,15 @@ def attend(
     queries, factor = fp16_queries(q + gl.minimum(g, GROUP - 1) * DIM, t, DIM)
     acc, m, l = no_tokens(lane, DIM // 16)
     top = lane * 0  # biased
+    row = kv_head * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, PAGES * PAGE):
-        rows = rows_of_pages(pages, kv_head, KV_HEADS)
+        own = pages
         pages = pages_of_tile(table, first + PAGES * PAGE, count, PAGES)
-        keys = load_keys(k, rows, g, t, DIM)
-        k_exponents = load_exponents(k_scale, rows, g)
-        v_exponents = load_exponents(v_scale, rows, g)
-        values = load_values(v, rows, g, t, DIM)
+        keys = load_keys(k, own, row, g, t, STRIDES[0], DIM)
+        k_exponents = load_exponents(k_scale, own, row, g, STRIDES[2])
+        v_exponents = load_exponents(v_scale, own, row, g, STRIDES[3])
+        values = load_values(v, own, row, g, t, STRIDES[1], DIM)
         s = scores(keys, k_exponents, queries, first, count, factor * scale, DIM, E5M2)
         weights, factors, m, l = softmax(s, m, l, PAGES)
         used = ()

@@ -42,14 +42,17 @@ def on_grid(x, LEAST: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def write_fp8(x, rows, codes, scales, DIM: tl.constexpr):
+def write_fp8(
+    x, page, row, codes, scales, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """Encode vectors; see `reference.quantize`.
 
     Args:
         x: fp32 `[ROWS, WIDTH]`; columns beyond DIM are 0.
-        rows: int64 `[ROWS]`, rows of the planes.
-        codes: fp8 plane, `[…, DIM]`.
-        scales: uint8 plane, `[…, 1]`.
+        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        codes: fp8 plane, `[page, row, DIM]`.
+        scales: uint8 plane, `[page, row]`.
     """
     E5M2: tl.constexpr = codes.dtype.element_ty == tl.float8e5
     TOP: tl.constexpr = 16 if E5M2 else 9  # 0.875 * 2**TOP is the largest number
@@ -62,23 +65,25 @@ def write_fp8(x, rows, codes, scales, DIM: tl.constexpr):
     scaled = tl.where(finite[:, None], x * inverse[:, None], 0.0)
     scaled = on_grid(scaled, -14, 2) if E5M2 else on_grid(scaled, -6, 3)
     d = tl.arange(0, x.shape[1])[None, :]
-    tl.store(codes + rows[:, None] * DIM + d, scaled.to(codes.dtype.element_ty), mask=d < DIM)
-    tl.store(scales + rows, tl.where(finite, biased, 255).to(tl.uint8))
+    at = codes + (page * STRIDE + row * DIM)[:, None] + d
+    tl.store(at, scaled.to(codes.dtype.element_ty), mask=d < DIM)
+    biased = tl.where(finite, biased, 255)
+    tl.store(scales + page * SCALE_STRIDE + row, biased.to(tl.uint8))
 
 
 @triton.jit
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_scale = planes
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     keys = vectors_at(k_pages, k_at, k_stride, head, 0, DIM, HEADS, power_of_2(DIM))
-    write_fp8(keys, rows, k, k_scale, DIM)
+    write_fp8(keys, page, row, k, k_scale, STRIDES[0], STRIDES[2], DIM)
     values = vectors_at(v_pages, v_at, v_stride, head, 0, DIM, HEADS, power_of_2(DIM))
-    write_fp8(values, rows, v, v_scale, DIM)
+    write_fp8(values, page, row, v, v_scale, STRIDES[1], STRIDES[3], DIM)
 
 
 UNPACK_E4M3 = tl.constexpr("""{
@@ -115,14 +120,14 @@ def unpack_fp8(pairs, E5M2: tl.constexpr):
 
 
 @triton.jit
-def exponents_at(plane, rows, mask):
+def exponents_at(plane, page, row, mask, STRIDE: tl.constexpr):
     """Load the biased exponents of four tokens per row, int32 `[4 n]`.
 
     Args:
-        plane: uint8 plane, `[…, 1]`.
-        rows: int64 `[n]`, every fourth row.
+        plane: uint8 plane, `[page, row]`.
+        page, row: `[n]`, those of every fourth token.
     """
-    words = words_at(plane, rows, mask, 1)
+    words = words_at(plane, page, row, mask, STRIDE, 1)
     even = tl.join(words & 255, (words >> 16) & 255)
     odd = tl.join((words >> 8) & 255, words >> 24)
     return tl.reshape(tl.join(even, odd), (4 * words.shape[0],)).to(tl.int32)
@@ -145,7 +150,7 @@ def fp16_queries(queries):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`.
 
@@ -163,20 +168,20 @@ def attend(
     top = 0  # biased
     d = tl.arange(0, queries.shape[1])[None, :]
     for first in range(begin, end, BLOCK):
-        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        fourth, fourth_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 4)
+        t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
+        fourth, fourth_page, fourth_row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 4)
         used, fourth_used = t < count, fourth < count
-        at = rows[:, None] * DIM + d
+        at = (page * STRIDES[0] + row * DIM)[:, None] + d
         read = used[:, None] & (d < DIM)
         keys = tl.load(k + at, mask=read, other=0.0)  # [BLOCK, WIDTH]
-        values = byte_pairs_at(v, rows, used, DIM, queries.shape[1] // 2)
+        values = byte_pairs_at(v, page, row, used, STRIDES[1], DIM, queries.shape[1] // 2)
         zeros = tl.zeros((queries.shape[0], BLOCK), tl.float32)
         scores = matmul(q, tl.trans(keys.to(tl.float16)), zeros)
-        k_scales = power_of_two(exponents_at(k_scale, fourth_rows, fourth_used))
-        scores *= (k_scales * (factor * scale))[None, :]
+        k_exponents = exponents_at(k_scale, fourth_page, fourth_row, fourth_used, STRIDES[2])
+        scores *= (power_of_two(k_exponents) * (factor * scale))[None, :]
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        v_exponents = exponents_at(v_scale, fourth_rows, fourth_used)
+        v_exponents = exponents_at(v_scale, fourth_page, fourth_row, fourth_used, STRIDES[3])
         finite = v_exponents < 255
         new_top = tl.maximum(top, tl.max(tl.where(finite, v_exponents, 0), axis=0))
         relative = tl.where(finite, tl.maximum(v_exponents - new_top + 141, 0), 255)

@@ -25,7 +25,6 @@ from runtime.kv.kernels.fragments import (
     of_other_lane,
     packed,
     pages_of_tile,
-    rows_of_pages,
     scaled,
     softmax,
     sum_of_rows,
@@ -159,12 +158,17 @@ def bias_products(queries, lane):
 
 
 @gluon.jit
-def load_keys(k, rows, g, t, DIM: gl.constexpr):
-    """Load codes of K, of tokens g and g + 8 of each page."""
+def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
+    """Load codes of K, of tokens g and g + 8 of each page.
+
+    Args:
+        row: row of the KV head's first token in a page.
+    """
     keys = ()
-    for i in gl.static_range(len(rows)):
+    own = k + (row + g) * (DIM // 2) + t * (DIM // 8)
+    for i in gl.static_range(len(pages)):
         for r in gl.static_range(2):
-            at = k + (rows[i] + g + 8 * r) * (DIM // 2) + t * (DIM // 8)
+            at = own + pages[i].to(gl.int64) * STRIDE + 8 * r * (DIM // 2)
             if DIM == 128:
                 keys = keys + (load16(at),)
             else:
@@ -173,11 +177,13 @@ def load_keys(k, rows, g, t, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(plane, rows, g):
+def load_scales(plane, pages, row, g, STRIDE: gl.constexpr):
     """Load words with both scales, of tokens g and g + 8 of each page."""
     words = ()
-    for i in gl.static_range(len(rows)):
-        words = words + (load4(plane + (rows[i] + g) * 2), load4(plane + (rows[i] + g + 8) * 2))
+    own = plane + (row + g) * 2
+    for i in gl.static_range(len(pages)):
+        for r in gl.static_range(2):
+            words = words + (load4(own + pages[i].to(gl.int64) * STRIDE + 16 * r),)
     return words
 
 
@@ -243,13 +249,14 @@ def add_weights(sums, weights, first, second):
 
 
 @gluon.jit
-def load_values(v, rows, g, t, DIM: gl.constexpr):
+def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
     """Load codes of V: bytes ``DIM / 16 g`` and following of the four tokens of A of each page."""
     values = ()
-    for i in gl.static_range(len(rows)):
+    own = v + (row + token_of_value(t, 0)) * (DIM // 2) + g * (DIM // 16)
+    for i in gl.static_range(len(pages)):
         words = ()
         for which in gl.static_range(4):
-            at = v + (rows[i] + token_of_value(t, which)) * (DIM // 2) + g * (DIM // 16)
+            at = own + pages[i].to(gl.int64) * STRIDE + token_of_value(0, which) * (DIM // 2)
             if DIM == 128:
                 words = words + (load8(at),)
             else:
@@ -259,18 +266,19 @@ def load_values(v, rows, g, t, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(planes, pages, kv_head, g, t, KV_HEADS: gl.constexpr, DIM: gl.constexpr):
+def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr):
     """Load codes and scales of K and V of a tile."""
     k, v, k_scale, v_scale = planes
-    rows = rows_of_pages(pages, kv_head, KV_HEADS)
-    keys, values = load_keys(k, rows, g, t, DIM), load_values(v, rows, g, t, DIM)
-    return keys, load_scales(k_scale, rows, g), load_scales(v_scale, rows, g), values
+    keys = load_keys(k, pages, row, g, t, STRIDES[0], DIM)
+    values = load_values(v, pages, row, g, t, STRIDES[1], DIM)
+    k_scales = load_scales(k_scale, pages, row, g, STRIDES[2])
+    return keys, k_scales, load_scales(v_scale, pages, row, g, STRIDES[3]), values
 
 
 @gluon.jit
 def attend(
     q, kv_head, begin, end, count, planes, table, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""
     lane, g, t = lane_numbers()
@@ -281,7 +289,9 @@ def attend(
     STEP: gl.constexpr = PAGES * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, STEP):
-        keys, k_scales, v_scales, values = load_tile(planes, pages, kv_head, g, t, KV_HEADS, DIM)
+        keys, k_scales, v_scales, values = load_tile(
+            planes, pages, kv_head * PAGE, g, t, STRIDES, DIM
+        )
         pages = pages_of_tile(table, first + STEP, count, PAGES)
         s = scores(keys, k_scales, queries, sums, first, count, scale, DIM)
         weights, factors, m, l = softmax(s, m, l, PAGES)

@@ -63,14 +63,17 @@ def quantize_half(x, largest, finite):
 
 
 @triton.jit
-def write_int4(y, rows, codes, scales, DIM: tl.constexpr):
+def write_int4(
+    y, page, row, codes, scales, STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """Encode vectors.
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        rows: int64 `[ROWS]`, rows of the planes.
-        codes: uint8 plane, `[…, DIM / 2]`.
-        scales: bf16 plane, `[…, 2]`.
+        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        codes: uint8 plane, `[page, row, DIM / 2]`.
+        scales: bf16 plane, `[page, row, 2]`.
     """
     low, high = halves(y)
     low_largest = tl.max(magnitude_bits(low), axis=1)
@@ -78,25 +81,27 @@ def write_int4(y, rows, codes, scales, DIM: tl.constexpr):
     finite = (low_largest < INFINITE) & (high_largest < INFINITE)
     low_codes, low_scale = quantize_half(low, low_largest, finite)
     high_codes, high_scale = quantize_half(high, high_largest, finite)
+    at = page * STRIDE + row * (DIM // 2)
     i = tl.arange(0, DIM // 2)
-    tl.store(codes + rows[:, None] * (DIM // 2) + i[None, :], low_codes | (high_codes << 4))
-    tl.store(scales + rows * 2, low_scale)
-    tl.store(scales + rows * 2 + 1, high_scale)
+    tl.store(codes + at[:, None] + i[None, :], low_codes | (high_codes << 4))
+    scale_at = scales + page * SCALE_STRIDE + row * 2
+    tl.store(scale_at, low_scale)
+    tl.store(scale_at + 1, high_scale)
 
 
 @triton.jit
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_scale = planes
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
-    write_int4(hadamard_tiles(keys), rows, k, k_scale, DIM)
+    write_int4(hadamard_tiles(keys), page, row, k, k_scale, STRIDES[0], STRIDES[2], DIM)
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_int4(hadamard_tiles(values), rows, v, v_scale, DIM)
+    write_int4(hadamard_tiles(values), page, row, v, v_scale, STRIDES[1], STRIDES[3], DIM)
 
 
 def _unpack_nibble(number: int, shift: str) -> str:
@@ -171,7 +176,7 @@ def int4_scores(queries, pairs, words, scale):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`.
 
@@ -187,14 +192,15 @@ def attend(
     acc4 = tl.zeros_like(acc1)
     sums = tl.zeros((BLOCK, queries.shape[0]), tl.float32)
     for first in range(begin, end, BLOCK):
-        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        used = t < count  # the rows of others are those of page 0
-        keys = byte_pairs_at(k, rows, None, DIM // 2, DIM // 4)
-        values = byte_pairs_at(v, rows, None, DIM // 2, DIM // 4)
-        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
+        t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
+        used = t < count  # others read page 0
+        keys = byte_pairs_at(k, page, row, None, STRIDES[0], DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, page, row, None, STRIDES[1], DIM // 2, DIM // 4)
+        k_scales = words_at(k_scale, page, row, used, STRIDES[2], 4)
+        scores = int4_scores(parts, keys, k_scales, scale)
         scores = tl.where(used[:, None], scores, float("-inf"))
         weights, alpha, m, sums = transposed_softmax_step(scores, m, sums)
-        low_scale, high_scale = bf16_pair(words_at(v_scale, rows, used, 4))
+        low_scale, high_scale = bf16_pair(words_at(v_scale, page, row, used, STRIDES[3], 4))
         low_weights = (weights * low_scale[:, None]).to(tl.bfloat16)
         high_weights = (weights * high_scale[:, None]).to(tl.bfloat16)
         v1, v2, v3, v4 = unpack_int4(values)

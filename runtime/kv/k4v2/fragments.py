@@ -27,7 +27,6 @@ from runtime.kv.kernels.fragments import (
     multiply,
     no_tokens,
     pages_of_tile,
-    rows_of_pages,
     scaled,
     softmax,
     token_of_value,
@@ -81,25 +80,27 @@ def transposed_bytes(words):
 
 
 @gluon.jit
-def load_values(v, rows, g, t, DIM: gl.constexpr):
+def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
     """Load codes of V: bytes 4 g to 4 g + 3 of the four tokens of A of each page."""
     values = ()
-    for i in gl.static_range(len(rows)):
+    own = v + (row + token_of_value(t, 0)) * (DIM // 4) + 4 * g
+    for i in gl.static_range(len(pages)):
         words = ()
         for which in gl.static_range(4):
-            at = v + (rows[i] + token_of_value(t, which)) * (DIM // 4) + 4 * g
+            at = own + pages[i].to(gl.int64) * STRIDE + token_of_value(0, which) * (DIM // 4)
             words = words + (load4(at),)
         values = values + (words,)
     return values
 
 
 @gluon.jit
-def load_norms(plane, rows, g):
+def load_norms(plane, pages, row, g, STRIDE: gl.constexpr):
     """Load the norms of tokens g and g + 8 of each page; see `norm_of`."""
     norms = ()
-    for i in gl.static_range(len(rows)):
+    own = plane + row + g // 2 * 2
+    for i in gl.static_range(len(pages)):
         for r in gl.static_range(2):
-            norms = norms + (load4(plane + rows[i] + g // 2 * 2 + 8 * r),)
+            norms = norms + (load4(own + pages[i].to(gl.int64) * STRIDE + 8 * r),)
     return norms
 
 
@@ -110,12 +111,13 @@ def norm_of(pair, g):
 
 
 @gluon.jit
-def load_tile(planes, pages, kv_head, g, t, KV_HEADS: gl.constexpr, DIM: gl.constexpr):
+def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr):
     """Load codes, scales and norms of a tile."""
     k, v, k_scale, v_norm = planes
-    rows = rows_of_pages(pages, kv_head, KV_HEADS)
-    keys, values = load_keys(k, rows, g, t, DIM), load_values(v, rows, g, t, DIM)
-    return keys, load_scales(k_scale, rows, g), load_norms(v_norm, rows, g), values
+    keys = load_keys(k, pages, row, g, t, STRIDES[0], DIM)
+    values = load_values(v, pages, row, g, t, STRIDES[1], DIM)
+    scales = load_scales(k_scale, pages, row, g, STRIDES[2])
+    return keys, scales, load_norms(v_norm, pages, row, g, STRIDES[3]), values
 
 
 @gluon.jit
@@ -140,7 +142,7 @@ def add_values(acc, words, b):
 @gluon.jit
 def attend(
     q, kv_head, begin, end, count, planes, table, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""
     lane, g, t = lane_numbers()
@@ -150,7 +152,7 @@ def attend(
     STEP: gl.constexpr = PAGES * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, STEP):
-        keys, k_scales, norms, values = load_tile(planes, pages, kv_head, g, t, KV_HEADS, DIM)
+        keys, k_scales, norms, values = load_tile(planes, pages, kv_head * PAGE, g, t, STRIDES, DIM)
         pages = pages_of_tile(table, first + STEP, count, PAGES)
         s = scores(keys, k_scales, queries, sums, first, count, scale, DIM)
         weights, factors, m, l = softmax(s, m, l, PAGES)

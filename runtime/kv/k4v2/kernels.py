@@ -37,14 +37,17 @@ UNIT = tl.constexpr((lloyd_max.LEVELS[2] * 128 / 151 + lloyd_max.LEVELS[3] * 128
 
 
 @triton.jit
-def write_values(y, rows, packed, norms, DIM: tl.constexpr):
+def write_values(
+    y, page, row, packed, norms, STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """Encode vectors; see `lloyd_max.quantize_values`.
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        rows: int64 `[ROWS]`, rows of the planes.
-        packed: uint8 plane, `[…, DIM / 4]`.
-        norms: bf16 plane, `[…, 1]`.
+        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        packed: uint8 plane, `[page, row, DIM / 4]`.
+        norms: bf16 plane, `[page, row]`.
     """
     squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
@@ -54,26 +57,27 @@ def write_values(y, rows, packed, norms, DIM: tl.constexpr):
     low, high = halves(tl.where(finite[:, None], codes, 0))
     first, second = halves(low)
     third, fourth = halves(high)
+    at = page * STRIDE + row * (DIM // 4)
     i = tl.arange(0, DIM // 4)
     joint = first | (second << 2) | (third << 4) | (fourth << 6)
-    tl.store(packed + rows[:, None] * (DIM // 4) + i[None, :], joint.to(tl.uint8))
-    tl.store(norms + rows, tl.where(finite, norm, bf16_nan(norm)))
+    tl.store(packed + at[:, None] + i[None, :], joint.to(tl.uint8))
+    tl.store(norms + page * NORM_STRIDE + row, tl.where(finite, norm, bf16_nan(norm)))
 
 
 @triton.jit
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_scale, v_norm = planes
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     # V first: in the other order, Triton 3.7 takes four times as long to compile the kernel.
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_values(hadamard_tiles(values), rows, v, v_norm, DIM)
+    write_values(hadamard_tiles(values), page, row, v, v_norm, STRIDES[1], STRIDES[3], DIM)
     keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
-    write_int4(hadamard_tiles(keys), rows, k, k_scale, DIM)
+    write_int4(hadamard_tiles(keys), page, row, k, k_scale, STRIDES[0], STRIDES[2], DIM)
 
 
 LOW_BYTES, HIGH_BYTES = 0x7C97977C, 0x403FBFC0
@@ -136,14 +140,14 @@ def unpack_levels(pairs):
 
 
 @triton.jit
-def norms_at(plane, rows, mask):
+def norms_at(plane, page, row, mask, STRIDE: tl.constexpr):
     """Load the norms of two tokens per row, fp32 `[2 n]`.
 
     Args:
-        plane: bf16 plane, `[…, 1]`.
-        rows: int64 `[n]`, every other row.
+        plane: bf16 plane, `[page, row]`.
+        page, row: `[n]`, those of every other token.
     """
-    first, second = bf16_pair(words_at(plane, rows, mask, 2))
+    first, second = bf16_pair(words_at(plane, page, row, mask, STRIDE, 2))
     return tl.reshape(tl.join(first, second), (2 * first.shape[0],))
 
 
@@ -151,7 +155,7 @@ def norms_at(plane, rows, mask):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_scale, v_norm = planes
@@ -167,15 +171,16 @@ def attend(
     acc8 = tl.zeros_like(acc1)
     sums = tl.zeros((BLOCK, queries.shape[0]), tl.float32)
     for first in range(begin, end, BLOCK):
-        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
-        used = t < count  # the rows of others are those of page 0
-        keys = byte_pairs_at(k, rows, None, DIM // 2, DIM // 4)
-        values = byte_pairs_at(v, rows, None, DIM // 4, DIM // 8)
-        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
+        t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
+        pair, pair_page, pair_row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 2)
+        used = t < count  # others read page 0
+        keys = byte_pairs_at(k, page, row, None, STRIDES[0], DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, page, row, None, STRIDES[1], DIM // 4, DIM // 8)
+        k_scales = words_at(k_scale, page, row, used, STRIDES[2], 4)
+        scores = int4_scores(parts, keys, k_scales, scale)
         scores = tl.where(used[:, None], scores, float("-inf"))
         weights, alpha, m, sums = transposed_softmax_step(scores, m, sums)
-        norms = norms_at(v_norm, pair_rows, pair < count)
+        norms = norms_at(v_norm, pair_page, pair_row, pair < count, STRIDES[3])
         weights = (weights * norms[:, None]).to(tl.bfloat16)
         v1, v2, v3, v4, v5, v6, v7, v8 = unpack_levels(values)
         acc1 = matmul(tl.trans(v1), weights, acc1 * alpha)

@@ -5,7 +5,7 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
 
     ENCODE(
         k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
-        KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH,
+        KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH, STRIDES,
     )
 
 - k_pages, v_pages: bf16 K after RoPE and V.
@@ -14,9 +14,10 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
 - page: int64 `[TOKENS]`, stored page of each token; slot: int32 `[TOKENS]`, its slot in the page.
 - position: int32 `[TOKENS]`; undefined if positions are not known.
 - head: first KV head to encode.
-- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
-  and then other inputs of the format.
+- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, each page of
+  which is contiguous, and then other inputs of the format.
 - K_WIDTH, V_WIDTH: widths of the first two stored planes.
+- STRIDES: for each stored plane, elements from a page to the next one.
 
 What a program stores for a token depends on this token alone, and not on the number of tokens and
 heads of the program. Formats of codes store the bits of their reference.
@@ -70,13 +71,12 @@ def tiles_at(pages, at, stride, head, DIM: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def plane_rows(
-    page, slot, head, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr
-):  # fmt: skip
-    """Return the row of each vector of `vectors_at` in the stored planes, int64."""
-    heads = head + tl.arange(0, HEADS)
-    rows = (page[None, :] * KV_HEADS + heads[:, None]) * PAGE + slot[None, :]
-    return tl.reshape(rows, (HEADS * page.shape[0],))
+def plane_rows(page, slot, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
+    """Return the stored page, int64, and the row in it, int32, of each vector of `vectors_at`."""
+    COUNT: tl.constexpr = HEADS * page.shape[0]
+    heads = head + tl.arange(0, HEADS)[:, None]
+    pages = tl.broadcast_to(page[None, :], (HEADS, page.shape[0]))
+    return tl.reshape(pages, (COUNT,)), tl.reshape(heads * PAGE + slot[None, :], (COUNT,))
 
 
 @triton.jit
@@ -102,6 +102,7 @@ def encode_kernel(
     keys, values, k_strides, v_strides, pages, sources, targets, positions, planes, offsets,
     ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, PAGES: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Encode pages of one or several layers.
 
@@ -135,6 +136,7 @@ def encode_kernel(
         keys, values, source * k_strides[0] + slot * k_strides[2],
         source * v_strides[0] + slot * v_strides[2], k_strides[1], v_strides[1], page, slot,
         position, tl.program_id(1) * HEADS, planes, KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH,
+        STRIDES,
     )  # fmt: skip
 
 
@@ -143,7 +145,8 @@ def encode_leaving_kernel(
     k_pages, v_pages, page_stride, head_stride, page_table, table_stride, stored_table,
     stored_stride, lengths, planes, offsets,
     ENCODE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr, WINDOW: tl.constexpr,
+    SINK_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Encode the page of each sequence that leaves the window in this step, if any.
 
@@ -170,4 +173,5 @@ def encode_leaving_kernel(
         ENCODE(
             k_pages, v_pages, at, at, head_stride, head_stride, target + tl.zeros_like(at), slot,
             index * PAGE + slot, tl.program_id(1), planes, KV_HEADS, 1, DIM, PAGE, K_WIDTH, V_WIDTH,
+            STRIDES,
         )  # fmt: skip

@@ -238,15 +238,6 @@ def pages_of_tile(table, first, count, PAGES: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_pages(pages, kv_head, KV_HEADS: gl.constexpr):
-    """Return the rows of slot 0 of stored pages in planes `[page, KV_HEADS, PAGE, width]`."""
-    rows = ()
-    for i in gl.static_range(len(pages)):
-        rows = rows + ((pages[i].to(gl.int64) * KV_HEADS + kv_head) * PAGE,)
-    return rows
-
-
-@gluon.jit
 def token_of_value(t, which):
     """Return the slots of the four tokens of A of a sum of V, for ``which`` from 0 to 3."""
     return 2 * t + which % 2 + which // 2 * 8

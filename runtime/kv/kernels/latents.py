@@ -47,18 +47,18 @@ def basis_at(
 
 @triton.jit
 def store_rows(
-    latents, plane, page, slot, head, rank, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    latents, plane, page, slot, head, rank, PAGE: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Store the latents of one KV head, as `runtime.kv.fdc.rows.pack_rows` places them.
 
     Args:
         latents: fp32 `[TOKENS, COLUMNS]`.
-        plane: bf16 `[page, KV_HEADS, PAGE, WIDTH]`.
+        plane: bf16 `[page, KV_HEADS, PAGE, WIDTH]`, page stride STRIDE.
         page, slot: see `runtime.kv.kernels.encode`.
         rank: columns to store.
     """
-    first = ((page * KV_HEADS + head) * (PAGE * WIDTH))[:, None]
+    first = (page * STRIDE + head * (PAGE * WIDTH))[:, None]
     slot = slot[:, None]
     c = tl.arange(0, latents.shape[1])[None, :]
     tl.store(plane + first + slot * rank + c, to_bf16(latents), mask=c < rank)
@@ -71,6 +71,7 @@ def store_rows(
 def project_head(
     pages, at, basis, rank, plane, page, slot, head,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Project one KV head onto its basis and store the latents.
 
@@ -79,7 +80,7 @@ def project_head(
         at: offsets of the head's tokens, `[TOKENS]`.
         basis: bf16 `[2, KV_HEADS, DIM, WIDTH]`.
         rank: rank of the head.
-        plane, page, slot: see `store_rows`.
+        plane, page, slot, STRIDE: see `store_rows`.
     """
     DIMS: tl.constexpr = power_of_2(DIM)
     COLUMNS: tl.constexpr = power_of_2(WIDTH)
@@ -90,7 +91,7 @@ def project_head(
     low = basis_at(basis, first + KV_HEADS * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, COLUMNS)
     latents = matmul(x, high, tl.zeros((x.shape[0], COLUMNS), tl.float32))
     latents = matmul(x, low, latents)
-    store_rows(latents, plane, page, slot, head, rank, KV_HEADS, PAGE, WIDTH)
+    store_rows(latents, plane, page, slot, head, rank, PAGE, WIDTH, STRIDE)
 
 
 @triton.jit

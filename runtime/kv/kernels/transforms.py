@@ -120,38 +120,43 @@ def bf16_nan(like):
 
 
 @triton.jit
-def words_at(plane, slots, mask, BYTES: tl.constexpr):
-    """Load the 32-bit words that contain BYTES bytes of each slot.
+def words_at(plane, page, row, mask, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Load the 32-bit words that contain BYTES bytes of each row.
 
     Small loads are grouped to words, since only loads of at least 4 bytes are asynchronous.
 
     Args:
-        plane: plane with BYTES bytes per slot: 1, 2 or 4.
-        slots: int64 `[n]`, the first slot of each word; a multiple of 4 / BYTES.
+        plane: plane with BYTES bytes per row: 1, 2 or 4.
+        page, row: int64 and int32 `[n]`, the first row of each word; a multiple of 4 / BYTES.
+        STRIDE: elements from a page of the plane to the next one.
 
     Returns:
         uint32 `[n]`.
     """
+    WORDS: tl.constexpr = STRIDE * plane.dtype.element_ty.primitive_bitwidth // 32
     words = plane.to(tl.pointer_type(tl.uint32), bitcast=True)
-    return tl.load(words + slots // (4 // BYTES), mask=mask, other=0)
+    return tl.load(words + page * WORDS + row // (4 // BYTES), mask=mask, other=0)
 
 
 @triton.jit
-def byte_pairs_at(plane, rows, mask, BYTES: tl.constexpr, WIDTH: tl.constexpr):
+def byte_pairs_at(
+    plane, page, row, mask, STRIDE: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Load rows of codes as 16-bit words of two bytes, uint16 `[n, WIDTH]`.
 
     The transposed operand of a matmul has pairs of rows in a register. Shared memory is read in
     this order in units of 16 bits, not of 8.
 
     Args:
-        plane: plane with BYTES bytes per row, an even number.
-        rows: int64 `[n]`.
+        plane: plane of bytes, with BYTES per row, an even number.
+        page, row: int64 and int32 `[n]`.
         mask: `[n]`, or None.
+        STRIDE: bytes from a page of the plane to the next one.
         WIDTH: power of two, at least BYTES / 2; with no mask, equal to it.
     """
     i = tl.arange(0, WIDTH)[None, :]
     words = plane.to(tl.pointer_type(tl.uint16), bitcast=True)
-    at = words + rows[:, None] * (BYTES // 2) + i
+    at = words + (page * (STRIDE // 2) + row * (BYTES // 2))[:, None] + i
     if mask is None:
         found = tl.load(at)
     else:

@@ -13,15 +13,16 @@ A format contributes two functions. The first one attends over stored tiles of o
 
     ATTEND(
         queries, kv_head, begin, end, count, planes, table, scale,
-        KV_HEADS, DIM, PAGE, BLOCK, K_WIDTH, V_WIDTH,
+        KV_HEADS, DIM, PAGE, BLOCK, K_WIDTH, V_WIDTH, STRIDES,
     )
 
 - queries: `[STORED_ROWS, WIDTH]`, bf16 or fp32.
 - begin, end: stored tokens, multiples of BLOCK; ``count``: number of stored tokens of the sequence.
-- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
-  and then other inputs of the format.
+- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, each page of
+  which is contiguous, and then other inputs of the format.
 - table: pointer to the page id of the first stored page of the sequence.
 - K_WIDTH, V_WIDTH: widths of the first two planes.
+- STRIDES: for each plane, elements from a page to the next one.
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. ``acc`` is
 a sum of V as stored, `[STORED_ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH.
@@ -57,19 +58,19 @@ def stored_tokens(
 
 @triton.jit
 def rows_at(
-    first, kv_head, count, table, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    first, kv_head, count, table, PAGE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return every STEP-th stored token from ``first`` on, and its row in the stored planes.
+    """Return every STEP-th stored token from ``first`` on, and where it is stored.
 
-    A plane `[page, KV_HEADS, PAGE, width]` has rows of ``width`` elements.
+    A page of a plane has ``KV_HEADS * PAGE`` rows of ``width`` elements.
 
     Returns:
-        Tokens, int32, and rows, int64, both `[BLOCK / STEP]`.
+        Tokens, int32; their stored pages, int64; and their rows in these pages, int32. All are
+        `[BLOCK / STEP]`. Tokens from ``count`` on have page 0.
     """
     t = first + tl.arange(0, BLOCK // STEP) * STEP
     page = tl.load(table + t // PAGE, mask=t < count, other=0).to(tl.int64)
-    return t, (page * KV_HEADS + kv_head) * PAGE + t % PAGE
+    return t, page, kv_head * PAGE + t % PAGE
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def windowed_decode_kernel(
     ATTEND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     STORED_ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SEQUENCES: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr, SEQUENCES: tl.constexpr,
     MIN_TILES: tl.constexpr, MIN_COST: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
@@ -150,7 +151,7 @@ def windowed_decode_kernel(
         q: `[sequences, KV_HEADS * GROUP, DIM]`, bf16 or fp32.
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, exact pages, of equal strides.
         page_table: int32 `[sequences, pages]`, exact pages, row stride ``table_stride``.
-        planes, K_WIDTH, V_WIDTH: see the head of this file.
+        planes, K_WIDTH, V_WIDTH, STRIDES: see the head of this file.
         stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`, tokens of each sequence, including the new one.
         part_acc: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP, WIDTH]`, unnormalized results,
@@ -220,7 +221,7 @@ def windowed_decode_kernel(
                 own, kv_head, (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
                 stored_tokens(length, PAGE, WINDOW, SINK_PAGES), planes,
                 stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, DIM, PAGE,
-                BLOCK, K_WIDTH, V_WIDTH,
+                BLOCK, K_WIDTH, V_WIDTH, STRIDES,
             )  # fmt: skip
             part = program * 2 + (tile > begin).to(tl.int32)
             if stop - tile == count:

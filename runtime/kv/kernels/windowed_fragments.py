@@ -4,7 +4,7 @@
 
 A format contributes a function, in place of ATTEND::
 
-    ATTEND(q, kv_head, begin, end, count, planes, table, scale, KV_HEADS, GROUP, DIM)
+    ATTEND(q, kv_head, begin, end, count, planes, table, scale, GROUP, DIM, STRIDES)
 
 - q: pointer to the first query head of the KV head, bf16.
 - the other arguments are those of ATTEND of `windowed`; ``begin`` is a multiple of BLOCK.
@@ -127,7 +127,7 @@ def windowed_fragments_kernel(
     ATTEND: gl.constexpr, PARTS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     SINK_PAGES: gl.constexpr, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr,
-    MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr,
+    MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
 
@@ -166,7 +166,7 @@ def windowed_fragments_kernel(
                 q + head.to(gl.int64) * GROUP * DIM, kv_head,
                 (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
                 stored_tokens(gl.load(lengths + sequence), PAGE, WINDOW, SINK_PAGES), planes,
-                stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, GROUP, DIM,
+                stored_table + sequence * stored_stride + SINK_PAGES, scale, GROUP, DIM, STRIDES,
             )  # fmt: skip
             of_program = program * 2 + (tile > begin).to(gl.int32)
             part = gl.where(stop - tile == count, 2 * (PROGRAMS + head), of_program)

@@ -39,7 +39,7 @@ CHUNK = tl.constexpr(64)
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`. A head has its share of the latents of K of its group."""
     k, v, k_basis, v_basis, cos, sin, group = planes
@@ -74,10 +74,10 @@ def encode(
         high = tl.load(k_basis + at, mask=valid, other=0.0)
         low = tl.load(low_basis + at, mask=valid, other=0.0)
         latents = add_product(second * c - first * s, high, low, latents)
-    store_rows(latents, k, page, slot, head, K_WIDTH, KV_HEADS, PAGE, K_WIDTH)
+    store_rows(latents, k, page, slot, head, K_WIDTH, PAGE, K_WIDTH, STRIDES[0])
     project_head(
         v_pages, v_at + head * v_stride, v_basis, V_WIDTH, v, page, slot, head, KV_HEADS, DIM, PAGE,
-        V_WIDTH,
+        V_WIDTH, STRIDES[1],
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def basis_chunks(
 def attend_groups(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`; GROUP is the number of KV heads of a group."""
     k, v, k_basis, _v_basis, cos, sin, _group = planes
@@ -123,15 +123,14 @@ def attend_groups(
         t = first + offset
         used = t < count
         page = tl.load(table + t // PAGE, mask=used, other=0).to(tl.int64)
-        head = page * KV_HEADS + kv_head
         slot = t % PAGE
-        values = tl.load(
-            v + ((head * PAGE + slot) * V_WIDTH)[:, None] + e,
-            mask=used[:, None] & (e < V_WIDTH), other=0.0,
-        )  # fmt: skip
+        at = page * STRIDES[1] + (kv_head * PAGE + slot) * V_WIDTH
+        mask = used[:, None] & (e < V_WIDTH)
+        values = tl.load(v + at[:, None] + e, mask=mask, other=0.0)
         k1 = tl.zeros((BLOCK, HALF), tl.float32)
         k2 = tl.zeros((BLOCK, HALF), tl.float32)
-        of_group = ((head - kv_head % GROUP) * PAGE + slot) * K_WIDTH
+        first_head = kv_head // GROUP * GROUP
+        of_group = page * STRIDES[0] + (first_head * PAGE + slot) * K_WIDTH
         for chunk in tl.static_range(0, LATENTS, CHUNK):
             x = (chunk + tl.arange(0, CHUNK))[None, :]
             at = of_group[:, None] + x // K_WIDTH * (PAGE * K_WIDTH) + x % K_WIDTH
@@ -160,12 +159,12 @@ def attend_groups(
 def attend_1(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """`attend_groups` with groups of 1 KV head."""
     return attend_groups(
         queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK,
-        K_WIDTH, V_WIDTH, 1,
+        K_WIDTH, V_WIDTH, STRIDES, 1,
     )  # fmt: skip
 
 
@@ -173,12 +172,12 @@ def attend_1(
 def attend_2(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """`attend_groups` with groups of 2 KV heads."""
     return attend_groups(
         queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK,
-        K_WIDTH, V_WIDTH, 2,
+        K_WIDTH, V_WIDTH, STRIDES, 2,
     )  # fmt: skip
 
 
@@ -186,12 +185,12 @@ def attend_2(
 def attend_3(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """`attend_groups` with groups of 3 KV heads."""
     return attend_groups(
         queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK,
-        K_WIDTH, V_WIDTH, 3,
+        K_WIDTH, V_WIDTH, STRIDES, 3,
     )  # fmt: skip
 
 
@@ -199,12 +198,12 @@ def attend_3(
 def attend_4(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """`attend_groups` with groups of 4 KV heads."""
     return attend_groups(
         queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK,
-        K_WIDTH, V_WIDTH, 4,
+        K_WIDTH, V_WIDTH, STRIDES, 4,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ LARGEST = tl.constexpr(codes.LARGEST)
 def encode(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Encode V of some KV heads, and the bytes of K that belong to these heads.
 
@@ -56,17 +56,16 @@ def encode(
     even = nibbles(even, tl.load(scales + byte, mask=used, other=1.0))
     odd = nibbles(odd, tl.load(scales + KV_HEADS * K_WIDTH + byte, mask=used, other=1.0))
     joint = tl.where(finite[:, None], even | (odd << 4), 0).to(tl.uint8)
-    first_byte = (page * PAGE + slot) * (KV_HEADS * K_WIDTH)
+    first_byte = page * STRIDES[0] + slot * (KV_HEADS * K_WIDTH)
     tl.store(k + first_byte[:, None] + byte[None, :], joint, mask=used[None, :])
 
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_values(hadamard_tiles(values), rows, v, v_norm, DIM)
+    write_values(hadamard_tiles(values), page, row, v, v_norm, STRIDES[1], STRIDES[2], DIM)
     tl.debug_barrier()  # threads write the norms of others
-    finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), rows.shape)
-    tl.store(
-        v_norm + rows, tl.full(rows.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True), ~finite
-    )
+    finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), row.shape)
+    nan = tl.full(row.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True)
+    tl.store(v_norm + page * STRIDES[2] + row, nan, mask=~finite)
 
 
 @triton.jit

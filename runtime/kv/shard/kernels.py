@@ -191,7 +191,7 @@ def rotated_keys(first, second, offset1, offset2, cos, sin):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, v_norm, weights, offsets, units, _, _, _, cos, sin = planes
@@ -240,7 +240,7 @@ def attend(
     for first in range(begin, end, BLOCK):
         used = token < count - first  # others read page 0; their scores and norms are masked
         page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0).to(tl.int64)
-        k_rows = (page * PAGE + slot) * TOKEN
+        k_rows = page * STRIDES[0] + slot * TOKEN
         product = tl.zeros((BLOCK, DIM), tl.float32)
         for n in tl.static_range(BYTES // CHUNK):
             product = times_codes(k, k_rows, chunks[n], product, n * CHUNK, CHUNK, TOKEN)
@@ -259,11 +259,13 @@ def attend(
         alpha = tl.exp2((m - new_m) * back)[None, :]
         m = new_m
         sums = sums * alpha + probabilities
-        rows = (page * KV_HEADS + kv_head) * PAGE + slot
-        pair = tl.load(norm_words + rows // 2, mask=used, other=0)  # words, to copy asynchronously
+        row = kv_head * PAGE + slot
+        # Norms are read in words, so that they are copied asynchronously.
+        pair = tl.load(norm_words + page * (STRIDES[2] // 2) + row // 2, mask=used, other=0)
         norms = tl.where(slot % 2 == 0, pair << 16, pair & 0xFFFF0000).to(tl.float32, bitcast=True)
         word = tl.arange(0, V_WIDTH // 4)[None, :]
-        words = tl.load(v_words + rows[:, None] * (V_WIDTH // 4) + word)
+        v_rows = page * (STRIDES[1] // 4) + row * (V_WIDTH // 4)
+        words = tl.load(v_words + v_rows[:, None] + word)
         values = tl.trans(values_of(words))  # [DIM, BLOCK]
         acc = matmul(values, (probabilities * norms[:, None]).to(tl.bfloat16), acc * alpha)
         q1, q2 = rotated(q1, q2, turn_cos, turn_sin)

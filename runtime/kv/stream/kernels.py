@@ -33,14 +33,17 @@ from runtime.kv.stream.levels import bf16_magnitudes
 
 
 @triton.jit
-def write_codes(y, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.constexpr):
+def write_codes(
+    y, page, row, codes, norms, edges, STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Encode vectors; see `reference.quantize`.
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        rows: int64 `[ROWS]`, rows of the planes.
-        codes: uint8 plane, `[…, DIM * BITS / 8]`.
-        norms: bf16 plane, `[…, 1]`.
+        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        codes: uint8 plane, `[page, row, DIM * BITS / 8]`.
+        norms: bf16 plane, `[page, row]`.
     """
     squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
@@ -56,39 +59,43 @@ def write_codes(y, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.conste
         low, high = halves(found)
         found = low | (high << 4)
     BYTES: tl.constexpr = DIM * BITS // 8
-    at = rows[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    at = (page * STRIDE + row * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
     tl.store(codes + at, found.to(tl.uint8))
-    tl.store(norms + rows, tl.where(finite, norm, bf16_nan(norm)))
+    tl.store(norms + page * NORM_STRIDE + row, tl.where(finite, norm, bf16_nan(norm)))
 
 
 @triton.jit
 def encode4(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_norm, v_norm, _, edges = planes
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
-    write_codes(hadamard_tiles(keys), rows, k, k_norm, edges, DIM, 4)
+    keys = hadamard_tiles(keys)
+    write_codes(keys, page, row, k, k_norm, edges, STRIDES[0], STRIDES[2], DIM, 4)
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_codes(hadamard_tiles(values), rows, v, v_norm, edges, DIM, 4)
+    values = hadamard_tiles(values)
+    write_codes(values, page, row, v, v_norm, edges, STRIDES[1], STRIDES[3], DIM, 4)
 
 
 @triton.jit
 def encode8(
     k_pages, v_pages, k_at, v_at, k_stride, v_stride, page, slot, position, head, planes,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_norm, v_norm, _, edges = planes
-    rows = plane_rows(page, slot, head, KV_HEADS, HEADS, PAGE)
+    page, row = plane_rows(page, slot, head, HEADS, PAGE)
     keys = vectors_at(k_pages, k_at, k_stride, head, 0, DIM, HEADS, DIM)
-    write_codes(hadamard(keys), rows, k, k_norm, edges, DIM, 8)
+    keys = hadamard(keys)
+    write_codes(keys, page, row, k, k_norm, edges, STRIDES[0], STRIDES[2], DIM, 8)
     values = vectors_at(v_pages, v_at, v_stride, head, 0, DIM, HEADS, DIM)
-    write_codes(hadamard(values), rows, v, v_norm, edges, DIM, 8)
+    values = hadamard(values)
+    write_codes(values, page, row, v, v_norm, edges, STRIDES[1], STRIDES[3], DIM, 8)
 
 
 def _bytes(shift: int) -> tuple[str, str]:
@@ -153,7 +160,7 @@ def levels_of(pairs, levels):
 def attend4(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_norm, v_norm, levels, _ = planes
@@ -164,20 +171,24 @@ def attend4(
     acc4 = tl.zeros_like(acc1)
     scale *= DIM**-0.5
     for first in range(begin, end, BLOCK):
-        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
+        t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
+        pair, pair_page, pair_row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 2)
         used = t < count
-        k1, k2, k3, k4 = levels_of(byte_pairs_at(k, rows, used, DIM // 2, DIM // 4), levels)
+        pairs = byte_pairs_at(k, page, row, used, STRIDES[0], DIM // 2, DIM // 4)
+        k1, k2, k3, k4 = levels_of(pairs, levels)
         scores = tl.zeros((q1.shape[0], BLOCK), tl.float32)
         scores = matmul(q1, tl.trans(k1.to(q1.dtype)), scores)
         scores = matmul(q2, tl.trans(k2.to(q1.dtype)), scores)
         scores = matmul(q3, tl.trans(k3.to(q1.dtype)), scores)
         scores = matmul(q4, tl.trans(k4.to(q1.dtype)), scores)
-        scores *= (norms_at(k_norm, pair_rows, pair < count) * scale)[None, :]
+        norms = norms_at(k_norm, pair_page, pair_row, pair < count, STRIDES[2])
+        scores *= (norms * scale)[None, :]
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
-        v1, v2, v3, v4 = levels_of(byte_pairs_at(v, rows, used, DIM // 2, DIM // 4), levels)
+        norms = norms_at(v_norm, pair_page, pair_row, pair < count, STRIDES[3])
+        weights = (weights * norms[None, :]).to(tl.bfloat16)
+        pairs = byte_pairs_at(v, page, row, used, STRIDES[1], DIM // 2, DIM // 4)
+        v1, v2, v3, v4 = levels_of(pairs, levels)
         alpha = alpha[:, None]
         acc1 = matmul(weights, v1, acc1 * alpha)
         acc2 = matmul(weights, v2, acc2 * alpha)
@@ -191,7 +202,7 @@ def attend4(
 def attend8(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`. Levels are read from the L1 cache."""
     k, v, k_norm, v_norm, levels, _ = planes
@@ -200,18 +211,21 @@ def attend8(
     scale *= DIM**-0.5
     d = tl.arange(0, DIM)[None, :]
     for first in range(begin, end, BLOCK):
-        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
+        t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
+        pair, pair_page, pair_row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 2)
         used = t < count
-        at = rows[:, None] * DIM + d
-        k_codes = tl.load(k + at, mask=used[:, None], other=0)
-        v_codes = tl.load(v + at, mask=used[:, None], other=0)
+        k_at = (page * STRIDES[0] + row * DIM)[:, None] + d
+        v_at = (page * STRIDES[1] + row * DIM)[:, None] + d
+        k_codes = tl.load(k + k_at, mask=used[:, None], other=0)
+        v_codes = tl.load(v + v_at, mask=used[:, None], other=0)
         keys = tl.trans(tl.load(levels + k_codes.to(tl.int32)).to(q.dtype))
         scores = matmul(q, keys, tl.zeros((q.shape[0], BLOCK), tl.float32))
-        scores *= (norms_at(k_norm, pair_rows, pair < count) * scale)[None, :]
+        norms = norms_at(k_norm, pair_page, pair_row, pair < count, STRIDES[2])
+        scores *= (norms * scale)[None, :]
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
+        norms = norms_at(v_norm, pair_page, pair_row, pair < count, STRIDES[3])
+        weights = (weights * norms[None, :]).to(tl.bfloat16)
         values = tl.load(levels + v_codes.to(tl.int32))
         acc = matmul(weights, values, acc * alpha[:, None])
     return acc, m, l

@@ -29,7 +29,7 @@ fragments = importlib.import_module(f"runtime.kv.{name}.fragments")
 constants = dict(
     ATTEND=fragments.attend, PARTS=fragments.PARTS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
     WIDTH=dim, PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=tile, SEQUENCES=16, MIN_TILES=2,
-    PROGRAMS=1456,
+    PROGRAMS=1456, STRIDES=tuple(16 * 8 * width for width in (dim, dim, 2, 2)),
 )
 types = dict(planes=planes, scale="fp32", **dict.fromkeys(("q", "k_pages", "v_pages"), "*bf16"))
 types |= dict.fromkeys(("page_table", "stored_table", "lengths"), "*i32")
