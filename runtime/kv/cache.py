@@ -1,5 +1,6 @@
 """The paged KV cache: its layout and its memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +14,24 @@ from runtime.errors import KVFormatError
 from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
 
+_ALIGNMENT = 16
+"""Alignment of the planes in a page of a block, in bytes."""
+
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All planes of a cache with equal dtype and shape, in pages of one kind.
+    """All tensors of a cache with equal dtype and shape, in pages of one kind.
 
-    A transfer segment can contain several planes of one group.
+    A transfer segment can contain several tensors of one group.
 
     Attributes:
         dtype: dtype of the elements.
-        kv_heads: KV heads of every plane.
+        kv_heads: KV heads of every tensor.
         dim: elements per KV head and token.
         encodable, stored: see `Plane`.
-        members: for each layer, its planes in this group, as (name, index in `PagedCache.planes`).
+        members: for each layer, its tensors in this group, as (name, index in
+            `PagedCache.tensors`).
+        is_block: whether the tensors are blocks of several planes; see `CacheLayout.tensors`.
     """
 
     dtype: torch.dtype
@@ -34,16 +40,17 @@ class PlaneGroup:
     encodable: bool
     stored: bool
     members: tuple[tuple[tuple[str, int], ...], ...]
+    is_block: bool = False
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
-        """Maximal ranges of consecutive layers that have planes in this group."""
-        edges = [0, *(bool(planes) for planes in self.members), 0]
+        """Maximal ranges of consecutive layers that have tensors in this group."""
+        edges = [0, *(bool(tensors) for tensors in self.members), 0]
         changes = [at for at in range(len(edges) - 1) if edges[at] != edges[at + 1]]
         return tuple(range(*run) for run in zip(changes[::2], changes[1::2], strict=True))
 
     def count(self, first_layer: int, num_layers: int) -> int:
-        """Return the number of planes of this group in a range of layers."""
+        """Return the number of tensors of this group in a range of layers."""
         return sum(map(len, self.members[first_layer : first_layer + num_layers]))
 
 
@@ -94,16 +101,45 @@ class CacheLayout:
         return tuple((layer, plane) for layer, planes in enumerate(self.layers) for plane in planes)
 
     @cached_property
+    def blocks(self) -> tuple[tuple[Plane, ...], ...]:
+        """For each layer, the planes that share one tensor; see `tensors`."""
+        return tuple(map(self._block, self.layers))
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[int, Plane], ...]:
+        """All tensors as (layer index, plane), in the order of `PagedCache.tensors`.
+
+        Stored planes that are not encodable differ in dtype and width, but are always sent
+        together. All those of a layer are therefore parts of one tensor, a *block*, so that one
+        segment can contain them. A page of a block has that page of each plane, one after the
+        other; its shape as a plane only says how long it is. Every other plane is a tensor of its
+        own.
+        """
+        found = []
+        for layer, (planes, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            found += [(layer, plane) for plane in planes if plane not in block]
+            if block:
+                width = sum(plane.shape[-1] * plane.dtype.itemsize for plane in block)
+                shape = self.kv_heads, self.page_size, width
+                whole = Plane("block", torch.uint8, shape, encodable=False, stored=True)
+                found.append((layer, whole))
+        return tuple(found)
+
+    @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
-        """The plane groups, in the order in which their first planes are stored."""
-        found: dict[tuple[torch.dtype, int, bool, bool], list[list[tuple[str, int]]]] = {}
-        for index, (layer, plane) in enumerate(self.planes):
-            key = plane.dtype, plane.shape[-1], plane.encodable, plane.stored
+        """The groups of tensors, in the order of their first tensors."""
+        found: dict[tuple[torch.dtype, int, bool, bool, bool], list[list[tuple[str, int]]]] = {}
+        for index, (layer, plane) in enumerate(self.tensors):
+            is_block = plane not in self.layers[layer]
+            key = plane.dtype, plane.shape[-1], plane.encodable, plane.stored, is_block
             members = found.setdefault(key, [[] for _ in self.layers])
             members[layer].append((plane.name, index))
         return tuple(
-            PlaneGroup(dtype, self.kv_heads, dim, encodable, stored, tuple(map(tuple, members)))
-            for (dtype, dim, encodable, stored), members in found.items()
+            PlaneGroup(
+                *(dtype, self.kv_heads, dim, encodable, stored, tuple(map(tuple, members))),
+                is_block=is_block,
+            )
+            for (dtype, dim, encodable, stored, is_block), members in found.items()
         )
 
     @cached_property
@@ -124,6 +160,12 @@ class CacheLayout:
         """Whether the format has stored pages."""
         return any(plane.stored for _, plane in self.planes)
 
+    def _block(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:
+        """Return the planes of a layer that share one tensor: none or several."""
+        found = tuple(plane for plane in planes if plane.stored and not plane.encodable)
+        aligned = all(_page_bytes(plane) % _ALIGNMENT == 0 for plane in found)
+        return found if aligned and len(found) > 1 else ()
+
     def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(
             self.kv_heads * plane.shape[-1] * plane.dtype.itemsize
@@ -142,7 +184,9 @@ class PagedCache:
     Attributes:
         layout: layout of the planes.
         page_size: token slots of a page.
-        planes: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.planes``.
+        tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
+        planes: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.planes``: one of
+            ``tensors``, or a part of one whose pages are contiguous.
     """
 
     def __init__(
@@ -156,12 +200,19 @@ class PagedCache:
         self.layout = layout
         self.page_size = layout.page_size
         counts = {False: num_pages, True: num_stored}
-        self.planes: list[Tensor] = [
+        self.tensors: list[Tensor] = [
             torch.zeros(counts[plane.stored], *plane.shape, dtype=plane.dtype, device=device)
-            for _, plane in layout.planes
+            for _, plane in layout.tensors
         ]
-        stored = iter(self.planes)
-        self._layers = [tuple(next(stored) for _ in planes) for planes in layout.layers]
+        made = iter(self.tensors)
+        self._layers: list[tuple[Tensor, ...]] = []
+        for planes, block in zip(layout.layers, layout.blocks, strict=True):
+            found = {plane.name: next(made) for plane in planes if plane not in block}
+            if block:
+                names = [plane.name for plane in block]
+                found |= zip(names, divided(next(made), block), strict=True)
+            self._layers.append(tuple(found[plane.name] for plane in planes))
+        self.planes: list[Tensor] = [plane for planes in self._layers for plane in planes]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return the planes of one layer."""
@@ -176,3 +227,20 @@ class PagedCache:
         for (_, plane), tensor in zip(self.layout.planes, self.planes, strict=True):
             if not plane.stored:
                 tensor[written] = tensor[read]
+
+
+def divided(block: Tensor, planes: Sequence[Plane]) -> list[Tensor]:
+    """Return the planes in a block, as views.
+
+    Args:
+        block: contiguous uint8, `[page, ...]`.
+    """
+    parts = torch.split(block.flatten(1), list(map(_page_bytes, planes)), dim=1)
+    return [
+        part.view(plane.dtype).view(len(part), *plane.shape)
+        for part, plane in zip(parts, planes, strict=True)
+    ]
+
+
+def _page_bytes(plane: Plane) -> int:
+    return math.prod(plane.shape) * plane.dtype.itemsize

@@ -56,12 +56,12 @@ class SegmentCodecs:
         return self._coded[group]
 
     def of(
-        self, planes: Sequence[Tensor], extent: Extent, mode: WireMode = WireMode.SPLITZIP
+        self, tensors: Sequence[Tensor], extent: Extent, mode: WireMode = WireMode.SPLITZIP
     ) -> codec.PagedCodec:
         """Return the codec of a segment's layers, KV heads and plane group.
 
         Args:
-            planes: all planes of the cache; every call must pass the same tensors.
+            tensors: `PagedCache.tensors`; every call must pass the same ones.
             mode: mode for encoding; decoding uses the codebooks that the payload names.
         """
         key = (
@@ -70,7 +70,7 @@ class SegmentCodecs:
         )
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = codec.paged(*self._planes(planes, extent, mode))
+            found = self._kept[key] = codec.paged(*self._planes(tensors, extent, mode))
         return found
 
     def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
@@ -105,12 +105,12 @@ class SegmentCodecs:
         return Escapes(elements, found, sum(b.escape_rate for b in books) / max(1, len(books)))
 
     def _planes(
-        self, planes: Sequence[Tensor], extent: Extent, mode: WireMode
+        self, tensors: Sequence[Tensor], extent: Extent, mode: WireMode
     ) -> tuple[list[Tensor], list[codec.Codebook | None]]:
         group = self.layout.groups[extent.plane_group]
         first = extent.first_kv_head - self._first_kv_head
         heads = slice(first, first + extent.num_kv_heads)
-        whole = group_planes(planes, group, extent.first_layer, extent.num_layers)
+        whole = group_tensors(tensors, group, extent.first_layer, extent.num_layers)
         books = self._books_of(extent)
         if mode is WireMode.RAW:
             books = [None] * len(books)
@@ -121,21 +121,24 @@ class SegmentCodecs:
         return [book for books in self._books[extent.plane_group][layers] for book in books]
 
 
-def group_planes(
-    planes: Sequence[Tensor], group: PlaneGroup, first_layer: int, num_layers: int
+def group_tensors(
+    tensors: Sequence[Tensor], group: PlaneGroup, first_layer: int, num_layers: int
 ) -> list[Tensor]:
-    """Return views of a group's planes in a range of layers, in a dtype that the codec accepts.
+    """Return views of a group's tensors in a range of layers, in a dtype that the codec accepts.
 
-    The codec has no integer element types, but its raw mode copies bits. Planes that are not
+    The codec has no integer element types, but its raw mode copies bits. Tensors that are not
     encodable are therefore viewed as a float type of the codec, `[page, kv_head, slot, wire dim]`.
+
+    Args:
+        tensors: `PagedCache.tensors`.
     """
     members = group.members[first_layer : first_layer + num_layers]
-    found = [planes[index] for each in members for _, index in each]
-    return [plane.view(_wire_shape(group, plane.shape[2])[1]) for plane in found]
+    found = [tensors[index] for each in members for _, index in each]
+    return [each.view(_wire_shape(group, each.shape[2])[1]) for each in found]
 
 
 def _wire_shape(group: PlaneGroup, page_size: int) -> tuple[int, torch.dtype]:
-    """Return the last dimension and the dtype of the views that `group_planes` returns.
+    """Return the last dimension and the dtype of the views that `group_tensors` returns.
 
     The codec pads the elements of a head in a page to a multiple of 32. Elements of one byte avoid
     padding of narrow planes: 16 scales of two bytes would be padded to 32.

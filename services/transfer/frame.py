@@ -8,7 +8,7 @@ header is little-endian and 96 bytes long, so that the payload stays aligned to 
 | offset | bytes | field                                                   |
 |-------:|------:|---------------------------------------------------------|
 |      0 |     4 | magic, "HRKV"                                           |
-|      4 |     2 | version, 3                                              |
+|      4 |     2 | version, 4                                              |
 |      6 |     2 | header length, 96                                       |
 |      8 |     4 | CRC-32 of the header with this field zero               |
 |     12 |     4 | attempt                                                 |
@@ -39,7 +39,7 @@ from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
 
 HEADER_BYTES = 96
-VERSION = 3
+VERSION = 4
 _MAGIC = b"HRKV"
 _LAYOUT = struct.Struct("<4sHHII16s16s10IQ")
 _CRC = slice(8, 12)

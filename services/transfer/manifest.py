@@ -174,6 +174,7 @@ class Coverage:
     def __init__(self, num_tokens: int, layout: CacheLayout, *, ranks: int = 1) -> None:
         self._tokens, self._page_size, self._ranks = num_tokens, layout.page_size, ranks
         pages = -(-num_tokens // layout.page_size)
+        self._groups = layout.groups
         self._present = [[bool(planes) for planes in group.members] for group in layout.groups]
         self._sent = [sent_pages(layout, group, num_tokens) for group in layout.groups]
         shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
@@ -247,4 +248,6 @@ class Coverage:
             raise ForeignSegment(f"rank {extent.rank} does not exist; there are {self._ranks}")
         if count < 1 or first + count > kv_heads:
             raise ForeignSegment(f"{count} KV heads from {first} exceed the {kv_heads} KV heads")
+        if count < kv_heads and self._groups[extent.plane_group].is_block:
+            raise ForeignSegment("blocks of stored planes are sent with all KV heads")
         return range(first, first + count)

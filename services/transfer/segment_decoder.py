@@ -23,7 +23,7 @@ class SegmentDecoder:
 
     def codec_of(self, segment: pb.Segment) -> codec.PagedCodec:
         """Return the codec of a segment's planes."""
-        return self._codecs.of(self._cache.planes, Extent.of(segment))
+        return self._codecs.of(self._cache.tensors, Extent.of(segment))
 
     def payload_of(
         self, segment: pb.Segment, ready: pb.SegmentReady, slot: SlotRef, pages: Sequence[int]

@@ -261,7 +261,7 @@ class Sender:
             self._runner.notify(outgoing.agent, sent.ready.SerializeToString())
             return encoded
 
-        encoder = self._codecs.of(self._cache.planes, plan.extent, mode)
+        encoder = self._codecs.of(self._cache.tensors, plan.extent, mode)
         encoding = self._runner.run_codec(CodecJob(encoder, self._encode, payload, prepare, finish))
         outgoing.emit(pb.PrefillEvent(segment=segment))
         outgoing.announce_if_complete()

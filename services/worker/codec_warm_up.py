@@ -48,13 +48,13 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     Raises:
         CodecError: the codec does not reproduce its input.
     """
-    planes = loaded.engine.cache.planes
+    tensors = loaded.engine.cache.tensors
     codecs = loaded.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
     plans = _kinds_of_segments(loaded, codecs, slab.slot_bytes)
     for plan in plans:
         for mode in modes:
-            paged = codecs.of(planes, plan.extent, mode)
+            paged = codecs.of(tensors, plan.extent, mode)
             paged.warm_up(plan.extent.num_tokens, MAX_BATCH)
             tokens = plan.extent.num_tokens
             encoded = paged.encode(plan.pages, tokens, slab.view(0, slab.slot_bytes)).result()

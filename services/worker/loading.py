@@ -24,7 +24,7 @@ from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.common.tokenizer_identity import tokenizer_hash
-from services.transfer.codecs import Books, SegmentCodecs, group_planes
+from services.transfer.codecs import Books, SegmentCodecs, group_tensors
 from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
@@ -329,6 +329,6 @@ def digest_pages(
         held = list(stored) if group.stored else [pages[index] for index in indices]
         last = num_tokens - PAGE_SIZE * indices[-1] if indices else 0  # tokens of the last page
         tokens = PAGE_SIZE * (len(held) - 1) + min(PAGE_SIZE, last) if held else 0
-        planes = group_planes(cache.planes, group, 0, len(cache.layout.layers))
-        digests.append(codec.checksum_pages(planes, held, tokens) if held else 0)
+        tensors = group_tensors(cache.tensors, group, 0, len(cache.layout.layers))
+        digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
     return "-".join(f"{digest:016x}" for digest in digests)

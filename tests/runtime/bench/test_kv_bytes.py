@@ -76,7 +76,7 @@ def test_bytes_of_pages_are_those_of_allocated_memory(
 ) -> None:
     layout = CacheLayout.of(found[name], num_layers=1, page_size=16)
     cache = PagedCache(layout, num_pages=5, num_stored=3 if layout.has_stored else 0)
-    allocated = sum(tensor.untyped_storage().nbytes() for tensor in cache.planes)
+    allocated = sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors)
     size = PageBytes.of(layout)
     assert allocated == 5 * size.exact + 3 * size.stored
     assert all(tensor.device == torch.device("cpu") for tensor in cache.planes)

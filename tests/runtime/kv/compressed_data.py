@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.compressed import CompressedFormat
 from tests.runtime.tiny import CONFIG
 
 LLAMA_3_8B = replace(CONFIG, num_heads=32, num_kv_heads=8, head_dim=128)
 SMOLLM2_135M = replace(CONFIG, num_heads=9, num_kv_heads=3, head_dim=64)
 PAGE = 16
+FILL = 0xA5
 
 
 def gaussian(config: ModelConfig, pages: int = 16, seed: int = 0) -> Tensor:
@@ -35,14 +37,26 @@ def heavy_tailed(config: ModelConfig, pages: int = 16, seed: int = 0) -> Tensor:
     return (centered * (2 / (1 - centered.square())).sqrt()).to(torch.bfloat16)
 
 
-def stored_planes(kv_format: CompressedFormat, pages: int, fill: int = 0xA5) -> tuple[Tensor, ...]:
-    """Return the planes of layer 0 with every byte equal to ``fill``."""
-    planes = []
-    for plane in kv_format.planes(0, PAGE):
-        heads, slots, dim = plane.shape
-        raw = torch.full((pages, heads, slots, dim * plane.dtype.itemsize), fill, dtype=torch.uint8)
-        planes.append(raw.view(plane.dtype))
-    return tuple(planes)
+def stored_planes(
+    kv_format: CompressedFormat,
+    pages: int,
+    fill: int = FILL,
+    *,
+    layer: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, ...]:
+    """Return the stored planes of a layer of a cache, with every byte equal to ``fill``."""
+    planes = tuple(replace(plane, stored=True) for plane in kv_format.planes(layer, PAGE))
+    layout = CacheLayout(PAGE, planes[0].shape[0], (planes,))
+    cache = PagedCache(layout, num_pages=0, num_stored=pages, device=device)
+    for tensor in cache.tensors:
+        tensor.view(torch.uint8).fill_(fill)
+    return cache.layer(0)
+
+
+def is_unwritten(plane: Tensor) -> bool:
+    """Return whether a plane of `stored_planes` has its first content."""
+    return bool((plane.contiguous().view(torch.uint8) == FILL).all())
 
 
 def round_trip(kv_format: CompressedFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Cache layouts: plane groups, sizes, and rejected planes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,3 +74,53 @@ def test_cache_has_the_planes_of_its_layout() -> None:
 def test_malformed_planes_are_refused(planes: tuple[Plane, ...]) -> None:
     with pytest.raises(KVFormatError):
         CacheLayout(PAGE, HEADS, ((K,), planes))
+
+
+STORED = (
+    plane("k_stored", torch.uint8, 5, encodable=False, stored=True),
+    plane("latents", torch.bfloat16, 8, stored=True),
+    plane("scale", torch.float32, 1, encodable=False, stored=True),
+)
+
+
+def test_stored_planes_of_bytes_are_parts_of_a_block() -> None:
+    layout = CacheLayout(PAGE, HEADS, ((K, *STORED),) * 2)
+    assert [(g.dim, g.stored, g.is_block) for g in layout.groups] == [
+        (8, False, False),
+        (8, True, False),
+        (5 + 4, True, True),
+    ]
+    assert layout.groups[2].members == ((("block", 2),), (("block", 5),))
+    cache = PagedCache(layout, num_pages=5, num_stored=4)
+    assert [tuple(tensor.shape) for tensor in cache.tensors[:3]] == [
+        (5, HEADS, PAGE, 8),
+        (4, HEADS, PAGE, 8),
+        (4, HEADS, PAGE, 9),
+    ]
+    _, codes, latents, scales = cache.layer(0)
+    assert [tuple(p.shape[1:]) for p in cache.layer(0)] == [p.shape for p in (K, *STORED)]
+    assert latents is cache.tensors[1]
+    assert codes[0].is_contiguous()
+    assert scales[3].is_contiguous()
+    codes[1], scales[1] = 7, 0.5
+    block = cache.tensors[2].flatten(1)
+    per_page = HEADS * PAGE
+    assert (block[1, : 5 * per_page] == 7).all()
+    assert (block[1, 5 * per_page :].view(torch.float32) == 0.5).all()
+    assert not block[[0, 2, 3]].any()
+    assert layout.stored_bytes_per_token == 2 * HEADS * (5 + 16 + 4)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "planes"),
+    [
+        (PAGE, STORED[:2]),  # one plane of bytes
+        (3, STORED),  # parts of a block would not be aligned
+        (PAGE, (CODES, SCALES)),  # exact pages
+    ],
+)
+def test_other_planes_are_tensors_of_their_own(page_size: int, planes: tuple[Plane, ...]) -> None:
+    own = tuple(replace(p, shape=(HEADS, page_size, p.shape[2])) for p in planes)
+    layout = CacheLayout(page_size, HEADS, (own,))
+    assert [p for _, p in layout.tensors] == list(own)
+    assert not any(group.is_block for group in layout.groups)

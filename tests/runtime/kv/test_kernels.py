@@ -47,7 +47,12 @@ def create(request: pytest.FixtureRequest) -> Create:
 
 
 def on_device(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(plane.to(DEVICE) for plane in planes)
+    """Return copies of planes with the same strides."""
+    copies = []
+    for plane in planes:
+        like = torch.empty_strided(plane.shape, plane.stride(), dtype=plane.dtype, device=DEVICE)
+        copies.append(like.copy_(plane))
+    return tuple(copies)
 
 
 def kernels_of(kv_format: QuantizedFormat) -> StoredPageKernels:

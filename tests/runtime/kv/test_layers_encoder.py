@@ -36,10 +36,7 @@ def calibrated_layers(kv_format: FdcFormat | PaluFormat | ShardFormat, seed: int
     for index in range(SMALL.num_layers):
         kernels = kv_format.layer(index).kernels(DEVICE)
         assert kernels is not None
-        planes = (
-            torch.zeros(5, *plane.shape, dtype=plane.dtype, device=DEVICE)
-            for plane in kv_format.planes(index, PAGE)
-        )
+        planes = stored_planes(kv_format, 5, layer=index, device=DEVICE)
         layers.append((kernels, (*exact(SMALL, seed + 2 * index), *planes)))
     return layers
 
@@ -55,7 +52,7 @@ def layers_of(name: str) -> list[Layer]:
         return calibrated_layers(random_shard(SMALL, device=DEVICE), 0)
     kv_format = COMPRESSED[name](SMALL)
     assert isinstance(kv_format, QuantizedFormat)
-    stored = [tuple(plane.to(DEVICE) for plane in stored_planes(kv_format, 5)) for _ in range(3)]
+    stored = [stored_planes(kv_format, 5, device=DEVICE) for _ in range(3)]
     kernels = kv_format.kernels(DEVICE)
     assert kernels is not None
     return [(kernels, (*exact(SMALL, 2 * index), *planes)) for index, planes in enumerate(stored)]

@@ -15,6 +15,7 @@ from runtime.kv import fdc, palu, shard
 from runtime.kv.calibration import KVMoments
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.rotation import PageRotation
+from tests.runtime.kv.compressed_data import is_unwritten, stored_planes
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -24,7 +25,6 @@ from tests.runtime.kv.lowrank import (
     pages_of,
     relative_error,
     round_trip,
-    stored_planes,
 )
 
 HASH = "model"
@@ -81,7 +81,7 @@ def test_pages_encoded_alone_or_together_are_identical(kv_format: Format) -> Non
     keys, values = pages_of(k), pages_of(v)
     first = (1 + torch.arange(16)) * PAGE
     layer = kv_format.layer(1)
-    together, alone, some = (stored_planes(kv_format, 1, 17) for _ in range(3))
+    together, alone, some = (stored_planes(kv_format, 17, layer=1) for _ in range(3))
     layer.encode(keys, values, first, together, torch.arange(16))
     for page in range(16):
         one = slice(page, page + 1)
@@ -90,21 +90,21 @@ def test_pages_encoded_alone_or_together_are_identical(kv_format: Format) -> Non
     for a, b, c in zip(together, alone, some, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a[3:10], c[3:10])
-        assert (a[16] == 77).all()
-        assert not (a[:16] == 77).all()
+        assert is_unwritten(a[16])
+        assert not is_unwritten(a[:16])
     both = layer.decode(together, torch.arange(16), first)
     last = layer.decode(together, torch.tensor([15]), first[15:])
     assert all(torch.equal(x[15:], y) for x, y in zip(both, last, strict=True))
 
 
 def test_no_pages_are_encoded(kv_format: Format) -> None:
-    planes = stored_planes(kv_format, 0, 2)
+    planes = stored_planes(kv_format, 2)
     none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0, 4, PAGE, 64, dtype=torch.bfloat16)
     kv_format.layer(0).encode(empty, empty, none, planes, none)
     keys, values = kv_format.layer(0).decode(planes, none, none)
     assert keys.shape == values.shape == empty.shape
-    assert all((plane == 77).all() for plane in planes)
+    assert all(map(is_unwritten, planes))
 
 
 def test_decoded_pages_are_close_to_the_exact_ones(kv_format: Format) -> None:
@@ -333,7 +333,7 @@ def test_shard_stores_keys_as_nibbles_of_the_joined_heads() -> None:
     kv_format = shard.ShardFormat(CONFIG, replace(made, tensors=tensors))
     keys = torch.zeros(1, 4, PAGE, 64)
     keys[0, 0, :, :8] = torch.tensor([0.5, -0.5, 3.5, -3.5, 9.0, -9.0, 0.2, 1.0])
-    planes = stored_planes(kv_format, 0, 1)
+    planes = stored_planes(kv_format, 1)
     position = torch.zeros(1, dtype=torch.int64)
     page = keys.bfloat16()
     # No RoPE at position 0: the first token is stored as it is.

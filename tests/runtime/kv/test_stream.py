@@ -12,7 +12,8 @@ from runtime.kv.lloyd_max import LEVELS
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.stream import reference
 from runtime.kv.stream.levels import lloyd_max
-from tests.runtime.kv.lowrank import CONFIG, PAGE, relative_error, round_trip, stored_planes
+from tests.runtime.kv.compressed_data import stored_planes
+from tests.runtime.kv.lowrank import CONFIG, PAGE, relative_error, round_trip
 
 LLAMA = replace(CONFIG, head_dim=128, num_kv_heads=8)
 NAMES = ("stream8", "stream4", "stream4-qjl")
@@ -83,7 +84,7 @@ def test_qjl_reduces_the_bias_of_inner_products() -> None:
 def test_pages_do_not_depend_on_other_pages(name: str) -> None:
     made, pages = COMPRESSED[name](CONFIG), normal(6, 4, PAGE, 64).bfloat16()
     together = round_trip(made, pages, pages)
-    planes, page = stored_planes(made, 0, 1), torch.zeros(1, dtype=torch.int64)
+    planes, page = stored_planes(made, 1), torch.zeros(1, dtype=torch.int64)
     made.layer(0).encode(pages[2:3], pages[2:3], page, planes, page)
     for found, expected in zip(made.layer(0).decode(planes, page, page), together, strict=True):
         assert torch.equal(found[0], expected[2])

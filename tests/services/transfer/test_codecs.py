@@ -50,7 +50,7 @@ def test_planes_of_any_dtype_arrive_bit_for_bit(
     codecs, cache = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
     extent = Extent(0, TOKENS, 0, LAYERS, *heads)
     slot = torch.empty(codecs.max_frame_bytes(0, LAYERS, TOKENS) - HEADER_BYTES, dtype=torch.uint8)
-    encoded = codecs.of(cache.planes, extent, mode).encode((5, 0, 3), TOKENS, slot).result()
+    encoded = codecs.of(cache.tensors, extent, mode).encode((5, 0, 3), TOKENS, slot).result()
     assert encoded.raw_bytes == codecs.raw_bytes(extent)
     payload = slot[: encoded.length]
     header = codec.read_header(payload)
@@ -60,7 +60,7 @@ def test_planes_of_any_dtype_arrive_bit_for_bit(
     reader, landed = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
     for each in landed.planes:
         each.zero_()
-    reader.of(landed.planes, extent).decode(payload, header, (1, 2, 4), TOKENS).result()
+    reader.of(landed.tensors, extent).decode(payload, header, (1, 2, 4), TOKENS).result()
     first, count = heads
     for mine, theirs in zip(landed.planes, cache.planes, strict=True):
         expected = torch.zeros_like(mine)

@@ -40,7 +40,7 @@ def wire_bytes(kv_format: KVFormat) -> int:
         capacity=SLOT_BYTES,
         bound=codecs.max_frame_bytes,
     ):
-        encoder = codecs.of(cache.planes, plan.extent, WireMode.RAW)
+        encoder = codecs.of(cache.tensors, plan.extent, WireMode.RAW)
         room = slot[HEADER_BYTES:]
         encoded = encoder.encode(plan.pages, plan.extent.num_tokens, room).result()
         assert encoded.raw_bytes == codecs.raw_bytes(plan.extent)

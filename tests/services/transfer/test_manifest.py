@@ -73,6 +73,7 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
 STORED = (
     Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, stored=True),
     Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, stored=True),
+    Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), stored=True),
 )
 
 
@@ -130,6 +131,17 @@ def test_page_of_the_other_kind_is_refused() -> None:
             )
     with pytest.raises(ForeignSegment, match="are not sent in plane group 0"):
         coverage.add(extent_of(0, 200, 0, 1))
+
+
+def test_part_of_the_kv_heads_of_a_block_is_refused() -> None:
+    layout = layout_of(1, WIDE, *STORED)
+    latents, block = 1, 2
+    assert [group.is_block for group in layout.groups] == [False, False, True]
+    coverage = Coverage(200, layout)
+    coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=latents, num_kv_heads=1))
+    with pytest.raises(ForeignSegment, match="all KV heads"):
+        coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=block, num_kv_heads=1))
+    coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=block))
 
 
 def test_planned_segments_skip_layers_without_planes_of_the_group() -> None:

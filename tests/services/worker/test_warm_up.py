@@ -62,7 +62,7 @@ def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch)
         capacity=SLOT_BYTES,
         bound=loaded.codecs.max_frame_bytes,
     )
-    codecs = [loaded.codecs.of(cache.planes, plan.extent, m) for plan in plans for m in WireMode]
+    codecs = [loaded.codecs.of(cache.tensors, plan.extent, m) for plan in plans for m in WireMode]
     assert len(codecs) == len(WireMode)
 
 

@@ -150,7 +150,7 @@ class Codecs(SegmentCodecs):
         return False
 
     def of(
-        self, planes: Sequence[torch.Tensor], extent: Extent, mode: WireMode = WireMode.RAW
+        self, tensors: Sequence[torch.Tensor], extent: Extent, mode: WireMode = WireMode.RAW
     ) -> codec.PagedCodec:
         return cast(codec.PagedCodec, _Paged(self._memory, extent))
 

@@ -114,7 +114,7 @@ class PrefillSide:
         self.written: list[int] = []
         self._sender = Sender(
             self._agent,
-            cast(Any, SimpleNamespace(planes=())),
+            cast(Any, SimpleNamespace(tensors=())),
             slab_of(bounds.sender_slots),
             Codecs(bounds.layers, self._memory),
             IGNORE,
