@@ -1,4 +1,4 @@
-"""KV format `dense`: K after RoPE and V as bf16; the only lossless format."""
+"""KV format `dense`: K (after RoPE) and V as bf16; not compressed."""
 
 from typing import Self
 
@@ -17,7 +17,6 @@ class DenseFormat:
 
     name = "dense"
     version = 1
-    lossless = True
     artifact_hash = ""
     dense_bf16 = True
     keeps_rope = True
@@ -65,12 +64,3 @@ class DenseFormat:
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         k_pages, v_pages = planes
         return self._attention.attend(q, k_pages, v_pages, batch)
-
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        # [p, h, slot, d] -> [h, length, d]
-        keys, values = (
-            plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for plane in planes
-        )
-        return keys, values

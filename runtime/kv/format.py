@@ -1,4 +1,4 @@
-"""Interface of a KV format: how keys and values are stored, sent and attended."""
+"""Interface of a KV format: how keys and values are stored, sent and attended to."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,20 +56,6 @@ class LayerKV(Protocol):
         """
         ...
 
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return K and V of one sequence as `attend` reads them.
-
-        Args:
-            pages: int64 `[p]`, the page ids of the sequence.
-            length: tokens of the sequence.
-
-        Returns:
-            Two fp32 tensors `[kv_heads, length, dim]`.
-        """
-        ...
-
 
 class KVFormat(Protocol):
     """A representation of keys and values in pages.
@@ -80,18 +66,16 @@ class KVFormat(Protocol):
     Attributes:
         name: stable name of the format.
         version: number to increase whenever the same K and V are stored as different bits.
-        lossless: whether attention reads exactly the K and V that the model computed in bf16.
         artifact_hash: hash of calibration results; empty if the format has none.
         graph_safe: whether `append` and `attend` can be captured in a CUDA graph. This requires
             fixed shapes and grids, and that no device value is read on the host.
-        dense_bf16: whether the planes of every layer are K after RoPE and V, bf16 `[page, kv_head,
-            slot, head_dim]`. Fused kernels may then read and write the planes without calling
-            `append` and `attend`.
+        dense_bf16: whether the planes of every layer are K (after RoPE) and V, bf16
+            `[page, kv_head, slot, head_dim]`. Fused kernels may then read and write the planes
+            without calling `append` and `attend`.
     """
 
     name: str
     version: int
-    lossless: bool
     artifact_hash: str
     graph_safe: bool
     dense_bf16: bool

@@ -71,7 +71,7 @@ CALIBRATED: dict[str, CalibratedFactory] = {
 """
 
 _MEMBERS = (
-    *("name", "version", "lossless", "artifact_hash", "graph_safe", "dense_bf16"),
+    *("name", "version", "artifact_hash", "graph_safe", "dense_bf16"),
     *("kernels", "planes", "layer"),
 )
 
@@ -155,8 +155,8 @@ def calibrated_format(
     name, _, path = spec.partition(":")
     if not path:
         raise CalibrationError(
-            f"KV format {name} reads a calibration, which {name}:PATH names: create it with "
-            f"`headrace calibrate --kv-format {name}`"
+            f"KV format {name} needs a calibration: pass {name}:PATH, and create the file with "
+            f"`headrace calibrate --kv-format {name} --out PATH`"
         )
     artifact = Artifact.load(Path(path))
     try:

@@ -2,7 +2,7 @@
 
 `WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over exact
 pages alone. `PageEncoder` then encodes those that are not recent. A decode step appends to an exact
-page, encodes the page that leaves the window, if any, and attends stored and exact pages together.
+page, encodes the page that leaves the window, if any, and attends to both kinds of pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,12 +79,6 @@ class WindowedLayer:
             outputs.append(self._reference.attend(q[index : index + 1], k, v, alone))
         return torch.cat(outputs)
 
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return K and V of a prompt whose pages are exact; see `LayerKV`."""
-        return self._exact.decode_dense(planes[:_EXACT], pages, length)
-
     def encode(
         self,
         planes: tuple[Tensor, ...],
@@ -150,7 +144,6 @@ class WindowedFormat:
         keeps_rope: see `CompressedFormat`.
     """
 
-    lossless = False
     compressed = True
     dense_bf16 = False
 

@@ -67,7 +67,6 @@ class TeacherForced:
 
     name = "teacher-forced"
     version = 1
-    lossless = False
     artifact_hash = ""
     graph_safe = False
     dense_bf16 = False
@@ -124,13 +123,6 @@ class TeacherForcedLayer:
                 done = end
             out[rows] = _causal(q[rows], keys, values, positions[rows])
         return out
-
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the exact K and V; see `runtime.kv.format.LayerKV`."""
-        keys, values = (_by_token(plane[pages])[:, :length] for plane in planes)
-        return keys, values
 
     def _decoded(self, keys: Tensor, values: Tensor, stored: range) -> tuple[Tensor, Tensor] | None:
         """Encode pages and decode them again.

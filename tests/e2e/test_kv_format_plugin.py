@@ -43,7 +43,6 @@ class Int8Values:
 
     name = "test-int8-values"
     version = 3
-    lossless = False
     artifact_hash = "none"
     graph_safe = False
     dense_bf16 = False
@@ -95,16 +94,6 @@ class Int8Values:
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         keys, codes, scales = planes
         return self._attention.attend(q, keys, codes.float() * scales, batch)
-
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        keys, codes, scales = planes
-        k, v = (
-            plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
-            for plane in (keys, codes.float() * scales)
-        )
-        return k, v
 
 
 @dataclass(frozen=True)

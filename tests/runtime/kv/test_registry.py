@@ -71,7 +71,7 @@ def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
         ("kv_plug_in:NoSuchClass", "kv_plug_in has no 'NoSuchClass'"),
         ("kv_plug_in:", "kv_plug_in has no ''"),
         ("kv_plug_in:WithoutCreate", r"not a KV format: it has no create\(\)"),
-        ("kv_plug_in:Incomplete", "not a KV format: it has no lossless, artifact_hash"),
+        ("kv_plug_in:Incomplete", "not a KV format: it has no artifact_hash"),
     ],
 )
 def test_invalid_format_name_raises_a_specific_error(plug_in: str, spec: str, message: str) -> None:

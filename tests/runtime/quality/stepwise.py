@@ -22,7 +22,7 @@ class Stepwise:
     """
 
     name, version, artifact_hash, kernels = "test-stepwise", 1, "", "test"
-    lossless = graph_safe = dense_bf16 = False
+    graph_safe = dense_bf16 = False
 
     def __init__(self, compressed: CompressedFormat, planes: tuple[Plane, ...], *, window: bool):
         self.compressed, self._planes, self.window = compressed, planes, window
@@ -67,11 +67,6 @@ class StepwiseLayer:
             weights = (keys[head // group] @ q[0, head] / math.sqrt(q.shape[2])).softmax(0)
             out[0, head] = weights @ values[head // group]
         return out.flatten(1)
-
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
 
     def _leaves(self, page: int, length: int) -> bool:
         """Return whether no token of a page is a sink or one of the recent tokens."""
