@@ -18,7 +18,7 @@ from services.offline import calibrate_flags as flags
 from services.sizing.command import size
 
 app = typer.Typer(
-    help="Disaggregated prefill/decode serving with a lossless compressed KV transfer.",
+    help="Disaggregated prefill/decode serving with losslessly compressed KV transfer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -262,7 +262,8 @@ def kv_statistics(
 def compress(
     out: Annotated[Path, typer.Option(help="folder to write the checkpoint to; must not exist")],
     keep: Annotated[
-        float, typer.Option(min=0.05, max=0.999, help="fraction of the parameters to keep")
+        float,
+        typer.Option(min=0.05, max=0.999, help="fraction of the linear layers' parameters to keep"),
     ],
     model: Model = "smollm2-135m",
     method: Annotated[

@@ -13,7 +13,9 @@ Device = Annotated[
 ]
 Keep = Annotated[
     float | None,
-    typer.Option(min=0.05, max=1.0, help="factorize and keep this fraction of the parameters"),
+    typer.Option(
+        min=0.05, max=1.0, help="factorize linear layers and keep this fraction of their parameters"
+    ),
 ]
 Codec = Annotated[str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")]
 KVFormat = Annotated[

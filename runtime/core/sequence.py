@@ -32,7 +32,7 @@ class Sequence:
         stored: stored pages of a compressed KV format, in the order of the sequence's pages from
             the first one that is not a sink.
         forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
-            take them in place of sampled tokens, because output tokens attend stored pages or
+            take them in place of sampled tokens, because output tokens attend to stored pages or
             what eviction has kept, which a prompt does not.
         evicts: number of prompt tokens to evict from each KV head, see `runtime.core.eviction`.
         evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.

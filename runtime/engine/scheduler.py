@@ -12,7 +12,7 @@ the lengths of its sequences. Pages released in the meantime become free only wh
 completed, because it may still write to them. CUDA stream order does not protect these pages,
 because KV from another worker is written outside of the stream.
 
-With a compressed KV format or eviction, output tokens attend stored pages or what eviction has
+With a compressed KV format or eviction, output tokens attend to stored pages or what eviction has
 kept, but a prompt attends all of its exact pages. A preempted sequence is therefore prefilled up to
 the end of its prompt. Its output tokens are then decoded again as forced ones (`Sequence.forced`).
 """

@@ -1,9 +1,9 @@
 """Interface of compressed KV formats, and which tokens of a sequence they leave exact.
 
-A model computes over exact pages: K after RoPE and V in bf16, as in format `dense`. A compressed
+A model computes over exact pages: K (after RoPE) and V in bf16, as in format `dense`. A compressed
 format adds stored pages. A page of a sequence is encoded when it leaves the window of recent
-tokens, and its exact page becomes free. Prefill attends exact pages only; the pages of a complete
-prompt are then encoded as if its tokens had been decoded one by one.
+tokens, and its exact page becomes free. Prefill attends to exact pages only; the pages of a
+complete prompt are then encoded as if its tokens had been decoded one by one.
 
 The first page of a sequence stays exact, too: attention concentrates on the first tokens (sinks),
 and errors in their K and V cost far more than errors elsewhere.
@@ -57,7 +57,7 @@ class CompressedLayer(Protocol):
     def decode(
         self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return K after RoPE and V as attention reads them.
+        """Return K (after RoPE) and V as attention reads them.
 
         Args:
             pages: int64 `[p]`, stored pages.

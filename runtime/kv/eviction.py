@@ -1,6 +1,6 @@
 """Keyformer eviction: scores of tokens, and compaction of what is kept into the first pages.
 
-The score of a token is what the last queries of the prompt attend to it. With logits
+The score of a token is the attention that the last queries of the prompt pay to it. With logits
 x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
 
     score[t] = sum over queries i and heads g of softmax over t of (x[i, g, t] + ζ[t])
@@ -26,8 +26,8 @@ from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 
 MAX_ELEMENTS = 1 << 24
-"""Maximum elements of the fp32 keys, and of the logits, that are in memory at a time, if they are
-those of more than one KV head."""
+"""Maximum elements of the fp32 keys, and of the logits, of the KV heads that are computed together.
+A single KV head may exceed it."""
 
 
 def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:

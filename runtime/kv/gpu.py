@@ -52,7 +52,8 @@ class LayerInputs:
     """Inputs of the kernels that differ between layers.
 
     Attributes:
-        planes: what follows the stored planes in the argument ``planes`` of kernels.
+        planes: further kernel arguments, such as bases. They follow the stored planes in the
+            argument ``planes``.
         costs: bytes of a stored token of each KV head; empty if all KV heads are alike.
     """
 
@@ -101,8 +102,8 @@ class StoredPageKernels:
     ) -> None:
         """Encode whole pages.
 
-        Pages have the same bits whether this function or `encode_leaving` encodes them. Formats of
-        codes have the bits of `CompressedLayer.encode`, too.
+        The result is bitwise identical to that of `encode_leaving` and, for formats of codes, to
+        that of `CompressedLayer.encode` in torch.
 
         Args:
             keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.

@@ -19,8 +19,8 @@ class FragmentSource:
     """Attention of one format by single warps; see `kernels.windowed_fragments`.
 
     Attributes:
-        attend: ATTEND.
-        parts: PARTS.
+        attend: the format's ATTEND.
+        parts: number of parts of its ``acc``; see `fragments.write_part`.
         tile: tokens of a stored tile.
         programs: programs per multiprocessor.
         registers: maximum number of registers of a thread.
@@ -60,7 +60,7 @@ class EncodeSource:
     """Encoding of one format; see `kernels.encode`.
 
     Attributes:
-        encode: ENCODE.
+        encode: the format's ENCODE.
         tokens: tokens of a program, a power of two; a program has at least one page.
         heads: maximum number of KV heads of a program, a power of two.
         warps: warps of a program with this number of heads.

@@ -34,7 +34,7 @@ class VectorQuantizer:
 
 
 class QuantizedFormat(ABC):
-    """K after RoPE and V as codes and scales of each token and head.
+    """K (after RoPE) and V as codes and scales of each token and head.
 
     Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike. Subclasses define
     ``name``, ``version``, `planes` and `kernel_source`.
@@ -129,6 +129,6 @@ class QuantizedFormat(ABC):
         pages: Tensor,
         first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
     ) -> tuple[Tensor, Tensor]:
-        """Return K after RoPE and V; see `runtime.kv.compressed.CompressedLayer`."""
+        """Return K (after RoPE) and V; see `runtime.kv.compressed.CompressedLayer`."""
         k, v, k_scale, v_scale = (plane[pages] for plane in planes)
         return self._keys.dequantize(k, k_scale), self._values.dequantize(v, v_scale)

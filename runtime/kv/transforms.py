@@ -1,4 +1,4 @@
-"""Hadamard transform, exact sums and bit packing that several KV formats share.
+"""Hadamard transform, sums in a fixed order, and bit packing, shared by several KV formats.
 
 All functions give the same bits for a vector, whatever the number of vectors in a call: they
 consist of elementwise operations only, in a fixed order.

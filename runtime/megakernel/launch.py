@@ -1,8 +1,7 @@
 """Launcher of the megakernel: a decode step of up to eight sequences.
 
-With a compressed KV format, other kernels compute attention. The megakernel is then launched once
-before the attention of the first layer, once after that of the last one, and once between those of
-two layers.
+With a compressed KV format, the kernels of the format compute attention. The megakernel is then
+launched once before the attention of the first layer and once after that of each layer.
 """
 
 import math
@@ -25,8 +24,8 @@ from runtime.megakernel.support import unsupported
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
 MAX_SEQUENCES_APART = 4
-"""Maximum sequences for which a step is faster than one kernel after another, if other kernels
-compute attention. `DecodeStep` accepts `MAX_SEQUENCES` in that case, too."""
+"""Maximum sequences of a step whose attention other kernels compute. With more, separate kernels
+for everything are faster. `DecodeStep` itself accepts `MAX_SEQUENCES`."""
 _MAX_PROGRAMS = 256
 Attend = Callable[[Tensor], Tensor]
 """Attention of one layer, once K and V of the new tokens are in the pages. It gets queries after

@@ -36,11 +36,11 @@ class Pass:
             lines.
         v_offset: for attention, offset of V's plane from the first plane, in lines.
         width: columns of the matrix, in units of 8.
-        unit: rows per unit; one program computes all rows of a unit.
+        unit: rows of a unit, which one program computes together.
         units: number of units of the pass's matrix.
-        total: number of units of all passes that are divided together among the programs, such as
-            those of q, k and v.
-        start: number of units of the earlier passes of such a division; 0 for its first pass.
+        total: number of units of all passes whose units are divided among the programs together,
+            such as those of q, k and v.
+        start: index of the matrix's first unit among them.
         source: offset of the input in a sequence's activations, in units of 8.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
             in lines.
@@ -131,7 +131,8 @@ def build_passes(
 def split_at_attention(passes: Sequence[Pass]) -> tuple[list[list[Pass]], list[int]]:
     """Divide the passes of a step at the attention of each layer, which is left out.
 
-    Each list ends with a marker. Stage 0 in a marker keeps the flags for the next list.
+    Each list ends with a marker. All but the last have stage 0: the launch does not advance the
+    flags, and the next one continues with them.
 
     Returns:
         One list more than there are layers, and the stage of the attention of each layer.

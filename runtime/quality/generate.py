@@ -82,7 +82,7 @@ class Generator:
         return self._decode(self._exact)
 
     def compressed(self, compressed: CompressedFormat) -> list[list[int]]:
-        """Return the outputs of decode steps that attend stored pages.
+        """Return the outputs of decode steps that attend to stored pages.
 
         The pages of a prompt that are not recent are stored before the first step. The sinks and
         the window stay exact.

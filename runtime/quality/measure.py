@@ -195,7 +195,7 @@ def _check(
 
 
 def _stored_positions(inputs: Inputs, eviction: float, page_size: int, *, window: bool) -> int:
-    """Return the number of scored positions of a text that attend stored pages."""
+    """Return the number of scored positions of a text that attend to stored pages."""
     evicted = evicted_tokens(inputs.first_scored, eviction, page_size)
     lengths = range(inputs.first_scored + 1 - evicted, inputs.tokens - evicted)
     return sum(bool(stored_pages(length, page_size, window=window)) for length in lengths)

@@ -2,7 +2,7 @@
 
 A context is filler text with facts at given depths. Its KV is computed as that of a prompt, with
 exact KV. Question and answer are then computed as decode steps would compute them, so that every
-token of both attends stored pages. An answer counts as found if the best token at each of its
+token of both attends to stored pages. An answer counts as found if the best token at each of its
 positions is the expected one, which is when greedy decoding would have generated it.
 """
 

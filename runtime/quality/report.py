@@ -89,7 +89,7 @@ def result_table(result: Result) -> Table:
         title=f"{result.spec} on {inputs.model}: {inputs.texts} x {inputs.tokens} tokens of "
         f"{inputs.text}, {_window(result)}",
         caption=f"{_size(result)}; {result.stored_positions} of {result.quality.positions} "
-        f"positions attend stored pages; {result.seconds:.0f} s",
+        f"positions attend to stored pages; {result.seconds:.0f} s",
     )
     table.add_column("against exact bf16 KV")
     table.add_column(_name(result) if result.eviction else result.name, justify="right")

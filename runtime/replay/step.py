@@ -173,8 +173,8 @@ class StepReplay:
 
         Return False as well if the last step completed a prompt whose first token is random, and
         the KV format has stored pages or tokens were evicted. If the device could not draw that
-        token, the next step would compute the last prompt token again, and attend stored pages or
-        what eviction has kept, which prompts do not.
+        token, the next step would compute the last prompt token again, and attend to stored pages
+        or what eviction has kept, which prompts do not.
         """
         if self._latest is not None and self._latest.read_first:
             return False

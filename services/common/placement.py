@@ -316,7 +316,7 @@ class WorkerList(_Message):
     """All registered workers.
 
     Attributes:
-        waiting: number of place calls in the router's queue.
+        waiting: number of placement requests in the router's queue.
     """
 
     workers: list[WorkerView]

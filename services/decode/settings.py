@@ -48,7 +48,7 @@ class DecodeSettings(WorkerSettings):
     )
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",
-        description="tokens of all sequences on this worker above which prefill workers with "
-        "`decodes` serve further requests alone; auto: never on the CPU; on a GPU, as many tokens "
-        "as have KV of two thirds of the size of the weights",
+        description="tokens on this worker above which the router sends whole requests to prefill "
+        "workers with `decodes`; auto: never on the CPU; on a GPU, the number of tokens whose KV "
+        "is two thirds of the size of the weights",
     )

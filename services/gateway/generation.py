@@ -257,7 +257,7 @@ class Generator:
 
     @staticmethod
     def _waits(refusal: ServiceError, retries: _Retries) -> bool:
-        """Return whether to repeat a refused place call."""
+        """Return whether to repeat a refused placement request."""
         if retries.number > 0:
             return not isinstance(refusal, TooLarge)
         return isinstance(refusal, NoRouter)

@@ -60,7 +60,7 @@ class GatewayMetrics:
         )
 
     def observe_routing(self, seconds: float) -> None:
-        """Record the duration of a place call to the router, in seconds."""
+        """Record the duration of a placement request to the router, in seconds."""
         self._stages.labels("route").observe(seconds)
 
     def observe_stages(self, times: decode_pb2.StageTimes) -> None:

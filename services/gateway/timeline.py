@@ -50,7 +50,7 @@ class Attempt:
     """One placement of a request. Times are in monotonic time, seconds.
 
     Attributes:
-        began: start of the place call.
+        began: start of the placement request.
         prefill: id of the prefill worker; None if the decode worker computes the prompt.
         second: time of the second batch of tokens: the decode worker has the KV.
         last: time of the last batch of tokens.
@@ -98,7 +98,7 @@ class RequestTimeline:
         self.times: dict[str, float] = {}
 
     def route(self) -> None:
-        """Begin an attempt with its place call."""
+        """Begin an attempt with its placement request."""
         self._number_of_attempts += 1
         self.attempts.append(Attempt(_now()))
 

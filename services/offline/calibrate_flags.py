@@ -97,7 +97,7 @@ class Given:
 
 
 Tokens = Annotated[
-    int | None, typer.Option(min=64, help=f"{_FORMATS}: tokens to measure; default: 16,384")
+    int | None, typer.Option(min=64, help=f"{_FORMATS}: calibration tokens; default: 16,384")
 ]
 TextFiles = Annotated[
     list[Path] | None,
@@ -110,7 +110,8 @@ RemovalRate = Annotated[
 Rank = Annotated[
     int | None,
     typer.Option(
-        min=1, help="fdc, palu: rank per KV head, not a removal rate; shard: coefficients of K"
+        min=1,
+        help="fdc, palu: rank per KV head instead of a removal rate; shard: coefficients of K",
     ),
 ]
 MaxPplIncrease = Annotated[
@@ -118,8 +119,8 @@ MaxPplIncrease = Annotated[
     typer.Option(
         parser=parse_fraction,
         metavar="PERCENT",
-        help="fdc, palu: search the highest removal rate with at most this increase of perplexity, "
-        "such as 1%",
+        help="fdc, palu: search for the highest removal rate with at most this increase of "
+        "perplexity, such as 1%",
     ),
 ]
 MinFidelity = Annotated[
@@ -127,13 +128,15 @@ MinFidelity = Annotated[
     typer.Option(
         parser=parse_fraction,
         metavar="PERCENT",
-        help="fdc, palu: search the highest removal rate with at least this top-1 agreement with "
-        "exact KV, such as 99%",
+        help="fdc, palu: search for the highest removal rate with at least this top-1 agreement "
+        "with exact KV, such as 99%",
     ),
 ]
 Evaluations = Annotated[
     int | None,
-    typer.Option(min=1, max=20, help="fdc, palu: evaluations of the search; default: 7"),
+    typer.Option(
+        min=1, max=20, help="fdc, palu: maximum number of evaluations of a search; default: 7"
+    ),
 ]
 NoAdaptive = Annotated[
     bool, typer.Option("--no-adaptive", help="fdc: one rank per layer, not one per head")
@@ -179,7 +182,9 @@ QuantizeBits = Annotated[
 KOutliers = Annotated[
     int | None,
     typer.Option(
-        min=0, max=4, help="kvquant, --quantize-bits: exact elements of K per token; default: 2"
+        min=0,
+        max=4,
+        help="kvquant, --quantize-bits: exact elements of K per token and KV head; default: 2",
     ),
 ]
 VOutliers = Annotated[

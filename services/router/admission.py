@@ -1,4 +1,4 @@
-"""Admission to the queue of place calls: calls that would wait too long are refused at once.
+"""Admission to the queue of placement requests: calls that would wait too long are refused at once.
 
 The time that a call will wait is predicted from the queue and from the rate at which calls left it
 recently, in tokens per second. The rate reflects everything that limits placement: prompts, batch

@@ -168,7 +168,7 @@ def _add_gateways_api(
             await call.answered.wait()
             answer = call.answer
             if not isinstance(answer, Placement):
-                raise answer or RuntimeError("a place call ended without an answer")
+                raise answer or RuntimeError("a placement request ended without an answer")
             outcome = "placed"
             return _json(answer)
         except asyncio.CancelledError:
@@ -218,7 +218,7 @@ def _add_gateways_api(
 
 
 def _place_span(body: PlaceRequest) -> Span:
-    """Start the span of a place call, as a child of the gateway's span in its headers."""
+    """Start the span of a placement request, as a child of the gateway's span in its headers."""
     attributes: Attributes = {
         "http.request.method": "POST",
         "http.route": "/v1/place",

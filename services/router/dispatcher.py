@@ -38,7 +38,7 @@ from services.router.queue import PendingPlacement, PlacementQueue
 
 
 class Dispatcher:
-    """Answers place calls. It has no clock: methods take ``now``, in seconds of a monotonic clock.
+    """Answers placement requests. Methods take ``now``, in seconds of a monotonic clock.
 
     Args:
         settled_at: time from which all live workers have registered. Before it, a call without
@@ -76,7 +76,7 @@ class Dispatcher:
         self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
-        """Submit a place call. It is answered at once, or queued and answered by its deadline.
+        """Submit a placement request; it is answered at once, or queued until its deadline.
 
         It is refused if it would wait too long in the queue. If the queue is full, a call of the
         tenant with the most queued tokens for its weight is refused.

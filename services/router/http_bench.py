@@ -1,8 +1,9 @@
-"""Latency of place calls over HTTP on loopback: ``python -m services.router.http_bench``.
+"""Latency of placement requests over HTTP on loopback: ``python -m services.router.http_bench``.
 
-A router with one colocated worker runs in its own process. This process sends place calls with an
-aiohttp client like that of the gateway, one at a time, and releases each placement. It waits 0 or
-20 ms before each call. ``GET /health``, whose handler does nothing, shows the cost of HTTP alone.
+A router with one colocated worker runs in its own process. This process sends placement requests
+with an aiohttp client like that of the gateway, one at a time, and releases each placement. It
+waits 0 or 20 ms before each call. ``GET /health``, whose handler does nothing, shows the cost of
+HTTP alone.
 """
 
 import argparse

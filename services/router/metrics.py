@@ -26,11 +26,11 @@ class RouterMetrics:
         )
         self.place_seconds = make.seconds(
             "router_place",
-            "Seconds from the arrival of a place call to its answer, with its time in the queue.",
+            "Seconds from a placement request to its answer, with its time in the queue.",
             buckets=PLACE_BUCKETS_S,
         )
         self.placements = make.counter(
-            "router_placements", "Place calls by outcome.", "outcome", values=OUTCOMES
+            "router_placements", "Placement requests by outcome.", "outcome", values=OUTCOMES
         )
         self._workers = make.gauge(
             "router_workers", "Workers registered with this router.", "role", "state"
@@ -40,7 +40,9 @@ class RouterMetrics:
             "Tokens queued on a worker, in its last heartbeat and in placements since then.",
             *("worker", "role"),
         )
-        self._waiting = make.gauge("router_requests_waiting", "Place calls in this router's queue.")
+        self._waiting = make.gauge(
+            "router_requests_waiting", "Placement requests in this router's queue."
+        )
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
         """Update the gauges and return all metrics as text, without series of removed workers."""

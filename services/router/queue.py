@@ -1,4 +1,4 @@
-"""Queue of place calls that wait for capacity: fair among tenants, by priority within a tenant.
+"""Queue of placement requests: fair among tenants, by priority within a tenant.
 
 The order is that of deficit round robin (Shreedhar and Varghese, 1996) with rounds of one token. In
 each round, every tenant with queued calls receives as many tokens as its weight. Its first call is
@@ -22,7 +22,7 @@ from services.router.errors import RouterException
 
 @dataclass(eq=False)
 class PendingPlacement:
-    """A place call, which is answered exactly once. Times are in seconds."""
+    """A placement request, which is answered exactly once. Times are in seconds."""
 
     request: PlaceRequest
     demand: Demand
@@ -67,7 +67,7 @@ class _Line:
 
 
 class PlacementQueue:
-    """Queued place calls. The dispatcher ensures that there are at most ``max_waiting``."""
+    """Queued placement requests. The dispatcher ensures that there are at most ``max_waiting``."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting

@@ -23,7 +23,7 @@ loop_factory = uvloop.new_event_loop
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT, then refuse the queued place calls.
+    """Run a router until SIGTERM or SIGINT, then refuse the queued placement requests.
 
     Raises:
         SettingsError: if the address or a TLS file is invalid, or the port is in use.

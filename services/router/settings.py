@@ -42,10 +42,13 @@ class RouterSettings(ServiceSettings):
         "its measured rate, seconds; the delay until it reports a placement is added",
     )
     max_waiting: int = Field(
-        512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
+        512,
+        ge=0,
+        le=65_536,
+        description="maximum placement requests in the queue; further ones get 429",
     )
     max_wait_s: float = Field(
-        120.0, ge=0, le=3600, description="maximum time of a place call in the queue, seconds"
+        120.0, ge=0, le=3600, description="maximum time of a request in the queue, seconds"
     )
     shed_after_s: float = Field(
         2.0,

@@ -4,13 +4,13 @@ TransferError
 ├── TransferClosed            the agent was closed
 ├── TransferUnavailable       NIXL does not start on this machine, or refuses the memory
 ├── PeerLost                  the peer died, cannot be reached, was removed or was never added
-├── PeerRefused               malformed metadata, that of another agent, or of a known peer
+├── PeerRefused               the metadata is malformed or names another agent, or the peer is known
 ├── ReadTimeout               a READ is overdue; see `ReadTimeout.drained`
 ├── ReadFailed                the transport reported an error
 ├── BadAddress                an address outside the registered memory of either side
-├── FrameError                a slot does not hold the announced segment
+├── FrameError                a slot does not contain the announced segment
 │   ├── CorruptFrame          no frame, another version, or a damaged header
-│   ├── StaleSegment          a segment of another epoch, slot generation or attempt
+│   ├── StaleSegment          a frame of another epoch, slot generation or attempt
 │   └── ForeignSegment        a segment with another request, extent, length or content
 ├── SlabError                 a slot or a length outside the slab
 ├── SlotError                 a slot released twice, or not held

@@ -80,7 +80,7 @@ class FetchTimes:
 
     Attributes:
         reads: from the start of the first READ to the end of the last one.
-        decodes: from the start of the first decode to the end of the last one.
+        decodes: from the start of the first codec decode to the end of the last one.
     """
 
     queue: float = 0.0

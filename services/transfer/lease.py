@@ -14,15 +14,15 @@ class _Lease:
 class LeaseTable:
     """The leases of a sender. Pure bookkeeping; not thread-safe.
 
-    A lease runs only while its reader has segments to acknowledge. It then expires after
-    ``lease_s`` without progress of the reader: segments of several sequences share one link, so the
-    progress of any of them restarts all leases of the reader. A reader that waits for landing slots
-    does not lose its lease; the end of its session releases it.
+    The timer of a lease runs only while its reader has encoded segments to acknowledge. The lease
+    expires after ``lease_s`` without progress of the reader, which is an acknowledgement or a
+    credit for any of its sequences, since they share one link. A reader that waits for landing
+    slots does not lose its lease; the end of its session releases it.
 
     Times are seconds of a monotonic clock and are passed in.
 
     Args:
-        lease_s: seconds without progress after which a lease that runs expires.
+        lease_s: seconds without progress after which a lease expires while its timer runs.
         max_leases: maximum number of leases at a time.
     """
 

@@ -66,8 +66,8 @@ def sent_tokens(
     """Return which tokens of a request are computed and sent by a prefill worker.
 
     With a compressed format or an eviction, these are tokens of the prompt alone: output tokens of
-    an earlier attempt attend stored pages, or what eviction has kept, so the decode worker computes
-    them again.
+    an earlier attempt attend to stored pages, or to what eviction has kept, so the decode worker
+    computes them again.
 
     Args:
         kv_eviction: fraction of the prompt tokens to evict.

@@ -35,8 +35,8 @@ from services.transfer.shares import single_share
 from services.transfer.slab import Slab
 
 _LAUNCH_S = 1.5e-3
-"""Seconds that the engine's thread has the interpreter for itself, to launch the first step of a
-sequence whose KV is complete, before the transfer is acknowledged."""
+"""Delay of the acknowledgement when the KV of a sequence is complete, in seconds, so that the
+engine's thread gets the interpreter lock to launch the first step."""
 
 
 class Receiver:
@@ -107,9 +107,10 @@ class Receiver:
 
     @property
     def blocked(self) -> str | None:
-        """Reason to send this worker no more requests, or None.
+        """Return why this worker should receive no more requests, or None.
 
-        One prefill worker that has stopped cannot hold as many landing slots, but several can.
+        The reason is overdue READs in more than three quarters of the landing slots. One prefill
+        worker that has stopped cannot hold that many slots, but several can.
         """
         slots, overdue = self.landing.slab.slots, self.landing.overdue
         if overdue <= single_share(slots):

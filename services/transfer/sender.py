@@ -1,8 +1,8 @@
 """The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
 
-A segment is announced when its encode is started, so that the reader has prepared everything when
-it is ready. It is encoded only against a credit of its reader. Every slot in use therefore has
-landing space reserved and becomes free once it is read. The slots of a reader that has stopped
+A segment is announced when its encode is started, so that the reader can prepare meanwhile. It is
+encoded only against a credit of its reader, so each slot in use has a landing slot reserved. The
+slot becomes free when the reader acknowledges the segment. The slots of a reader that has stopped
 become free when its session or its leases end; `SharedSlots` never gives all slots to one reader.
 """
 

@@ -58,7 +58,7 @@ def _power_of_two(biased: Tensor) -> Tensor:
 
 
 class FP8Format(QuantizedFormat):
-    """K after RoPE and V as fp8, with a scale per token and head for each of K and V."""
+    """K (after RoPE) and V as fp8, with a scale per token and head for each of K and V."""
 
     version = 1
 

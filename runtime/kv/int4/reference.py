@@ -64,7 +64,7 @@ INT4 = VectorQuantizer(quantize, dequantize)
 
 
 class Int4Format(QuantizedFormat):
-    """K after RoPE and V as 4-bit codes, with two scales per token and head for each of K and V."""
+    """K (after RoPE) and V as 4-bit codes, each with two scales per token and head."""
 
     name = "int4"
     version = 1

@@ -8,7 +8,7 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
         KV_HEADS, HEADS, DIM, PAGE, K_WIDTH, V_WIDTH, STRIDES,
     )
 
-- k_pages, v_pages: bf16 K after RoPE and V.
+- k_pages, v_pages: bf16 K (after RoPE) and V.
 - k_at, v_at: int64 `[TOKENS]`, offset of each token in them, of KV head 0.
 - k_stride, v_stride: strides of KV heads.
 - page: int64 `[TOKENS]`, stored page of each token; slot: int32 `[TOKENS]`, its slot in the page.

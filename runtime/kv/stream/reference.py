@@ -83,7 +83,7 @@ def dequantize_qjl(stored: Tensor, norms: Tensor, bits: int) -> Tensor:
 
 
 class StreamFormat(QuantizedFormat):
-    """K after RoPE and V as Lloyd-Max codes with a norm; all layers are alike.
+    """K (after RoPE) and V as Lloyd-Max codes with a norm; all layers are alike.
 
     `stream8` and `stream4` have Triton kernels, `stream4-qjl` has none.
     """

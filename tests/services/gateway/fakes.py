@@ -162,18 +162,18 @@ class FakeRouter:
     """HTTP server that places requests on ``workers`` in order, and records the calls.
 
     Attributes:
-        refusals: status and error code of the next answers to place calls.
-        drops: number of place calls after which the connection is closed without an answer.
-        hold: if True, place calls block until their client disconnects.
+        refusals: status and error code of the next answers to placement requests.
+        drops: number of placement requests after which the connection is closed without an answer.
+        hold: if True, placement requests block until their client disconnects.
         hung: if True, all other calls block as well, as those of a stopped process.
         not_ready: reason why the model is not ready, if it is not.
         model_info: the model as the workers registered it, for readiness and placements.
-        abandoned: number of clients that disconnected from a blocked place call.
+        abandoned: number of clients that disconnected from a blocked placement request.
         probes: number of health checks.
         listings: number of calls that list the workers.
-        waiting: number of place calls that a list of workers reports as waiting.
+        waiting: number of placement requests that a list of workers reports as waiting.
         views: the workers that are listed.
-        headers: headers of each place call, by name in lower case.
+        headers: headers of each placement request, by name in lower case.
         peers: address and port of every client connection that was used.
     """
 

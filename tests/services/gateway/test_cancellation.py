@@ -45,7 +45,7 @@ async def test_disconnect_cancels_the_stream_and_releases_the_placement(
 async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> None:
     site.router.hold = True
     asking = asyncio.create_task(completion(site))
-    await until(lambda: bool(site.router.headers))  # the router has received the place call
+    await until(lambda: bool(site.router.headers))  # the router has received the placement request
     asking.cancel()
     await until(lambda: site.router.abandoned == 1)
     await until(lambda: site.metric("headrace_gateway_requests_running") == 0)
@@ -179,7 +179,7 @@ async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
 async def test_requests_without_a_worker_fail_at_the_end_of_the_drain(site: Site) -> None:
     site.router.hold = True
     waiting = asyncio.create_task(completion(site))
-    await until(lambda: bool(site.router.headers))  # the router has received the place call
+    await until(lambda: bool(site.router.headers))  # the router has received the placement request
     await site.gateway.drain(0.05)
     answer = await waiting
     assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)

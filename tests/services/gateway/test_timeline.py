@@ -96,7 +96,7 @@ async def test_running_request_shows_its_stage_so_far(site: Site) -> None:
 async def test_waiting_request_is_in_the_route_stage(site: Site) -> None:
     site.router.hold = True
     call = asyncio.create_task(site.http.post("/v1/chat/completions", json=CHAT))
-    await until(lambda: bool(site.router.headers))  # the router has received the place call
+    await until(lambda: bool(site.router.headers))  # the router has received the placement request
     request = described(site)
     assert (request["status"], request["decode"], request["first_token_s"]) == (
         "running",

@@ -1,4 +1,4 @@
-"""Queueing of place calls: order, limits, wake-ups, and no starvation."""
+"""Queueing of placement requests: order, limits, wake-ups, and no starvation."""
 
 from random import Random
 from typing import Any

@@ -39,7 +39,7 @@ async def serving(**settings: object) -> AsyncIterator[tuple[httpx.AsyncClient, 
 
 
 async def queue_calls(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx.Response]]:
-    """Register a full worker and send place calls, until all of them are queued."""
+    """Register a full worker and send placement requests, until all of them are queued."""
     full = beat("c0", pages_free=0)
     for path, body in (("register", registration("c0", Role.COLOCATED)), ("heartbeat", full)):
         await http.post(f"/v1/{path}", content=body.model_dump_json())
