@@ -262,8 +262,7 @@ def kv_statistics(
 def compress(
     out: Annotated[Path, typer.Option(help="folder to write the checkpoint to; must not exist")],
     keep: Annotated[
-        float,
-        typer.Option(min=0.05, max=0.999, help="fraction of the linear layers' parameters to keep"),
+        float, typer.Option(min=0.05, max=0.999, help="fraction of linear-layer parameters to keep")
     ],
     model: Model = "smollm2-135m",
     method: Annotated[

@@ -181,7 +181,6 @@ class StoredPageKernels:
             "BLOCK": (fragments or source).tile, "SEQUENCES": triton.next_power_of_2(sequences),
             "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
-        strides = page_strides(planes[_EXACT:])
         of_parts = {
             "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
             "MIN_COST": self._costs.least, "SPLITS": splits,
@@ -194,12 +193,12 @@ class StoredPageKernels:
         if fragments is not None:
             windowed_fragments_kernel[grid](
                 *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
-                STRIDES=strides, num_warps=1, maxnreg=fragments.registers,
+                STRIDES=page_strides(planes[_EXACT:]), num_warps=1, maxnreg=fragments.registers,
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](
                 *arguments, self._costs.prefix, **constants, **of_parts, ATTEND=source.attend,
-                STRIDES=strides, EXACT_BLOCK=source.exact_tile,
+                STRIDES=page_strides(planes[_EXACT:]), EXACT_BLOCK=source.exact_tile,
                 ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
