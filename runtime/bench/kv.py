@@ -24,7 +24,7 @@ from runtime.bench.kv_formats import FORMATS, RANKS, measured_format
 from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, first_recent
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
 
@@ -140,10 +140,7 @@ class KVBench:
         return 4 * self._config.num_kv_heads * self._config.head_dim  # of a token
 
     def _stored(self, planes: Sequence[Plane]) -> tuple[Tensor, ...]:
-        stored = tuple(replace(plane, stored=True) for plane in planes)
-        layout = CacheLayout(PAGE, self._config.num_kv_heads, (stored,))
-        cache = PagedCache(layout, num_pages=0, num_stored=self._pages, device=self._device)
-        return cache.layer(0)
+        return PagedCache.of_stored(planes, self._pages, self._device).layer(0)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device).normal_()

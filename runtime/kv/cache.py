@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -15,7 +15,69 @@ from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
 
 _ALIGNMENT = 16
-"""Alignment of the planes in a page of a block, in bytes."""
+"""Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One tensor of a cache, `[page, kv_heads, page_size, dim]`: a plane of a layer, or a block.
+
+    A *block* contains several planes. A page of it has that page of each plane, one after the
+    other. Its ``dim`` only follows from the number of bytes.
+
+    Attributes:
+        layer: index of the layer.
+        planes: the planes that it contains.
+    """
+
+    layer: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def is_block(self) -> bool:
+        return len(self.planes) > 1
+
+    @property
+    def name(self) -> str:
+        """Name of the plane."""
+        return "block" if self.is_block else self.planes[0].name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.is_block else self.planes[0].dtype
+
+    @property
+    def dim(self) -> int:
+        """Elements per KV head and token."""
+        if self.is_block:
+            return sum(plane.shape[-1] * plane.dtype.itemsize for plane in self.planes)
+        return self.planes[0].shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of one page."""
+        kv_heads, page_size, _ = self.planes[0].shape
+        return kv_heads, page_size, self.dim
+
+    @property
+    def encodable(self) -> bool:
+        """See `Plane`."""
+        return self.planes[0].encodable
+
+    @property
+    def stored(self) -> bool:
+        """See `Plane`."""
+        return self.planes[0].stored
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """Return the planes as views of the tensor."""
+        if not self.is_block:
+            return [tensor]
+        parts = torch.split(tensor.flatten(1), list(map(_page_bytes, self.planes)), dim=1)
+        return [
+            part.view(plane.dtype).view(len(part), *plane.shape)
+            for part, plane in zip(parts, self.planes, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -31,7 +93,7 @@ class PlaneGroup:
         encodable, stored: see `Plane`.
         members: for each layer, its tensors in this group, as (name, index in
             `PagedCache.tensors`).
-        is_block: whether the tensors are blocks of several planes; see `CacheLayout.tensors`.
+        is_block: whether the tensors are blocks of several planes; see `CacheTensor`.
     """
 
     dtype: torch.dtype
@@ -40,7 +102,7 @@ class PlaneGroup:
     encodable: bool
     stored: bool
     members: tuple[tuple[tuple[str, int], ...], ...]
-    is_block: bool = False
+    is_block: bool
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -61,7 +123,7 @@ class CacheLayout:
     Attributes:
         page_size: token slots of a page.
         kv_heads: KV heads of every plane.
-        layers: planes of each layer, in the order in which they are stored and sent.
+        layers: planes of each layer, in the order of `KVFormat.planes`.
 
     Raises:
         KVFormatError: names repeat within a layer, or a shape is not ``(kv_heads, page_size,
@@ -101,39 +163,31 @@ class CacheLayout:
         return tuple((layer, plane) for layer, planes in enumerate(self.layers) for plane in planes)
 
     @cached_property
-    def blocks(self) -> tuple[tuple[Plane, ...], ...]:
-        """For each layer, the planes that share one tensor; see `tensors`."""
-        return tuple(map(self._block, self.layers))
-
-    @cached_property
-    def tensors(self) -> tuple[tuple[int, Plane], ...]:
-        """All tensors as (layer index, plane), in the order of `PagedCache.tensors`.
+    def tensors(self) -> tuple[CacheTensor, ...]:
+        """All tensors, in the order of `PagedCache.tensors`.
 
         Stored planes that are not encodable differ in dtype and width, but are always sent
-        together. All those of a layer are therefore parts of one tensor, a *block*, so that one
-        segment can contain them. A page of a block has that page of each plane, one after the
-        other; its shape as a plane only says how long it is. Every other plane is a tensor of its
-        own.
+        together. Those of a layer are a block, so that one segment can contain them, unless their
+        pages are not aligned. Every other plane is a tensor of its own.
         """
         found = []
-        for layer, (planes, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            found += [(layer, plane) for plane in planes if plane not in block]
+        for layer, planes in enumerate(self.layers):
+            block = tuple(plane for plane in planes if plane.stored and not plane.encodable)
+            if len(block) < 2 or any(_page_bytes(plane) % _ALIGNMENT for plane in block):
+                block = ()
+            found += [CacheTensor(layer, (plane,)) for plane in planes if plane not in block]
             if block:
-                width = sum(plane.shape[-1] * plane.dtype.itemsize for plane in block)
-                shape = self.kv_heads, self.page_size, width
-                whole = Plane("block", torch.uint8, shape, encodable=False, stored=True)
-                found.append((layer, whole))
+                found.append(CacheTensor(layer, block))
         return tuple(found)
 
     @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
         """The groups of tensors, in the order of their first tensors."""
         found: dict[tuple[torch.dtype, int, bool, bool, bool], list[list[tuple[str, int]]]] = {}
-        for index, (layer, plane) in enumerate(self.tensors):
-            is_block = plane not in self.layers[layer]
-            key = plane.dtype, plane.shape[-1], plane.encodable, plane.stored, is_block
+        for index, tensor in enumerate(self.tensors):
+            key = tensor.dtype, tensor.dim, tensor.encodable, tensor.stored, tensor.is_block
             members = found.setdefault(key, [[] for _ in self.layers])
-            members[layer].append((plane.name, index))
+            members[tensor.layer].append((tensor.name, index))
         return tuple(
             PlaneGroup(
                 *(dtype, self.kv_heads, dim, encodable, stored, tuple(map(tuple, members))),
@@ -160,12 +214,6 @@ class CacheLayout:
         """Whether the format has stored pages."""
         return any(plane.stored for _, plane in self.planes)
 
-    def _block(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:
-        """Return the planes of a layer that share one tensor: none or several."""
-        found = tuple(plane for plane in planes if plane.stored and not plane.encodable)
-        aligned = all(_page_bytes(plane) % _ALIGNMENT == 0 for plane in found)
-        return found if aligned and len(found) > 1 else ()
-
     def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(
             self.kv_heads * plane.shape[-1] * plane.dtype.itemsize
@@ -185,8 +233,8 @@ class PagedCache:
         layout: layout of the planes.
         page_size: token slots of a page.
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
-        planes: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.planes``: one of
-            ``tensors``, or a part of one whose pages are contiguous.
+        planes: one view ``[page, kv_head, slot, dim]`` of them for each of ``layout.planes``. Each
+            page is contiguous.
     """
 
     def __init__(
@@ -201,18 +249,26 @@ class PagedCache:
         self.page_size = layout.page_size
         counts = {False: num_pages, True: num_stored}
         self.tensors: list[Tensor] = [
-            torch.zeros(counts[plane.stored], *plane.shape, dtype=plane.dtype, device=device)
-            for _, plane in layout.tensors
+            torch.zeros(counts[each.stored], *each.shape, dtype=each.dtype, device=device)
+            for each in layout.tensors
         ]
-        made = iter(self.tensors)
-        self._layers: list[tuple[Tensor, ...]] = []
-        for planes, block in zip(layout.layers, layout.blocks, strict=True):
-            found = {plane.name: next(made) for plane in planes if plane not in block}
-            if block:
-                names = [plane.name for plane in block]
-                found |= zip(names, divided(next(made), block), strict=True)
-            self._layers.append(tuple(found[plane.name] for plane in planes))
-        self.planes: list[Tensor] = [plane for planes in self._layers for plane in planes]
+        views: dict[tuple[int, str], Tensor] = {}
+        for each, tensor in zip(layout.tensors, self.tensors, strict=True):
+            names = [(each.layer, plane.name) for plane in each.planes]
+            views |= zip(names, each.views(tensor), strict=True)
+        self.planes = [views[layer, plane.name] for layer, plane in layout.planes]
+        planes = iter(self.planes)
+        self._layers = [tuple(next(planes) for _ in each) for each in layout.layers]
+
+    @classmethod
+    def of_stored(
+        cls, planes: Sequence[Plane], num_stored: int, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Return a cache of one layer that has only the stored planes of a compressed format."""
+        layer = tuple(replace(plane, stored=True) for plane in planes)
+        kv_heads, page_size, _ = layer[0].shape
+        layout = CacheLayout(page_size, kv_heads, (layer,))
+        return cls(layout, num_pages=0, num_stored=num_stored, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return the planes of one layer."""
@@ -229,18 +285,6 @@ class PagedCache:
                 tensor[written] = tensor[read]
 
 
-def divided(block: Tensor, planes: Sequence[Plane]) -> list[Tensor]:
-    """Return the planes in a block, as views.
-
-    Args:
-        block: contiguous uint8, `[page, ...]`.
-    """
-    parts = torch.split(block.flatten(1), list(map(_page_bytes, planes)), dim=1)
-    return [
-        part.view(plane.dtype).view(len(part), *plane.shape)
-        for part, plane in zip(parts, planes, strict=True)
-    ]
-
-
 def _page_bytes(plane: Plane) -> int:
+    """Return the bytes of a page of a plane."""
     return math.prod(plane.shape) * plane.dtype.itemsize

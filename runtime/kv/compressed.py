@@ -49,7 +49,8 @@ class CompressedLayer(Protocol):
         Args:
             keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
             first_positions: int64 `[p]`, position of the first token of each page.
-            planes: the layer's planes, in the order of `CompressedFormat.planes`.
+            planes: the layer's planes, in the order of `CompressedFormat.planes`. Each page is
+                contiguous, a plane need not be.
             targets: int64 `[p]`, stored pages to write, without repetition.
         """
         ...
@@ -86,7 +87,7 @@ class CompressedFormat(Protocol):
     artifact_hash: str
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        """Return the stored planes of one layer, in the order in which they are stored and sent."""
+        """Return the stored planes of one layer."""
         ...
 
     def layer(self, index: int) -> CompressedLayer:

@@ -12,7 +12,9 @@ from runtime.config import ModelConfig
 
 @dataclass(frozen=True)
 class Plane:
-    """One tensor of one layer over all pages: ``[page, *shape]`` of ``dtype``.
+    """Elements of one layer over all pages: a tensor ``[page, *shape]`` of ``dtype``.
+
+    Each page is contiguous. Consecutive pages of a stored plane may have other data between them.
 
     Attributes:
         name: name, unique within the layer. The codec has one codebook per layer and name.
@@ -86,7 +88,7 @@ class KVFormat(Protocol):
         ...
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        """Return the planes of one layer, in the order in which they are stored and sent."""
+        """Return the planes of one layer, in the order in which layers get their tensors."""
         ...
 
     def layer(self, index: int) -> LayerKV:

@@ -255,6 +255,8 @@ def page_strides(planes: tuple[Tensor, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: a page of a plane is not contiguous.
     """
-    if not all(plane[:1].is_contiguous() for plane in planes):
-        raise ValueError("each page of a plane must be contiguous")
+    for plane in planes:
+        _, _, slots, dim = plane.shape
+        if plane.stride()[1:] != (slots * dim, dim, 1):
+            raise ValueError("each page of a plane must be contiguous")
     return tuple(plane.stride(0) for plane in planes)

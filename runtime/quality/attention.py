@@ -16,6 +16,7 @@ from runtime.attention.base import Batch
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
+from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import SINK_PAGES, CompressedFormat, first_recent
 from runtime.kv.format import Plane
 
@@ -156,7 +157,10 @@ def round_trip(
         KVFormatError: `decode` returns tensors of a wrong shape, or values that are not finite.
     """
     layer, count, size = compressed.layer(index), len(keys), keys.shape[2]
-    planes = tuple(_poisoned(plane, count, keys.device) for plane in compressed.planes(index, size))
+    cache = PagedCache.of_stored(compressed.planes(index, size), count, keys.device)
+    for tensor in cache.tensors:
+        tensor.view(torch.uint8).fill_(_POISON)
+    planes = cache.layer(0)
     # Reversed, because a format must not assume that page ids follow the order of tokens.
     ids = torch.arange(count, device=keys.device).flip(0)
     layer.encode(keys, values, first_positions, planes, ids)
@@ -242,9 +246,3 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tenso
 def _by_token(pages: Tensor) -> Tensor:
     """Return `[p, kv_heads, slot, dim]` as fp32 `[kv_heads, p * slot, dim]`, in new memory."""
     return pages.transpose(0, 1).flatten(1, 2).to(torch.float32, copy=True)
-
-
-def _poisoned(plane: Plane, pages: int, device: torch.device) -> Tensor:
-    size = math.prod(plane.shape) * plane.dtype.itemsize
-    filled = torch.full((pages, size), _POISON, dtype=torch.uint8, device=device)
-    return filled.view(plane.dtype).view(pages, *plane.shape)

@@ -105,6 +105,7 @@ class Compatibility(_Message):
     kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
+    frame_version: Annotated[int, Field(ge=0, le=1 << 16)]
     codec: Label  # "raw", or "splitzip" if the worker supports both
     codebook_id: Label
     kernel_plan_hash: Label

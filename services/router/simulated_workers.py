@@ -208,6 +208,7 @@ def registration(name: str, role: Role) -> Registration:
             kv_format_version=1,
             page_size=PAGE_SIZE,
             codec_version=1,
+            frame_version=1,
             codec="raw",
             codebook_id="",
             kernel_plan_hash="",

@@ -76,9 +76,9 @@ class SegmentCodecs:
     def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
         """Return the largest frame of a segment with all KV heads of the cache, in bytes."""
         dim, _ = self._shapes[group]
-        planes = layers * max(map(len, self.layout.groups[group].members))
+        tensors = layers * max(map(len, self.layout.groups[group].members))
         kv_heads, page_size = self.layout.kv_heads, self.layout.page_size
-        shape = (planes, kv_heads, dim, tokens, page_size)
+        shape = (tensors, kv_heads, dim, tokens, page_size)
         return HEADER_BYTES + codec.max_segment_bytes(*shape, self._elements[group])
 
     @property
@@ -90,8 +90,8 @@ class SegmentCodecs:
     def raw_bytes(self, extent: Extent) -> int:
         """Return the bytes of a segment's KV as it is stored in the pages."""
         group = self.layout.groups[extent.plane_group]
-        planes = group.count(extent.first_layer, extent.num_layers)
-        return planes * extent.num_kv_heads * extent.num_tokens * group.dim * group.dtype.itemsize
+        tensors = group.count(extent.first_layer, extent.num_layers)
+        return tensors * extent.num_kv_heads * extent.num_tokens * group.dim * group.dtype.itemsize
 
     def escapes(self, extent: Extent, found: int) -> Escapes:
         """Return the measured and the expected escapes of a segment.

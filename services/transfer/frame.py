@@ -40,6 +40,7 @@ from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, S
 
 HEADER_BYTES = 96
 VERSION = 4
+"""Version of the frame and of the numbering of plane groups; equal on workers that exchange KV."""
 _MAGIC = b"HRKV"
 _LAYOUT = struct.Struct("<4sHHII16s16s10IQ")
 _CRC = slice(8, 12)

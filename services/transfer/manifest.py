@@ -175,7 +175,7 @@ class Coverage:
         self._tokens, self._page_size, self._ranks = num_tokens, layout.page_size, ranks
         pages = -(-num_tokens // layout.page_size)
         self._groups = layout.groups
-        self._present = [[bool(planes) for planes in group.members] for group in layout.groups]
+        self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
         self._sent = [sent_pages(layout, group, num_tokens) for group in layout.groups]
         shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
         self._arrived = np.zeros(shape, dtype=np.bool_)
@@ -197,8 +197,9 @@ class Coverage:
             Indices of the segment's pages within the sequence.
 
         Raises:
-            ForeignSegment: the extent is outside the sequence, is not on page boundaries, or
-                overlaps an earlier segment. No cell is claimed then.
+            ForeignSegment: the extent is outside the sequence or the cache, is not on page
+                boundaries, has only some KV heads of a block, or overlaps an earlier segment. No
+                cell is claimed then.
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)

@@ -24,6 +24,7 @@ from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.common.tokenizer_identity import tokenizer_hash
+from services.transfer import frame
 from services.transfer.codecs import Books, SegmentCodecs, group_tensors
 from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
@@ -133,6 +134,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_format_version=model.kv_format.version,
             page_size=PAGE_SIZE,
             codec_version=codec.WIRE_VERSION,
+            frame_version=frame.VERSION,
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=model.kernel_plan_hash,

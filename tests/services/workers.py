@@ -22,6 +22,7 @@ from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
+from services.transfer import frame
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.fetch import Fetch
@@ -60,6 +61,7 @@ def load(*, codebooks: bool = False, kv_format: str = "dense", kv_eviction: floa
         kv_format_version=1,
         page_size=PAGE_SIZE,
         codec_version=codec.WIRE_VERSION,
+        frame_version=frame.VERSION,
         codec="splitzip" if codebooks else "raw",
         codebook_id="normal" if codebooks else "",
         kernel_plan_hash="tiny",

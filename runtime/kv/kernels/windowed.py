@@ -22,7 +22,7 @@ A format contributes two functions. The first one attends over stored tiles of o
   which is contiguous, and then other inputs of the format.
 - table: pointer to the page id of the first stored page of the sequence.
 - K_WIDTH, V_WIDTH: widths of the first two planes.
-- STRIDES: for each plane, elements from a page to the next one.
+- STRIDES: for each stored plane, elements from a page to the next one.
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. ``acc`` is
 a sum of V as stored, `[STORED_ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import CompressedFormat
 from tests.runtime.tiny import CONFIG
 
@@ -46,9 +46,7 @@ def stored_planes(
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
     """Return the stored planes of a layer of a cache, with every byte equal to ``fill``."""
-    planes = tuple(replace(plane, stored=True) for plane in kv_format.planes(layer, PAGE))
-    layout = CacheLayout(PAGE, planes[0].shape[0], (planes,))
-    cache = PagedCache(layout, num_pages=0, num_stored=pages, device=device)
+    cache = PagedCache.of_stored(kv_format.planes(layer, PAGE), pages, device)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(fill)
     return cache.layer(0)

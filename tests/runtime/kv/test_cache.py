@@ -122,5 +122,5 @@ def test_stored_planes_of_bytes_are_parts_of_a_block() -> None:
 def test_other_planes_are_tensors_of_their_own(page_size: int, planes: tuple[Plane, ...]) -> None:
     own = tuple(replace(p, shape=(HEADS, page_size, p.shape[2])) for p in planes)
     layout = CacheLayout(page_size, HEADS, (own,))
-    assert [p for _, p in layout.tensors] == list(own)
+    assert [tensor.planes for tensor in layout.tensors] == [(p,) for p in own]
     assert not any(group.is_block for group in layout.groups)

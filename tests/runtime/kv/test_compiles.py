@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from runtime.bench.shapes import SHAPES
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import PagedCache
 from runtime.kv.gpu import page_strides
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
@@ -38,8 +38,8 @@ dtypes = {
     torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5", torch.int32: "*i32", torch.float32: "*fp32",
 }
-stored = tuple(replace(plane, stored=True) for plane in kv_format.planes(0, 16))
-cache = PagedCache(CacheLayout(16, 8, (stored,)), num_pages=1, num_stored=2)
+stored = kv_format.planes(0, 16)
+strides = page_strides(PagedCache.of_stored(stored, 2).layer(0))
 inputs = (*stored, *inputs)
 planes = tuple("i32" if isinstance(x, int) else dtypes[x.dtype] for x in inputs)
 types = dict.fromkeys(("q", "k_pages", "v_pages", "keys", "values", "out"), "*bf16")
@@ -53,7 +53,7 @@ constants = dict(
     PAGES=max(1, source.encode.tokens // 16), KV_HEADS=8, PROGRAMS=528,
     SUMS=64 if source.latents else 128, GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128,
     WIDTH=128,
-    K_WIDTH=stored[0].shape[2], V_WIDTH=stored[1].shape[2], STRIDES=page_strides(cache.layer(0)),
+    K_WIDTH=stored[0].shape[2], V_WIDTH=stored[1].shape[2], STRIDES=strides,
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
     SEQUENCES=16, MIN_TILES=2, PARTS=16, MIN_COST=16, SPLITS=0,
 ) | ({} if costs else {"costs": None})

@@ -5,16 +5,18 @@ Its results are compared with the reference by the GPU tests in `test_kernels`.
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from runtime.config import ModelConfig
 from runtime.kv import kernel_source
+from runtime.kv.gpu import page_strides
 from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
-from tests.runtime.kv.compressed_data import LLAMA_3_8B
+from tests.runtime.kv.compressed_data import LLAMA_3_8B, stored_planes
 
 _SCRIPT = """
 import importlib, sys
@@ -24,12 +26,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel as kernel
 
 name, planes = sys.argv[1], tuple(sys.argv[2].split(","))
-kv_heads, group, dim, tile, registers = map(int, sys.argv[3:])
+kv_heads, group, dim, tile, registers, *strides = map(int, sys.argv[3:])
 fragments = importlib.import_module(f"runtime.kv.{name}.fragments")
+strides = tuple(strides)
 constants = dict(
     ATTEND=fragments.attend, PARTS=fragments.PARTS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
     WIDTH=dim, PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=tile, SEQUENCES=16, MIN_TILES=2,
-    PROGRAMS=1456, STRIDES=tuple(16 * 8 * width for width in (dim, dim, 2, 2)),
+    PROGRAMS=1456, STRIDES=strides,
 )
 types = dict(planes=planes, scale="fp32", **dict.fromkeys(("q", "k_pages", "v_pages"), "*bf16"))
 types |= dict.fromkeys(("page_table", "stored_table", "lengths"), "*i32")
@@ -63,10 +66,13 @@ def _fragments(name: str, config: ModelConfig) -> FragmentSource:
 )
 def test_kernel_compiles(name: str, planes: str, shape: tuple[int, int, int]) -> None:
     """``shape``: KV heads, query heads of each, head dimension."""
-    fragments = _fragments(name, LLAMA_3_8B)
-    assert shape[2] in fragments.dims
+    kv_heads, _, dim = shape
+    config = replace(LLAMA_3_8B, num_kv_heads=kv_heads, head_dim=dim)
+    fragments = _fragments(name, config)
+    assert dim in fragments.dims
     module = name.partition("-")[0]
-    numbers = (*shape, fragments.tile, fragments.registers)
+    strides = page_strides(stored_planes(COMPRESSED[name](config), 2))
+    numbers = (*shape, fragments.tile, fragments.registers, *strides)
     command = [sys.executable, "-c", _SCRIPT, module, planes, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -104,10 +104,13 @@ def test_encoding_no_pages_changes_nothing() -> None:
 
 def test_layers_with_other_alignment_are_encoded() -> None:
     first, (kernels, planes), *_ = layers_of("int4")
-    moved = torch.zeros(planes[-1].numel() + 1, dtype=planes[-1].dtype, device=DEVICE)
-    moved_planes = (*planes[:-1], moved[1:].view_as(planes[-1]))
+    *others, last = planes
+    moved = torch.zeros(len(last) * last.stride(0) + 1, dtype=last.dtype, device=DEVICE)
+    own = moved.as_strided(last.shape, last.stride(), 1)
     ids = torch.tensor([0, 3], device=DEVICE)
-    LayersEncoder([first, (kernels, moved_planes)]).encode(ids, ids, 16 * ids)
+    encoder = LayersEncoder([first, (kernels, (*others, own))])
+    assert len(encoder._launches) == 2
+    encoder.encode(ids, ids, 16 * ids)
     expected = tuple(torch.zeros_like(plane) for plane in planes[2:])
     kernels.encode(planes[0], planes[1], expected, ids, ids, 16 * ids)
-    assert torch.equal(moved_planes[-1][ids], expected[-1][ids])
+    assert torch.equal(own[ids], expected[-1][ids])

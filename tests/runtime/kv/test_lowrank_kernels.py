@@ -208,7 +208,7 @@ def test_pages_that_leave_the_window_have_the_bits_of_prompts(create: Create) ->
     sequences = made.sequences(config, lengths)
     k, v = (gaussian(config, len(sequences.planes[0]), seed).to(DEVICE) for seed in (1, 2))
     stored = sequences.planes[2:]
-    found, expected = (tuple(plane.clone() for plane in stored) for _ in range(2))
+    found, expected = (on_device(stored) for _ in range(2))
     made.kernels.encode_leaving((k, v, *found), sequences.batch)
     left = []
     for number, length in enumerate(lengths):

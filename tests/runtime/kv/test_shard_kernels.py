@@ -242,7 +242,7 @@ def test_pages_that_leave_the_window_have_the_bits_of_bulk_encoding() -> None:
         for plane in sequences.planes[:2]
     )
     stored = sequences.planes[2:]
-    found, expected = (tuple(plane.clone() for plane in stored) for _ in range(2))
+    found, expected = (on_device(stored) for _ in range(2))
     made.kernels.encode_leaving((k, v, *found), sequences.batch)
     for number, length in enumerate(lengths):
         page = first_recent(length, PAGE) - 1

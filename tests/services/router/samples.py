@@ -21,6 +21,7 @@ COMPATIBLE = Compatibility(
     kv_format_version=1,
     page_size=16,
     codec_version=1,
+    frame_version=1,
     codec="splitzip",
     codebook_id="b0",
     kernel_plan_hash="p0",

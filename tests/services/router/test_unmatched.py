@@ -17,6 +17,7 @@ OTHER: dict[str, Any] = {
     "kv_format_version": 2,
     "page_size": 32,
     "codec_version": 2,
+    "frame_version": 2,
     "codec": "raw",
     "codebook_id": "b1",
     "kernel_plan_hash": "p1",
