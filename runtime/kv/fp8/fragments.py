@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from runtime.kv.kernels.fragments import (
     PAGE,
     as_operand,
+    fp16_words,
     high_half,
     lane_numbers,
     largest_of_rows,
@@ -18,9 +19,8 @@ from runtime.kv.kernels.fragments import (
     multiply,
     no_sum,
     no_tokens,
-    of_other_lane,
-    packed,
     pages_of_tile,
+    power_of_two,
     scaled,
     softmax,
     token_of_value,
@@ -35,12 +35,6 @@ _E4M3 = gl.constexpr(
 )
 _E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404;\nprmt.b32 $1, $2, 0, 0x3424;")
 _INTERLEAVE = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140;\nprmt.b32 $1, $2, $3, 0x7362;")
-
-
-@gluon.jit
-def power_of_two(biased):
-    """Return ``2 ** (biased - 127)``. 0 gives 0, and 255 infinity."""
-    return (biased << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -61,26 +55,13 @@ def interleaved(x, y):
 
 
 @gluon.jit
-def largest_magnitude(x):
-    """Return the largest magnitude of a tuple of numbers in all lanes."""
-    most = gl.maximum(x[0], -x[0])
-    for i in gl.static_range(1, len(x)):
-        most = gl.maximum(most, gl.maximum(x[i], -x[i]))
-    most = gl.maximum(most, of_other_lane(most, 1))
-    return largest_of_rows(gl.maximum(most, of_other_lane(most, 2)))
-
-
-@gluon.jit
 def fp16_queries(q, t, DIM: gl.constexpr):
-    """Scale queries by a power of two so that the largest is below 2**15, for fp16.
+    """Return B for queries in fp16, and a factor; see `fp16_words`.
 
     Lane ``4 g + t`` has dimensions ``64 c + 16 t + i`` of head g.
 
     Args:
         q: pointer of each lane to its query head.
-
-    Returns:
-        Words of B, and the factor that undoes the scale.
     """
     x = ()
     for c in gl.static_range(DIM // 64):
@@ -88,12 +69,7 @@ def fp16_queries(q, t, DIM: gl.constexpr):
             words = load16(q + 64 * c + 16 * t + 8 * part)
             for i in gl.static_range(4):
                 x = x + (low_half(words[i]), high_half(words[i]))
-    exponent = gl.maximum(largest_magnitude(x).to(gl.int32, bitcast=True) >> 23, 15)
-    up = power_of_two(268 - exponent)
-    made = ()
-    for i in gl.static_range(0, DIM // 4, 2):
-        made = made + (packed(x[i] * up, x[i + 1] * up, True),)
-    return made, power_of_two(exponent - 14)
+    return fp16_words(x)
 
 
 @gluon.jit

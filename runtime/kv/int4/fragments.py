@@ -2,9 +2,10 @@
 # ruff: noqa: E741, RUF005, SIM108 - `l` as in the literature; what Triton's compiler supports
 """Attention over `int4` by single warps; see `runtime.kv.kernels.fragments`.
 
-A code c has the value ``c - 7.5``. Fragments of K hold ``c + 128``, which is exact in bf16, and the
-products of queries and -135.5 are added. Fragments of V hold ``c - 8``, since sums over many tokens
-must not lose digits; the sums of weights times 0.5 are added.
+A code c has the value ``c - 7.5``. Fragments of K are fp16: ``1024 + c`` for low nibbles and ``1024
++ 16 c`` for high ones, which takes the fewest instructions. The products of queries and -1031.5 or
+-1144 are added. Fragments of V are bf16 and hold ``c - 8``, since sums over many tokens must not
+lose digits; the sums of weights times 0.5 are added.
 """
 
 from triton.experimental import gluon
@@ -13,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from runtime.kv.kernels.fragments import (
     PAGE,
     as_operand,
+    fp16_words,
     high_half,
     lane_numbers,
     load4,
@@ -23,7 +25,6 @@ from runtime.kv.kernels.fragments import (
     no_sum,
     no_tokens,
     of_other_lane,
-    packed,
     pages_of_tile,
     scaled,
     softmax,
@@ -39,13 +40,13 @@ _MASK = "lop3.b32 {}, c, 0x000f000f, 0x43004300, 0xea;\n"
 """PTX: nibbles in bits 0 to 3 of both halves of ``c`` become bf16 128 + c."""
 _MASK_BIASED = _MASK.format("d") + "sub.rn.bf16x2 {}, d, bias;\n"
 _UNPACK_KEYS = gl.constexpr(
-    "{\n.reg .b32 c;\n"
-    + "".join(
-        f"shr.u32 c, $4, {shift};\n" + _MASK.format(f"${n}")
-        for n, shift in enumerate((0, 8, 4, 12))
-    )
-    + "}"
+    "{\n.reg .b32 c;\nshr.u32 c, $4, 8;\n"
+    "lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;\n"
+    "lop3.b32 $1, c, 0x000f000f, 0x64006400, 0xea;\n"
+    "lop3.b32 $2, $4, 0x00f000f0, 0x64006400, 0xea;\n"
+    "lop3.b32 $3, c, 0x00f000f0, 0x64006400, 0xea;\n}"
 )
+"""PTX: nibbles become fp16 1024 + c or, without a shift, 1024 + 16 c."""
 _UNPACK_VALUES = gl.constexpr(
     "{\n.reg .b32 c, d, bias;\nmov.b32 bias, 0x43084308;\n"
     + "".join(
@@ -112,15 +113,13 @@ def butterflies_of_lanes(x, lane, MASK: gl.constexpr):
 
 @gluon.jit
 def transformed_queries(q, DIM: gl.constexpr):
-    """Return B for the Hadamard transform of queries, rounded to bf16.
+    """Return B for the Hadamard transform of queries in fp16, and a factor; see `fp16_words`.
 
-    Lane ``4 g + t`` has dimensions ``DIM / 8 t + i`` of both halves of head g.
+    Lane ``4 g + t`` has dimensions ``DIM / 8 t + i`` of both halves of head g. The words are those
+    of the low half, in the order of `unpack_keys`, then those of the high half.
 
     Args:
         q: pointer of each lane to its query head.
-
-    Returns:
-        Words for the low half, in the order of `unpack_keys`, then those for the high half.
     """
     lane, _, t = lane_numbers()
     x = ()
@@ -135,25 +134,26 @@ def transformed_queries(q, DIM: gl.constexpr):
     x = butterflies_of_lanes(butterflies_of_lanes(x, lane, 1), lane, 2)
     x = butterflies(x, DIM // 8)
     NORM: gl.constexpr = DIM**-0.5
-    words = ()
+    y = ()
     for i in gl.static_range(0, DIM // 4, 4):
         for first in gl.static_range(2):
-            words = words + (packed(x[i + first] * NORM, x[i + first + 2] * NORM, False),)
-    return words
+            y = y + (x[i + first] * NORM, x[i + first + 2] * NORM)
+    return fp16_words(y)
 
 
 @gluon.jit
 def bias_products(queries, lane):
-    """Return -135.5 times the sum of both halves of each query, as two fragments of C."""
+    """Return -1031.5 and -1144 times the sums of the halves of each query, two fragments of C."""
     low, high = no_sum(lane), no_sum(lane)
     COUNT: gl.constexpr = len(queries) // 2
     for part in gl.static_range(2):
-        bias = lane * 0 - (0x3CFF3D00 if part else 0x3F0F3F10)  # -128 or -7.5, twice
+        of_low = lane * 0 - (0x387F3880 if part else 0x1BFF1C00)  # -7.5 or -1024, twice
+        of_high = lane * 0 - (0x287F2880 if part else 0x1BFF1C00)  # -120 or -1024, twice
         for j in gl.static_range(0, COUNT, 2):
             b0, b1 = queries[j], queries[j + 1]
-            low = multiply(bias, bias, bias, bias, b0, b1, low, False)
+            low = multiply(of_low, of_low, of_low, of_low, b0, b1, low, True)
             b0, b1 = queries[COUNT + j], queries[COUNT + j + 1]
-            high = multiply(bias, bias, bias, bias, b0, b1, high, False)
+            high = multiply(of_high, of_high, of_high, of_high, b0, b1, high, True)
     return low, high
 
 
@@ -203,14 +203,14 @@ def scores(keys, scales, queries, sums, first, count, scale, DIM: gl.constexpr):
             x = unpack_keys(keys[2 * i][j])
             y = unpack_keys(keys[2 * i + 1][j])
             b0, b1 = queries[2 * j], queries[2 * j + 1]
-            a = multiply(x[0], y[0], x[1], y[1], b0, b1, a, False)
+            a = multiply(x[0], y[0], x[1], y[1], b0, b1, a, True)
             b0, b1 = queries[HIGH + 2 * j], queries[HIGH + 2 * j + 1]
-            b = multiply(x[2], y[2], x[3], y[3], b0, b1, b, False)
+            b = multiply(x[2], y[2], x[3], y[3], b0, b1, b, True)
         inside = first + i * PAGE < count
         of_page = ()
         for r in gl.static_range(2):
             of_low = low_half(scales[2 * i + r]) * scale
-            of_high = high_half(scales[2 * i + r]) * scale
+            of_high = high_half(scales[2 * i + r]) * (scale * 0.0625)
             for head in gl.static_range(2):
                 s = a[2 * r + head] * of_low + b[2 * r + head] * of_high
                 of_page = of_page + (gl.where(inside, s, float("-inf")),)
@@ -282,7 +282,8 @@ def attend(
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""
     lane, g, t = lane_numbers()
-    queries = transformed_queries(q + gl.minimum(g, GROUP - 1) * DIM, DIM)
+    queries, factor = transformed_queries(q + gl.minimum(g, GROUP - 1) * DIM, DIM)
+    scale *= factor
     sums = bias_products(queries, lane)
     acc, m, l = no_tokens(lane, DIM // 16)
     of_low, of_high = l, l  # sums of weights times scales

@@ -2,7 +2,8 @@
 # ruff: noqa: E741, RUF005 - `l` as in the literature; what Triton's compiler supports
 """Attention over `k4v2` by single warps; see `runtime.kv.kernels.fragments`.
 
-Heads must have 128 dimensions. K is that of `int4`.
+Heads must have 128 dimensions. K is that of `int4`. Fragments of V hold ``c - 2``, and the sums of
+weights are added.
 """
 
 from triton.experimental import gluon
@@ -10,13 +11,13 @@ from triton.experimental.gluon import language as gl
 
 from runtime.kv.int4.fragments import (
     PAGES,
+    add_weights,
     bias_products,
     load_keys,
     load_scales,
     scores,
     transformed_queries,
 )
-from runtime.kv.k4v2.kernels import HIGH_BYTES, LOW_BYTES
 from runtime.kv.kernels.fragments import (
     PAGE,
     as_operand,
@@ -29,53 +30,64 @@ from runtime.kv.kernels.fragments import (
     pages_of_tile,
     scaled,
     softmax,
+    sum_of_rows,
     token_of_value,
 )
 
 PARTS = 4
 """Parts of ``acc``: one for each position of a code in its byte."""
-_UNPACK = gl.constexpr(
-    "{\n.reg .b32 s, low, high;\n"
-    + f"mov.b32 low, {LOW_BYTES:#x};\nmov.b32 high, {HIGH_BYTES:#x};\n"
-    + "".join(
-        f"shr.u32 s, $8, {2 * n};\nand.b32 s, s, 0x03030303;\n"
-        f"mad.lo.u32 s, s, 17, 0x40404040;\nprmt.b32 ${2 * n}, low, high, s;\n"
-        f"shr.u32 s, s, 16;\nprmt.b32 ${2 * n + 1}, low, high, s;\n"
-        for n in range(4)
-    )
-    + "}"
+_HALVES = gl.constexpr(
+    "prmt.b32 $0, $4, $5, 0x5410;\nprmt.b32 $1, $6, $7, 0x5410;\n"
+    "prmt.b32 $2, $4, $5, 0x7632;\nprmt.b32 $3, $6, $7, 0x7632;"
 )
-_TRANSPOSE = gl.constexpr(
-    "{\n.reg .b32 x, y, z, w;\n"
-    "prmt.b32 x, $4, $5, 0x5140;\nprmt.b32 y, $6, $7, 0x5140;\n"
-    "prmt.b32 z, $4, $5, 0x7362;\nprmt.b32 w, $6, $7, 0x7362;\n"
-    "prmt.b32 $0, x, y, 0x5410;\nprmt.b32 $1, x, y, 0x7632;\n"
-    "prmt.b32 $2, z, w, 0x5410;\nprmt.b32 $3, z, w, 0x7632;\n}"
-)
+
+
+_PLACES = (("0x3f803f80", "0xc302c302"), ("0x3e803e80", "0xc208c208"), ("0x3d803d80", "0xc120c120"))
+"""Factor and offset, bf16, that make ``c - 2`` of 128 + c, 128 + 4 c and 128 + 16 c."""
+
+
+def _unpack() -> str:
+    """Return PTX that unpacks the codes of both halves of a word to ``c - 2``.
+
+    Three codes are in bits 0 to 5 of a half, the mantissa of a bf16 number from 128 to 191.
+    """
+    lines = [".reg .b32 s, x, f0, o0, f1, o1, f2, o2;"]
+    for place, (factor, offset) in enumerate(_PLACES):
+        lines += [f"mov.b32 f{place}, {factor};", f"mov.b32 o{place}, {offset};"]
+    for code in range(8):
+        place = code % 3
+        if not place:
+            lines.append(f"shr.u32 s, $8, {2 * code};")
+        lines.append(f"lop3.b32 x, s, {0x00030003 << 2 * place:#x}, 0x43004300, 0xea;")
+        lines.append(f"fma.rn.bf16x2 ${code}, x, f{place}, o{place};")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+UNPACK_VALUES = gl.constexpr(_unpack())
 
 
 @gluon.jit
-def unpack_levels(word):
-    """Look up the levels of the codes of four tokens, one byte each; see `kernels.UNPACK`.
-
-    Returns:
-        For each position of a code in a byte, a word of A for the first and the last two tokens.
-    """
+def halves_of_tokens(words):
+    """Return words with the low halves of tokens 0 and 1, 2 and 3, and then their high halves."""
     return gl.inline_asm_elementwise(
-        _UNPACK, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [word],
-        dtype=(
-            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
-        ),
-        is_pure=True, pack=1,
+        _HALVES, "=&r,=&r,=&r,=&r,r,r,r,r", [words[0], words[1], words[2], words[3]],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def transposed_bytes(words):
-    """Return words with bytes 0, 1, 2 and 3 of four words."""
+def unpack_values(word):
+    """Unpack the eight codes in each half of a word.
+
+    Returns:
+        Eight words of A, ``c - 2`` of two tokens.
+    """
     return gl.inline_asm_elementwise(
-        _TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [words[0], words[1], words[2], words[3]],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        UNPACK_VALUES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [word],
+        dtype=(
+            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32,
+        ),
+        is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -122,19 +134,19 @@ def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr
 
 @gluon.jit
 def add_values(acc, words, b):
-    """Add the products of a page's levels of V and its weights ``b``.
+    """Add the products of a page's codes of V and its weights ``b``.
 
     Args:
         words: codes of the four tokens of A.
     """
-    of_bytes = transposed_bytes(words)
-    x0, x1 = unpack_levels(of_bytes[0]), unpack_levels(of_bytes[1])
-    x2, x3 = unpack_levels(of_bytes[2]), unpack_levels(of_bytes[3])
+    halves = halves_of_tokens(words)
+    x0, x1 = unpack_values(halves[0]), unpack_values(halves[1])
+    x2, x3 = unpack_values(halves[2]), unpack_values(halves[3])
     made = ()
-    for i in gl.static_range(0, 8, 2):
-        c = multiply(x0[i], x1[i], x0[i + 1], x1[i + 1], b[0], b[1], acc[i], False)
+    for i in gl.static_range(4):
+        c = multiply(x0[i], x0[4 + i], x1[i], x1[4 + i], b[0], b[1], acc[2 * i], False)
         made = made + (c,)
-        c = multiply(x2[i], x3[i], x2[i + 1], x3[i + 1], b[0], b[1], acc[i + 1], False)
+        c = multiply(x2[i], x2[4 + i], x3[i], x3[4 + i], b[0], b[1], acc[2 * i + 1], False)
         made = made + (c,)
     return made
 
@@ -146,18 +158,27 @@ def attend(
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""
     lane, g, t = lane_numbers()
-    queries = transformed_queries(q + gl.minimum(g, GROUP - 1) * DIM, DIM)
-    sums = bias_products(queries, lane)
+    queries, factor = transformed_queries(q + gl.minimum(g, GROUP - 1) * DIM, DIM)
+    scale *= factor
+    bias = bias_products(queries, lane)
     acc, m, l = no_tokens(lane, DIM // 16)
+    sums = l  # of weights times norms
     STEP: gl.constexpr = PAGES * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, STEP):
         keys, k_scales, norms, values = load_tile(planes, pages, kv_head * PAGE, g, t, STRIDES, DIM)
         pages = pages_of_tile(table, first + STEP, count, PAGES)
-        s = scores(keys, k_scales, queries, sums, first, count, scale, DIM)
+        s = scores(keys, k_scales, queries, bias, first, count, scale, DIM)
         weights, factors, m, l = softmax(s, m, l, PAGES)
         acc = scaled(acc, factors)
+        sums = (sums[0] * factors[0], sums[1] * factors[1])
         for i in gl.static_range(PAGES):
             one, two = norm_of(norms[2 * i], g), norm_of(norms[2 * i + 1], g)
+            sums = add_weights(sums, weights[i], one, two)
             acc = add_values(acc, values[i], as_operand(weights[i], one, two, False))
-    return acc, m, l
+    even, odd = sum_of_rows(sums[0]), sum_of_rows(sums[1])
+    found = ()
+    for n in gl.static_range(DIM // 16):
+        c = acc[n]
+        found = found + ((2 * c[0] + even, 2 * c[1] + odd, 2 * c[2] + even, 2 * c[3] + odd),)
+    return found, m, l

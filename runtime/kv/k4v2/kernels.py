@@ -7,7 +7,6 @@ import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import INTERPRETED, matmul
-from runtime.kv import lloyd_max
 from runtime.kv.int4.kernels import int4_scores, transformed_queries, write_int4
 from runtime.kv.kernels.encode import plane_rows, tiles_at
 from runtime.kv.kernels.transforms import (
@@ -27,27 +26,26 @@ from runtime.kv.kernels.transforms import (
     words_at,
 )
 from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
+from runtime.kv.two_bits import UNIFORM
 
-EDGE = tl.constexpr(lloyd_max.EDGE)
-INNER = tl.constexpr(151 / 128)
-OUTER = tl.constexpr(504 / 128)
-"""bf16 numbers whose ratio differs from the one of the two Lloyd-Max levels by 0.06 %."""
-UNIT = tl.constexpr((lloyd_max.LEVELS[2] * 128 / 151 + lloyd_max.LEVELS[3] * 128 / 504) / 2)
-"""Factor from these numbers to the levels, with errors of 0.03 %."""
+EDGE = tl.constexpr(UNIFORM.edge)
+UNIT = tl.constexpr(UNIFORM.inner)
+"""Factor from ``2 c - 3`` to the level of code c."""
 
 
 @triton.jit
 def write_values(
-    y, page, row, packed, norms, STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
+    y, page, row, packed, norms, EDGE: tl.constexpr, STRIDE: tl.constexpr,
+    NORM_STRIDE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Encode vectors; see `lloyd_max.quantize_values`.
+    """Encode vectors; see `runtime.kv.two_bits.TwoBitQuantizer`.
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
         page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
         packed: uint8 plane, `[page, row, DIM / 4]`.
         norms: bf16 plane, `[page, row]`.
+        EDGE: edge of the quantizer.
     """
     squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
@@ -75,62 +73,48 @@ def encode(
     page, row = plane_rows(page, slot, head, HEADS, PAGE)
     # V first: in the other order, Triton 3.7 takes four times as long to compile the kernel.
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_values(hadamard_tiles(values), page, row, v, v_norm, STRIDES[1], STRIDES[3], DIM)
+    values = hadamard_tiles(values)
+    write_values(values, page, row, v, v_norm, EDGE, STRIDES[1], STRIDES[3], DIM)
     keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
     write_int4(hadamard_tiles(keys), page, row, k, k_scale, STRIDES[0], STRIDES[2], DIM)
 
 
-LOW_BYTES, HIGH_BYTES = 0x7C97977C, 0x403FBFC0
-"""Low and high bytes of the bf16 numbers of the four codes."""
-
-
-def _unpack_part(number: int) -> str:
-    """Return PTX that maps the 2-bit codes of one part of a vector to bf16 numbers."""
+def _unpack_code(number: int, bit: int) -> str:
+    """Return PTX that unpacks the code from ``bit`` on of each of two 16-bit words."""
+    shift = f"shr.u32 c, $8, {bit - 1}" if bit else "shl.b32 c, $8, 1"
     return f"""
-shr.u32 s, bytes, {2 * number};
-and.b32 s, s, 0x03030303;
-mad.lo.u32 s, s, 17, 0x40404040;
-prmt.b32 ${2 * number}, low, high, s;
-shr.u32 s, s, 16;
-prmt.b32 ${2 * number + 1}, low, high, s;"""
+{shift};
+lop3.b32 c, c, 0x00060006, 0x43004300, 0xea;
+sub.rn.bf16x2 ${number}, c, bias;"""
 
 
 UNPACK = tl.constexpr(
-    "{\n.reg .b32 s, low, high, bytes;"
-    + f"\nmov.b32 low, {LOW_BYTES:#x};\nmov.b32 high, {HIGH_BYTES:#x};"
-    + "\nprmt.b32 bytes, $8, 0, 0x3120;"
-    + "".join(map(_unpack_part, range(4)))
+    "{\n.reg .b32 c, bias;\nmov.b32 bias, 0x43034303;"
+    + "".join(_unpack_code(number, number // 2 * 2 + number % 2 * 8) for number in range(8))
     + "\n}"
 )
-"""PTX that unpacks two 16-bit words by table lookup. First, even bytes are moved before odd bytes.
-`prmt` reads byte c of ``low`` and byte c of ``high`` for each code c; its selector consists of the
-digits ``c`` and ``4 + c``, which are ``17 c + 64`` in the code's byte."""
+"""PTX that unpacks two 16-bit words. A code is moved to bits 1 and 2 and joined with 0x4300, which
+gives 128 + 2 c in bf16, and 131 is subtracted."""
 
 
 @triton.jit
-def level(codes):
-    """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
-    inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
-    return tl.where(inner, INNER, OUTER) * tl.where((codes & 2) == 0, -1.0, 1.0)
-
-
-@triton.jit
-def unpack_levels(pairs):
-    """Return INNER or OUTER with the signs of the levels, bf16, from pairs of bytes, uint16.
+def unpack_values(pairs):
+    """Unpack pairs of bytes, uint16.
 
     Returns:
-        The codes of each of the four parts of vectors: of the even bytes, then of the odd bytes.
+        ``2 c - 3`` of the codes, bf16. For each of the four parts of vectors: of the even bytes,
+        then of the odd bytes.
     """
     if INTERPRETED:
-        odd = pairs >> 8
+        pairs = pairs.to(tl.int32)
         return (
-            level(pairs & 3), level(odd & 3),
-            level((pairs >> 2) & 3), level((odd >> 2) & 3),
-            level((pairs >> 4) & 3), level((odd >> 4) & 3),
-            level((pairs >> 6) & 3), level(odd >> 6),
+            2.0 * (pairs & 3) - 3.0, 2.0 * ((pairs >> 8) & 3) - 3.0,
+            2.0 * ((pairs >> 2) & 3) - 3.0, 2.0 * ((pairs >> 10) & 3) - 3.0,
+            2.0 * ((pairs >> 4) & 3) - 3.0, 2.0 * ((pairs >> 12) & 3) - 3.0,
+            2.0 * ((pairs >> 6) & 3) - 3.0, 2.0 * (pairs >> 14) - 3.0,
         )  # fmt: skip
     return tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r", [pairs],
+        UNPACK, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [pairs],
         dtype=(
             tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
             tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
@@ -182,7 +166,7 @@ def attend(
         weights, alpha, m, sums = transposed_softmax_step(scores, m, sums)
         norms = norms_at(v_norm, pair_page, pair_row, pair < count, STRIDES[3])
         weights = (weights * norms[:, None]).to(tl.bfloat16)
-        v1, v2, v3, v4, v5, v6, v7, v8 = unpack_levels(values)
+        v1, v2, v3, v4, v5, v6, v7, v8 = unpack_values(values)
         acc1 = matmul(tl.trans(v1), weights, acc1 * alpha)
         acc2 = matmul(tl.trans(v2), weights, acc2 * alpha)
         acc3 = matmul(tl.trans(v3), weights, acc3 * alpha)

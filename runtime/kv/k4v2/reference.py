@@ -8,10 +8,10 @@ from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 from runtime.kv.int4.reference import BITS as K_BITS
 from runtime.kv.int4.reference import HALVES, INT4
-from runtime.kv.lloyd_max import BITS as V_BITS
-from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable
+from runtime.kv.two_bits import BITS as V_BITS
+from runtime.kv.two_bits import UNIFORM
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.kernel_source import KernelSource
@@ -21,7 +21,7 @@ class K4V2Format(QuantizedFormat):
     """K after RoPE as 4-bit codes with two scales, V as 2-bit codes with a norm."""
 
     name = "k4v2"
-    version = 1
+    version = 2
 
     def __init__(self, config: ModelConfig) -> None:
         """Create the format.
@@ -30,7 +30,7 @@ class K4V2Format(QuantizedFormat):
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        values = VectorQuantizer(quantize_values, dequantize_values)
+        values = VectorQuantizer(UNIFORM.quantize, UNIFORM.dequantize)
         super().__init__(config, INT4, values, min_fused_dim=64)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike

@@ -154,6 +154,33 @@ def sum_of_rows(x):
 
 
 @gluon.jit
+def power_of_two(biased):
+    """Return ``2 ** (biased - 127)``. 0 gives 0, and 255 infinity."""
+    return (biased << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def fp16_words(x):
+    """Scale a tuple of fp32 numbers by a power of two so that the largest is below 2**15.
+
+    Returns:
+        The numbers as fp16, two in a word, and the factor that undoes the scale. Both depend on
+        the numbers of all lanes.
+    """
+    most = gl.maximum(x[0], -x[0])
+    for i in gl.static_range(1, len(x)):
+        most = gl.maximum(most, gl.maximum(x[i], -x[i]))
+    most = gl.maximum(most, of_other_lane(most, 1))
+    most = largest_of_rows(gl.maximum(most, of_other_lane(most, 2)))
+    exponent = gl.maximum(most.to(gl.int32, bitcast=True) >> 23, 15)
+    up = power_of_two(268 - exponent)
+    made = ()
+    for i in gl.static_range(0, len(x), 2):
+        made = made + (packed(x[i] * up, x[i + 1] * up, True),)
+    return made, power_of_two(exponent - 14)
+
+
+@gluon.jit
 def no_sum(lane):
     """Return a fragment of C of zeros."""
     zero = (lane * 0).to(gl.float32)

@@ -11,7 +11,9 @@ from runtime.kv.kernels.latents import add_product
 from runtime.kv.kernels.transforms import NAN, ROUND, alternate, hadamard_tiles, widened
 from runtime.kv.shard import codes
 from runtime.kv.shard.kernels import rotated
+from runtime.kv.two_bits import LLOYD_MAX
 
+EDGE = tl.constexpr(LLOYD_MAX.edge)
 LARGEST = tl.constexpr(codes.LARGEST)
 
 
@@ -61,7 +63,8 @@ def encode(
 
     page, row = plane_rows(page, slot, head, HEADS, PAGE)
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
-    write_values(hadamard_tiles(values), page, row, v, v_norm, STRIDES[1], STRIDES[2], DIM)
+    values = hadamard_tiles(values)
+    write_values(values, page, row, v, v_norm, EDGE, STRIDES[1], STRIDES[2], DIM)
     tl.debug_barrier()  # threads write the norms of others
     finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), row.shape)
     nan = tl.full(row.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True)

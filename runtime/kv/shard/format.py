@@ -14,14 +14,14 @@ from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
-from runtime.kv.lloyd_max import BITS as V_BITS
-from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
 from runtime.kv.shard.calibrate import K_BITS, NAME, VERSION
 from runtime.kv.shard.codes import LARGEST, Run, decode_steps, encode_coefficients, runs_of
 from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.transforms import check_transformable
+from runtime.kv.two_bits import BITS as V_BITS
+from runtime.kv.two_bits import LLOYD_MAX
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import LayerInputs, StoredPageKernels
@@ -93,7 +93,7 @@ class ShardLayer:
         padded = pad(packed, (0, kv_heads * width - packed.shape[-1]))
         k_plane[targets] = padded.view(-1, *k_plane.shape[1:])  # the same bytes in another shape
         if self.v_book is None:
-            v_plane[targets], norms = quantize_values(values)
+            v_plane[targets], norms = LLOYD_MAX.quantize(values)
         else:
             v_plane[targets], norms = codebook.quantize(values, self.v_book)
         norm_plane[targets] = norms.masked_fill(~finite[:, None], torch.nan)
@@ -110,7 +110,7 @@ class ShardLayer:
         unrotated = tokens.view(*tokens.shape[:2], kv_heads, dim).transpose(1, 2)
         v_stored = v_plane[pages], norm_plane[pages]
         if self.v_book is None:
-            values = dequantize_values(*v_stored)
+            values = LLOYD_MAX.dequantize(*v_stored)
         else:
             values = codebook.dequantize(*v_stored, self.v_book)
         return self.rotation.apply(unrotated, first_positions), values

@@ -21,10 +21,15 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
-from runtime.kv.k4v2.kernels import UNIT, level
 from runtime.kv.kernels.transforms import hadamard, halves, interleaved, joined
+from runtime.kv.two_bits import LLOYD_MAX
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
+INNER = tl.constexpr(151 / 128)
+OUTER = tl.constexpr(504 / 128)
+"""bf16 numbers whose ratio differs from the one of the levels of V by 0.06 %."""
+UNIT = tl.constexpr((LLOYD_MAX.inner * 128 / 151 + LLOYD_MAX.outer * 128 / 504) / 2)
+"""Factor from these numbers to the levels, with errors of 0.03 %."""
 
 
 @triton.jit
@@ -115,6 +120,13 @@ LEVELS = tl.constexpr(
 """PTX that unpacks the 16 codes of a word to bf16 by table lookup. ``x`` has the codes of parts 0
 and 2 in its nibbles, ``y`` those of parts 1 and 3. ``low`` and ``high`` are the low and high bytes
 of the four numbers; `prmt` reads one of them for each of four nibbles, 4 plus the code."""
+
+
+@triton.jit
+def level(codes):
+    """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
+    inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
+    return tl.where(inner, INNER, OUTER) * tl.where((codes & 2) == 0, -1.0, 1.0)
 
 
 @triton.jit

@@ -3,89 +3,29 @@
 The asserted values are what the functions return for the interpreter.
 """
 
-from collections.abc import Callable
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from runtime.kv import lloyd_max
 from runtime.kv.stream.levels import lloyd_max as levels_of_bits
 from runtime.kv.transforms import unpack
+from runtime.kv.two_bits import LLOYD_MAX, UNIFORM
+from tests.runtime.kv.warp import LANES, Memory, run_ptx
 
-triton = pytest.importorskip("triton")
-MASK = 0xFFFFFFFF
-
-
-def prmt(a: int, b: int, selector: int) -> int:
-    """Permute bytes in the default mode of PTX's `prmt`."""
-    table = (b << 32 | a).to_bytes(8, "little")
-    out = 0
-    for i in range(4):
-        nibble = selector >> (4 * i) & 15
-        byte = table[nibble & 7]
-        if nibble & 8:
-            byte = 255 if byte & 128 else 0
-        out |= byte << (8 * i)
-    return out
+pytest.importorskip("triton")
 
 
-def lop3(a: int, b: int, c: int, lut: int) -> int:
-    """Return any bitwise function of three words."""
-    out = 0
-    for i in range(8):
-        if lut >> i & 1:
-            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return out & MASK
+def run(ptx: object, outputs: int, *inputs: int) -> list[int]:
+    """Run a block of PTX on words and return its outputs."""
+    words = [np.full(LANES, word, np.uint32) for word in inputs]
+    found = run_ptx(Memory(), str(getattr(ptx, "value", ptx)), outputs, words)
+    return [int(word[0]) for word in found]
 
 
 def halves(word: int) -> Tensor:
     """Return the two fp16 numbers in a word."""
     return torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.uint16).view(torch.float16)
-
-
-def fp16(function: Callable[..., Tensor]) -> Callable[..., int]:
-    """Return a function of pairs of fp16 numbers that rounds its result once."""
-
-    def apply(*words: int) -> int:
-        exact = function(*(halves(word).double() for word in words))
-        low, high = exact.half().view(torch.uint16).tolist()
-        return int(low) | int(high) << 16
-
-    return apply
-
-
-OPERATIONS: dict[str, Callable[..., int]] = {
-    "mov.b32": lambda a: a,
-    "not.b32": lambda a: ~a & MASK,
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "xor.b32": lambda a, b: a ^ b,
-    "shl.b32": lambda a, b: a << b & MASK,
-    "shr.u32": lambda a, b: a >> b,
-    "sub.u32": lambda a, b: (a - b) & MASK,
-    "mad.lo.u32": lambda a, b, c: (a * b + c) & MASK,
-    "prmt.b32": prmt,
-    "lop3.b32": lop3,
-    "add.rn.f16x2": fp16(lambda a, b: a + b),
-    "neg.f16x2": fp16(lambda a: -a),
-    "mul.rn.f16x2": fp16(lambda a, b: a * b),
-    "fma.rn.f16x2": fp16(lambda a, b, c: a * b + c),
-}
-
-
-def run(ptx: object, outputs: int, *inputs: int) -> list[int]:
-    """Run a block of PTX on words and return its outputs."""
-    text = str(getattr(ptx, "value", ptx)).strip().removeprefix("{").removesuffix("}")
-    registers = {f"${outputs + i}": word for i, word in enumerate(inputs)}
-    for line in filter(None, map(str.strip, text.split(";"))):
-        if line.startswith(".reg"):
-            continue
-        operation, operands = line.split(None, 1)
-        target, *arguments = (part.strip() for part in operands.split(","))
-        values = [registers[x] if x in registers else int(x, 0) for x in arguments]
-        registers[target] = OPERATIONS[operation](*values)
-    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def bf16(words: list[int]) -> Tensor:
@@ -104,24 +44,23 @@ def word_of(stored: Tensor) -> int:
 
 def test_values_of_shard_are_lloyd_max_levels() -> None:
     """Register k has byte k % 4 of parts k // 4 and 2 + k // 4."""
-    from runtime.kv.k4v2.kernels import UNIT
-    from runtime.kv.shard.kernels import LEVELS
+    from runtime.kv.shard.kernels import LEVELS, UNIT
 
     for stored in random_bytes(80).view(-1, 4):
-        levels = torch.tensor(lloyd_max.LEVELS)[unpack(stored, 2).long()].view(4, 4)  # part, byte
+        levels = torch.tensor(LLOYD_MAX.levels)[unpack(stored, 2).long()].view(4, 4)  # part, byte
         expected = torch.stack([levels[[k // 4, 2 + k // 4], k % 4] for k in range(8)])
         found = bf16(run(LEVELS, 8, word_of(stored))) * UNIT.value
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
-def test_values_of_k4v2_are_lloyd_max_levels() -> None:
+def test_values_of_k4v2_are_uniform_levels() -> None:
     from runtime.kv.k4v2.kernels import UNIT, UNPACK
 
     for stored in random_bytes(80).view(-1, 4):  # two words of an even and an odd byte
-        levels = torch.tensor(lloyd_max.LEVELS)[unpack(stored, 2).long()].view(4, 2, 2)
+        levels = torch.tensor(UNIFORM.levels)[unpack(stored, 2).long()].view(4, 2, 2)
         expected = levels.permute(0, 2, 1).reshape(8, 2)  # part, byte, word
         found = bf16(run(UNPACK, 8, word_of(stored))) * UNIT.value
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_codes_of_shard_are_nibbles() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv import shard
 from runtime.kv.calibration import KVMoments
-from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
 from runtime.kv.shard.allocation import DROP_PENALTY, ERRORS, allocate
 from runtime.kv.shard.codes import STEPS, decode_steps, encode_coefficients, runs_of
 from runtime.kv.shard.commuting import commuting_basis
 from runtime.kv.transforms import hadamard
+from runtime.kv.two_bits import LLOYD_MAX
 from tests.runtime.kv.compressed_data import stored_planes
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -182,7 +182,7 @@ def test_codebook_has_smaller_errors_than_scalar_codes_on_its_own_samples() -> N
     assert not torch.equal(book, codebook.train(values, 1))
     pages = values.view(2, 64, PAGE, 64).transpose(0, 1)
     by_book = codebook.dequantize(*codebook.quantize(pages, book), book)
-    scalar = dequantize_values(*quantize_values(pages))
+    scalar = LLOYD_MAX.dequantize(*LLOYD_MAX.quantize(pages))
     assert relative_error(by_book, pages) < 0.97 * relative_error(scalar, pages)
     assert relative_error(scalar, pages) == pytest.approx(0.343, rel=0.02)
 
