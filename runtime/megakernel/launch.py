@@ -23,7 +23,7 @@ from runtime.megakernel.support import unsupported
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
-MAX_SEQUENCES_APART = 4
+MAX_SEQUENCES_WITHOUT_ATTENTION = 4
 """Maximum sequences of a step whose attention other kernels compute. With more, separate kernels
 for everything are faster. `DecodeStep` itself accepts `MAX_SEQUENCES`."""
 _MAX_PROGRAMS = 256

@@ -162,17 +162,21 @@ class Model:
         """Return a function that computes `forward` for a batch whose tensors keep their addresses.
 
         It uses the megakernel if that supports the model, the device and the batch, which must have
-        one token per sequence: up to `MAX_SEQUENCES`, or `MAX_SEQUENCES_APART` with a compressed KV
-        format. The next call overwrites the result.
+        one token per sequence: up to `MAX_SEQUENCES`, or `MAX_SEQUENCES_WITHOUT_ATTENTION` with a
+        compressed KV format. The next call overwrites the result.
         """
         plain = partial(self.forward, batch, cache)
         if self._packed is None or self.device.type != "cuda" or self.unsupported_by_megakernel:
             return plain
-        from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_APART, DecodeStep
+        from runtime.megakernel.launch import (
+            MAX_SEQUENCES,
+            MAX_SEQUENCES_WITHOUT_ATTENTION,
+            DecodeStep,
+        )
 
         one_each = batch.single and len(batch.logit_rows) == len(batch.tokens)
         hopper = torch.cuda.get_device_capability(self.device) == _HOPPER
-        most = MAX_SEQUENCES if self.kv_format.dense_bf16 else MAX_SEQUENCES_APART
+        most = MAX_SEQUENCES if self.kv_format.dense_bf16 else MAX_SEQUENCES_WITHOUT_ATTENTION
         if not hopper or not one_each or len(batch.tokens) > most:
             return plain
         programs = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -213,7 +217,7 @@ class Model:
             if self.device.type == "cpu"
             else torch.cuda.get_device_name(self.device),
             "dtype": str(self.dtype),
-            "products": self.products,
+            "matmul": self.matmul,
             "plan": self._plan_hash,
             "kv": self.kv_format.kernels,
             "factorized": self.factorized_layers > 0,
@@ -231,7 +235,7 @@ class Model:
         return sum(layer.factorized for layer in self._layers)
 
     @property
-    def products(self) -> str:
+    def matmul(self) -> str:
         """Implementation of the matmuls; logged, and part of `kernel_plan_hash`.
 
         "gemm" is `runtime.gemm`, "packed" is oneDNN with a packed layout, and "plain" is torch.

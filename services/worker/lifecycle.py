@@ -53,7 +53,7 @@ class Worker(ABC):
         self.metrics.info.labels(
             self.identity.worker_id,
             self.identity.model.name,
-            model.products,
+            model.matmul,
             model.kv_format.kernels,
             model.kernel_plan_hash,
         ).set(1)

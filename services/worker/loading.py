@@ -181,7 +181,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         weight_bytes=checkpoint.nbytes,
         layers_dense=model.config.num_layers - model.factorized_layers,
         layers_factorized=model.factorized_layers,
-        products=model.products,
+        matmul=model.matmul,
         unsupported_by_gemm=unsupported,
         unsupported_by_megakernel=model.unsupported_by_megakernel,
         attention=model.kv_format.kernels,

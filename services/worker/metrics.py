@@ -50,7 +50,7 @@ class WorkerMetrics:
         self.info = make.gauge(
             "worker_info",
             "Always 1; the labels name the worker, its model and its kernels.",
-            *("worker", "model", "products", "attention", "kernel_plan"),
+            *("worker", "model", "matmul", "attention", "kernel_plan"),
         )
         self._steps, self._busy_s = 0, 0.0
 

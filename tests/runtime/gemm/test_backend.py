@@ -68,7 +68,7 @@ def test_gemm_backend_with_head_norms_does_not_use_the_megakernel() -> None:
         Model(tiny_checkpoint(head_norms=head_norms), device=DEVICE, backend="gemm")
         for head_norms in (False, True)
     ]
-    assert [model.products for model in models] == ["gemm", "gemm"]
+    assert [model.matmul for model in models] == ["gemm", "gemm"]
     assert models[0].unsupported_by_megakernel is None
     assert "normalize" in str(models[1].unsupported_by_megakernel)
 

@@ -9,7 +9,7 @@ import torch
 from runtime.attention.base import Batch
 from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.kv.windowed import WindowedFormat
-from runtime.megakernel.launch import MAX_SEQUENCES_APART
+from runtime.megakernel.launch import MAX_SEQUENCES_WITHOUT_ATTENTION
 from runtime.models.model import Model
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -34,7 +34,7 @@ DENSE: tuple[int | None, ...] = (None,) * 7
 FORMATS = ["fp8", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"]
 
 
-@pytest.mark.parametrize("count", [1, 3, MAX_SEQUENCES_APART])
+@pytest.mark.parametrize("count", [1, 3, MAX_SEQUENCES_WITHOUT_ATTENTION])
 @pytest.mark.parametrize(
     ("name", "ranks", "bias"),
     [

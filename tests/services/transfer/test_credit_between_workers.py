@@ -82,7 +82,7 @@ async def test_worker_info_names_model_and_kernels(site: Site) -> None:
     labels = {
         "worker": prefill.loaded.identity.worker_id,
         "model": prefill.loaded.identity.model.name,
-        "products": "packed",
+        "matmul": "packed",
         "attention": model.kv_format.kernels,
         "kernel_plan": model.kernel_plan_hash,
     }

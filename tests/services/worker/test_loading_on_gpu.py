@@ -88,7 +88,7 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
     kind, path, worker = loaded
     model = worker.engine.model
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert model.products == ("gemm" if hopper else "plain")
+    assert model.matmul == ("gemm" if hopper else "plain")
     if hopper:
         assert bool(model.unsupported_by_megakernel) == (kind == "head norms")
     assert model.kv_format.kernels.startswith("triton-")
@@ -159,7 +159,7 @@ def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
 def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     worker = load_worker(settings_of(path, dtype="float32"), decodes=True)
-    assert worker.engine.model.products == "plain"
+    assert worker.engine.model.matmul == "plain"
     assert worker.engine.model.kv_format.kernels.startswith("triton-")
     assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
 
