@@ -1,4 +1,4 @@
-"""Attention over stored pages by one warp, emulated, against attention over decoded pages."""
+"""Attention by one warp, emulated, against attention in plain torch."""
 
 import math
 from typing import Any
@@ -7,24 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.config import ModelConfig
+from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
 from runtime.kv.gpu import page_strides
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.transforms import hadamard
-from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, heavy_tailed
+from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, SMOLLM2_135M, heavy_tailed
 from tests.runtime.kv.warp import LANES, Memory, Pointer, lanes, loaded
 
 pytest.importorskip("triton")
-GROUP, KV_HEAD, DIM = 4, 2, LLAMA_3_8B.head_dim
+KV_HEAD = 2
 TILE = 64
 """A multiple of the tokens of a tile in all formats."""
 
 
-def quantized(name: str) -> QuantizedFormat:
-    kv_format = COMPRESSED[name](LLAMA_3_8B)
-    assert isinstance(kv_format, QuantizedFormat)
-    return kv_format
+def group_of(config: ModelConfig) -> int:
+    """Return the number of query heads of a KV head."""
+    return config.num_heads // config.num_kv_heads
 
 
 def attended(
@@ -41,26 +42,28 @@ def attended(
     count = len(ids) * PAGE
     names = ["runtime.kv.kernels.fragments", "runtime.kv.int4.fragments"]
     if kv_format.name != "int4":
-        names.append(f"runtime.kv.{kv_format.name}.fragments")
+        module = kv_format.name.partition("-")[0]
+        names.append(f"runtime.kv.{module}.fragments")
     with loaded(memory, *names) as (common, *_, source):
         acc, _, sums = source.attend(
             queries, KV_HEAD, begin, -(-count // TILE) * TILE, count, planes, table,
-            lanes(scale, "float32"), GROUP, DIM, page_strides(cache.layer(0)),
+            lanes(scale, "float32"), *q.shape, page_strides(cache.layer(0)),
         )  # fmt: skip
         totals = [common.sum_of_rows(x) for x in sums]
-        return _rows_of(acc, totals, source.PARTS)
+        return rows_of(acc, totals, source.PARTS, q)
 
 
-def _rows_of(acc: Any, totals: Any, parts: int) -> Tensor:
+def rows_of(acc: Any, totals: Any, parts: int, like: Tensor) -> Tensor:
     """Return normalized fragments of C as rows; see `fragments.write_part`."""
-    out, each = torch.zeros(GROUP, DIM), DIM // parts
+    out = torch.zeros(like.shape)
+    group, each = len(out), out.shape[1] // parts
     for n, fragment in enumerate(acc):
         part, tile = divmod(n, each // 16)
         for lane in range(LANES):
             g, t = divmod(lane, 4)
             for i in range(4):
                 head, dim = 2 * t + i % 2, part * each + g * (each // 8) + 2 * tile + i // 2
-                if head < GROUP:
+                if head < group:
                     out[head, dim] = float(fragment[i][lane] / totals[i % 2][lane])
     return out
 
@@ -69,18 +72,27 @@ def transformed_back(name: str, out: Tensor) -> Tensor:
     """Undo the transform of V, as the format's FINISH does."""
     from runtime.kv.k4v2.kernels import UNIT
 
-    units = {"int4": 0.5, "k4v2": UNIT.value * DIM**-0.5}
+    units = {"int4": 0.5, "k4v2": UNIT.value * out.shape[1] ** -0.5}
     return hadamard(out * units[name]) if name in units else out
 
 
-@pytest.mark.parametrize("name", ["int4", "k4v2", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, LLAMA_3_8B) for name in ("int4", "k4v2", "fp8", "fp8-e5m2")),
+        *((name, SMOLLM2_135M) for name in ("int4", "fp8")),
+    ],
+)
 @pytest.mark.parametrize(
     ("pages", "begin", "magnitude"), [(5, 0, 1.0), (9, TILE, 1e20), (4, 0, 1e-20)]
 )
-def test_attention_by_one_warp(name: str, pages: int, begin: int, magnitude: float) -> None:
+def test_attention_by_one_warp(
+    name: str, config: ModelConfig, pages: int, begin: int, magnitude: float
+) -> None:
     """Queries of other magnitudes have the same weights, because the scale undoes them."""
-    kv_format = quantized(name)
-    keys, values = (heavy_tailed(LLAMA_3_8B, pages, seed).clamp(-4, 4) for seed in (1, 2))
+    kv_format = COMPRESSED[name](config)
+    assert isinstance(kv_format, QuantizedFormat)
+    keys, values = (heavy_tailed(config, pages, seed).clamp(-4, 4) for seed in (1, 2))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(pages + 2, generator=generator)[:pages]
     cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
@@ -89,8 +101,37 @@ def test_attention_by_one_warp(name: str, pages: int, begin: int, magnitude: flo
     kv_format.encode_reference(keys, values, ids, cache.layer(0), ids)
     decoded = kv_format.decode(cache.layer(0), ids, ids)
     k, v = (x[:, KV_HEAD].flatten(0, 1)[begin:] for x in decoded)
-    q = (torch.randn(GROUP, DIM, generator=generator) * magnitude).bfloat16()
-    scale = DIM**-0.5 / magnitude
+    q = torch.randn(group_of(config), config.head_dim, generator=generator) * magnitude
+    q, scale = q.bfloat16(), config.head_dim**-0.5 / magnitude
     found = attended(kv_format, cache, q, ids, begin, scale / math.log(2))
     expected = (q.float() @ k.T * scale).softmax(-1) @ v
     torch.testing.assert_close(transformed_back(name, found), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_8B, SMOLLM2_135M])
+@pytest.mark.parametrize(("exact", "gap"), [(1, 0), (37, 0), (85, 48)])
+def test_attention_to_exact_tokens_by_one_warp(config: ModelConfig, exact: int, gap: int) -> None:
+    """Unused slots have NaN; the stored tokens in the gap are left out."""
+    length = exact + gap
+    pages = -(-length // PAGE)
+    k, v = (heavy_tailed(config, pages + 1, seed).clamp(-4, 4) for seed in (4, 5))
+    ids = torch.randperm(pages + 1, generator=torch.Generator().manual_seed(1))[:pages]
+    k[ids[-1], :, (length - 1) % PAGE + 1 :] = math.nan
+    v[ids[-1], :, (length - 1) % PAGE + 1 :] = math.nan
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(group_of(config), config.head_dim, generator=generator).bfloat16()
+    scale = config.head_dim**-0.5
+    memory = Memory()
+    (queries,), (keys,), (values,) = (memory.add(x) for x in (q, k, v))
+    (table,) = memory.add(ids.int())
+    modules = "runtime.kv.kernels.fragments", "runtime.kv.kernels.windowed_fragments"
+    with loaded(memory, *modules) as (common, source):
+        acc, _, sums = source.attend_exact(
+            queries, exact, gap, keys, values, k.stride(0), KV_HEAD * k.stride(1), table,
+            lanes(scale / math.log(2), "float32"), *q.shape, PAGE, SINK_PAGES,
+        )  # fmt: skip
+        found = rows_of(acc, [common.sum_of_rows(x) for x in sums], 1, q)
+    kept = [t for t in range(length) if not SINK_PAGES * PAGE <= t < SINK_PAGES * PAGE + gap]
+    own_k, own_v = (x[ids, KV_HEAD].flatten(0, 1)[kept].float() for x in (k, v))
+    expected = (q.float() @ own_k.T * scale).softmax(-1) @ own_v
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

@@ -266,12 +266,17 @@ def _register(value: Any) -> Any:
     return whole if whole.dtype == np.int64 else whole.view(np.uint32)
 
 
+def _jit(function: Any = None, **_: Any) -> Any:
+    """Return the function itself; also used as ``jit(**options)``."""
+    return function or _jit
+
+
 @contextmanager
 def loaded(memory: Memory, *names: str) -> Iterator[list[ModuleType]]:
     """Import modules of Gluon functions, so that these run on numpy arrays."""
     language = _Language(memory)
     gluon = ModuleType("gluon")
-    vars(gluon).update(jit=lambda function: function, language=language)
+    vars(gluon).update(jit=_jit, language=language)
     experimental = ModuleType("experimental")
     vars(experimental)["gluon"] = gluon
     fakes = {
