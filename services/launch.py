@@ -76,7 +76,7 @@ def _tracing(service: str, settings: ServiceSettings) -> AbstractContextManager[
         from services.common.otlp import exporting
     except ImportError as error:
         raise SettingsError(
-            "an OTLP endpoint is set, and tracing needs further packages: "
-            f"pip install 'headrace[tracing]', or unset the endpoint ({error})"
+            "an OTLP endpoint is set, but the tracing packages are not installed: "
+            f"run `pip install 'headrace[tracing]'` or unset the endpoint ({error})"
         ) from error
     return exporting(service, settings)

@@ -203,7 +203,7 @@ class Gateway:
         """Return why the tokenizer does not fit the model of ready workers, or None."""
         for info in found.infos:
             if fault := self.model.identity.mismatch(info):
-                return f"the gateway's tokenizer does not fit the workers: {fault}"
+                return f"the gateway's tokenizer does not match the workers' model: {fault}"
         return None
 
     async def drain(self, limit_s: float) -> None:

@@ -268,7 +268,7 @@ class Generator:
         fault = model and self._identity.mismatch(model)
         if fault:
             self._router.release(routed, Outcome.CANCELLED)
-            raise Unavailable(f"the gateway's tokenizer does not fit the workers: {fault}")
+            raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
 
     def _check_retry(self, failure: WorkerFailure, progress: Progress, retries: _Retries) -> None:
         """Check that the request may be retried, and count the failover.

@@ -213,7 +213,7 @@ class WorkerSession:
                 call = stub.Session(self._commands(), metadata=credentials(self._token))
                 async for step in call:
                     if step is None:  # gRPC could not decode it
-                        reason = "a step cannot be decoded"
+                        reason = "cannot parse a DecodeStep message"
                         break
                     self._dispatch(step)
             except TimeoutError:

@@ -30,7 +30,7 @@ def down(port: int) -> int:
         return 2
     supervisor = deployment.supervisor if deployment else lock_holder(port)
     if supervisor is None:
-        console.print(f"no deployment runs on port {port}")
+        console.print(f"no deployment is running on port {port}")
         return 1
     return _stop(supervisor)
 
@@ -68,7 +68,7 @@ def status(port: int, *, as_json: bool = False) -> int:
         if starting := lock_holder(port):
             console.print(f"a deployment on port {port} is starting (process {starting.pid})")
         else:
-            console.print(f"no deployment runs on port {port}")
+            console.print(f"no deployment is running on port {port}")
         return 1
     if as_json:
         ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}

@@ -74,7 +74,7 @@ class UpOptions:
         if not self.colocated and self.prefill < 1:
             raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
         if self.gateways > 1 and not hasattr(socket, "SO_REUSEPORT"):
-            raise SettingsError(f"--gateways {self.gateways}: this system cannot share a port")
+            raise SettingsError(f"--gateways {self.gateways}: this system has no SO_REUSEPORT")
         ports = (self.port, self.grpc_port, *self.router_ports)
         if len(set(ports)) < len(ports):
             raise SettingsError(f"the ports {ports} must differ")

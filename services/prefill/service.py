@@ -168,7 +168,11 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         try:
             await asyncio.wrap_future(adding)
         except TransferError as error:
-            log.warning("no notifications", worker=hello.worker_id, reason=str(error))
+            log.warning(
+                "cannot send NIXL notifications, using gRPC",
+                worker=hello.worker_id,
+                reason=str(error),
+            )
 
     def _disconnect(self, hello: pb.Hello) -> None:
         """Undo `_connect`."""

@@ -173,7 +173,7 @@ class PrefillSession:
             self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
             return
         if len(self._jobs) >= self._max_sequences:
-            full = f"the prefill worker has {len(self._jobs)} sequences, as many as it accepts"
+            full = f"the prefill worker is full: {len(self._jobs)} sequences"
             self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, full)
             return
         request = request_from_message(key, message)

@@ -64,7 +64,7 @@ class Admission:
         left_s = call.deadline - self._now
         if left_s <= 0:
             return self.queue_full_error(
-                queue, call, "no worker has capacity, and the call cannot wait"
+                queue, call, "no worker has capacity, and the request has no time left to wait"
             )
         if call.request.attempt or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None

@@ -118,7 +118,7 @@ async def _advance_periodically(
                 log.warning("worker removed", worker=gone.worker_id, epoch=gone.epoch)
             router.failure = None
         except Exception as error:
-            reason = f"waiting calls are not answered: {error!r}"
+            reason = f"placing queued requests failed: {error!r}"
             if reason != router.failure:  # not in every tick
                 log.exception("advancing the dispatcher failed")
             router.failure = reason

@@ -197,7 +197,9 @@ class Dispatcher:
         # Gateways ask again without exclusions, so only a call without them needs to wait.
         starting = now < self._settled_at and not request.exclude
         if starting and reason is not Reason.AMBIGUOUS_MODEL:
-            return Starting("this router has just started, and knows no worker for the request yet")
+            return Starting(
+                "the router has just started, and no suitable worker has registered yet"
+            )
         return _exception_for(reason, request)
 
     def _promise(self, pair: Pair, demand: Demand, now: float) -> Placement:

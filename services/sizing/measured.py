@@ -101,7 +101,7 @@ class Figures(_Part):
         except OSError as error:
             known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
             raise SettingsError(
-                f"no figures {name_or_path}: {error.strerror}; known: {known}"
+                f"cannot read figures {name_or_path}: {error.strerror}; built in: {known}"
             ) from None
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]

@@ -215,7 +215,7 @@ def _bytes_per_token(load: Load, figures: Figures) -> float:
     found = figures.kv.bytes_per_token.get(load.kv_format)
     if found is None:
         known = ", ".join(figures.kv.bytes_per_token)
-        raise SettingsError(f"no figures of KV format {load.kv_format!r}; known: {known}")
+        raise SettingsError(f"no figures for KV format {load.kv_format!r}; available: {known}")
     return found
 
 

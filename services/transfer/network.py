@@ -122,7 +122,7 @@ def check_listeners(opened: Iterable[Listener], environment: Mapping[str, str]) 
             raise SettingsError(f"KV transfers listen on {shown}, but their ports are {low}-{high}")
     if allowed is None and any(not ipaddress.ip_address(a).is_loopback for a, _ in opened):
         log.warning(
-            "KV transfers listen without authentication; only workers may reach these ports, "
+            "KV transfer ports have no authentication: make them reachable by workers only, "
             "see transfer_interface and transfer_ports",
             listeners=shown,
         )

@@ -123,7 +123,7 @@ def kv_bytes_for(
     left = min(allowed, memory.free) - slab - other
     if left < least:
         raise SettingsError(
-            f"no memory is left for KV, {_gib(least - left)} are missing: this worker may use "
+            f"not enough GPU memory for KV, {_gib(least - left)} short: this worker may use "
             f"{utilization:g} (gpu_memory_utilization) of {_gib(memory.total)}, has allocated "
             f"{_gib(memory.own)}, and needs {_gib(slab)} for transfers and {_gib(other)} for "
             f"graphs and activations; {_gib(memory.free)} are free. Raise "

@@ -83,7 +83,7 @@ class Worker(ABC):
         """Return which thread has been in one step for longer than ``limit_s``, or None."""
         for name, step_s in (("engine", self.engine.step_s), ("transfer", self._agent.busy_s)):
             if step_s > limit_s:
-                return f"the {name} thread's step has not ended for {step_s:.0f} s"
+                return f"the {name} thread has been in one step for {step_s:.0f} s"
         return None
 
     @abstractmethod

@@ -58,7 +58,7 @@ class Registrar:
         }
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
-        self._failures = {url: f"{url} was not called yet" for url in routers}
+        self._failures = {url: f"{url}: not contacted yet" for url in routers}
         """Error of the last call to each router that does not know this worker, by URL."""
         self.state: WorkerState = WorkerState.STARTING
         self.not_ready: str | None = None

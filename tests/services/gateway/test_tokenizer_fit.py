@@ -1,4 +1,4 @@
-"""A gateway whose tokenizer does not fit the workers is not ready, and refuses requests."""
+"""A gateway whose tokenizer does not match the workers' model is not ready: it refuses requests."""
 
 import json
 from pathlib import Path

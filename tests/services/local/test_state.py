@@ -244,7 +244,7 @@ def test_down_stops_a_deployment_that_has_no_state_yet(
     assert control.down(PORT) == 0
     assert not psutil.pid_exists(other_supervisor.pid)
     assert control.down(PORT) == 1
-    assert "no deployment runs" in capsys.readouterr().err
+    assert "no deployment is running" in capsys.readouterr().err
 
 
 def test_down_accepts_a_supervisor_that_has_just_ended(

@@ -84,8 +84,8 @@ def test_extrapolated_prompts_are_noted() -> None:
     [
         ({"input": "normal:1,2"}, "'normal:1,2' is not a distribution of lengths"),
         ({"ttft": "0.001"}, "on an idle worker"),
-        ({"figures": "unknown"}, "no figures unknown: No such file"),
-        ({"kv-format": "int9"}, "no figures of KV format 'int9'"),
+        ({"figures": "unknown"}, "cannot read figures unknown: No such file"),
+        ({"kv-format": "int9"}, "no figures for KV format 'int9'"),
     ],
 )
 def test_errors_are_one_line(changes: dict[str, str], message: str) -> None:

@@ -141,7 +141,7 @@ def test_gateways_follow_the_output_tokens() -> None:
         ({"ttft_s": 0.1}, "1,000 tokens takes 0.11 s on an idle worker"),
         ({"tpot_s": 0.009}, "takes 0.01 s on an idle worker, the target is 0.009 s"),
         ({"rate": 1e6}, "more than 10,000 workers"),
-        ({"kv_format": "int9"}, "no figures of KV format 'int9'; known: dense, fp8"),
+        ({"kv_format": "int9"}, "no figures for KV format 'int9'; available: dense, fp8"),
         ({"prompt": Lengths.parse("fixed:2000000"), "ttft_s": 1e6}, "no memory"),
     ],
 )
@@ -197,7 +197,7 @@ def test_invalid_figures_name_the_field(
 def test_packaged_figures_are_valid_and_have_sources(name: str) -> None:
     found = Figures.load(name)
     assert {"prefill", "decode"} <= found.sources.keys()
-    with pytest.raises(SettingsError, match=f"known: .*{name}"):
+    with pytest.raises(SettingsError, match=f"built in: .*{name}"):
         Figures.load("no such figures")
 
 

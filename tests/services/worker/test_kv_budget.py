@@ -83,7 +83,7 @@ def test_pages_are_bounded_by_the_largest_setting() -> None:
 def test_error_names_the_missing_bytes() -> None:
     """The share is 10.8 of 24 GiB; 14 GiB and one page of 8 MiB are needed, 3.21 GiB more."""
     memory = DeviceMemory(total=24 * GIB, free=11 * GIB, own=12 * GIB)
-    missing = r"3\.21 GiB are missing.*use 0\.45 .*allocated 12\.00 GiB"
+    missing = r"3\.21 GiB short.*use 0\.45 .*allocated 12\.00 GiB"
     with pytest.raises(SettingsError, match=missing):
         tokens(memory, 0.45)
 

@@ -203,7 +203,7 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
 def test_share_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=1e-3)
-    with pytest.raises(SettingsError, match=r"no memory is left for KV, .* GiB are missing"):
+    with pytest.raises(SettingsError, match=r"not enough GPU memory for KV, .* GiB short"):
         load_worker(settings, decodes=True)
 
 

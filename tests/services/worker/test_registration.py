@@ -238,7 +238,7 @@ async def test_worker_says_why_no_router_knows_it_until_it_has_a_valid_certifica
             tls=MutualTls(files),
             period_s=0.01,
         )
-        assert registrar.unregistered == f"not registered: {url} was not called yet"
+        assert registrar.unregistered == f"not registered: {url}: not contacted yet"
         registrar.start()
         async with asyncio.timeout(LIMIT_S):
             await until(lambda: "UNKNOWN_CA" in str(registrar.unregistered))
