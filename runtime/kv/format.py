@@ -88,7 +88,7 @@ class KVFormat(Protocol):
         ...
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        """Return the planes of one layer, in the order in which layers get their tensors."""
+        """Return the planes of one layer. Methods of `LayerKV` get their tensors in this order."""
         ...
 
     def layer(self, index: int) -> LayerKV:

@@ -217,7 +217,7 @@ def _immediate(text: str) -> Any:
 
 
 class _Language(ModuleType):
-    """What the functions use of `triton.experimental.gluon.language`."""
+    """Replacement of `triton.experimental.gluon.language` that computes on numpy arrays."""
 
     int32, int64, float32, float8e5 = np.int32, np.int64, np.float32, torch.float8_e5m2
     static_range = builtins.range
