@@ -13,9 +13,8 @@ completed, because it may still write to them. CUDA stream order does not protec
 because KV from another worker is written outside of the stream.
 
 With a compressed KV format or eviction, output tokens attend to stored pages or what eviction has
-kept, but a prompt attends to all of its exact pages. A preempted sequence is therefore prefilled up
-to the end of its prompt. Its output tokens are then decoded again as forced ones
-(`Sequence.forced`).
+kept, but a prompt attends to all of its exact pages. A preempted sequence is therefore prefilled to
+the end of its prompt. Its output tokens are then decoded again as forced ones (`Sequence.forced`).
 """
 
 from bisect import insort
