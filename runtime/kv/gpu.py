@@ -162,9 +162,7 @@ class StoredPageKernels:
         k_pages, v_pages = planes[:_EXACT]
         table, stored, source = batch.page_table, _stored_table(batch), self._source
         sequences, group = len(q), self._heads // self._kv_heads
-        fragments = source.fragments
-        if fragments is not None and not fragments.supports(q, k_pages, group):
-            fragments = None
+        fragments = source.fragments_for(q, k_pages, group)
         if fragments is None:
             programs = decode_programs(q.device, source.programs)
         else:
@@ -193,7 +191,8 @@ class StoredPageKernels:
         if fragments is not None:
             windowed_fragments_kernel[grid](
                 *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
-                STRIDES=page_strides(planes[_EXACT:]), num_warps=1, maxnreg=fragments.registers,
+                WARPS=fragments.warps, STRIDES=page_strides(planes[_EXACT:]),
+                num_warps=fragments.warps, maxnreg=fragments.registers,
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](

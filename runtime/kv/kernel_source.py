@@ -10,48 +10,59 @@ from runtime.attention.parts import PROGRAMS, decode_programs
 
 _FRAGMENT_CAPABILITY = (8, 9)
 """Lowest compute capability that converts fp8."""
+_HOPPER = 9
 _FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
 """Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
 
 
 @dataclass(frozen=True)
 class FragmentSource:
-    """Attention of one format by single warps; see `kernels.windowed_fragments`.
+    """Attention of one format with operands in registers; see `kernels.windowed_fragments`.
 
     Attributes:
         attend: the format's ATTEND.
-        parts: number of parts of its ``acc``; see `fragments.write_part`.
+        parts: number of parts of its ``acc``; see `kernels.parts.write_part`.
         tile: tokens of a stored tile.
+        warps: warps of a program.
         programs: programs per multiprocessor.
         registers: maximum number of registers of a thread.
         dims: supported head dimensions.
+        hopper_only: whether the kernel has instructions of Hopper GPUs that no other GPU has.
     """
 
     attend: JITFunction
     parts: int
     tile: int
+    warps: int = 1
     programs: int = 12
     registers: int = 168
     dims: tuple[int, ...] = (64, 128)
+    hopper_only: bool = False
 
     def stored_programs(self, device: torch.device, exact: int) -> int:
         """Return the number of programs for stored tiles, besides ``exact`` programs.
 
         All of them run at once, if that leaves at least half of the GPU for stored tiles: exact
-        programs come first, and those that wait for them would end last.
+        programs come first, and those that wait for them would end last. Few large programs are
+        not reduced, since exact ones leave soon.
         """
         programs = decode_programs(device, self.programs)
+        if self.warps > 1:
+            return programs
         return max(programs - exact, programs // 2)
 
     def supports(self, q: Tensor, k_pages: Tensor, group: int) -> bool:
         """Return whether the kernel can attend with ``group`` queries to each KV head."""
+        if not q.is_cuda:
+            return False
+        capability = torch.cuda.get_device_capability(q.device)
         return (
-            q.is_cuda
+            capability >= _FRAGMENT_CAPABILITY
+            and (capability[0] == _HOPPER or not self.hopper_only)
             and q.dtype == torch.bfloat16
             and k_pages.shape[2] == _FRAGMENT_PAGE
             and k_pages.shape[3] in self.dims
             and group <= _FRAGMENT_GROUP
-            and torch.cuda.get_device_capability(q.device) >= _FRAGMENT_CAPABILITY
         )
 
 
@@ -91,7 +102,7 @@ class KernelSource:
         splits: number of programs that share each KV head of a sequence, without balancing
             (ablation); 0 for as many as fit on the GPU. None for balanced programs.
         rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
-        fragments: a faster kernel for shapes that it supports, without layer inputs.
+        fragments: a faster kernel for shapes and GPUs that it supports.
         latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
             is as wide as a head.
     """
@@ -110,3 +121,8 @@ class KernelSource:
     rows: int = 16
     latents: bool = False
     fragments: FragmentSource | None = None
+
+    def fragments_for(self, q: Tensor, k_pages: Tensor, group: int) -> FragmentSource | None:
+        """Return ``fragments`` if it can attend with ``group`` queries to each KV head."""
+        found = self.fragments
+        return found if found is not None and found.supports(q, k_pages, group) else None

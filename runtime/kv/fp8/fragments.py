@@ -178,7 +178,7 @@ def add_values(acc, words, b, DIM: gl.constexpr, E5M2: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q, kv_head, begin, end, count, planes, table, scale,
+    q, kv_head, begin, end, count, planes, table, scale, _shared,
     GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`, and `kernels.attend` for the scales."""

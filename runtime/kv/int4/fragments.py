@@ -277,7 +277,7 @@ def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr
 
 @gluon.jit
 def attend(
-    q, kv_head, begin, end, count, planes, table, scale,
+    q, kv_head, begin, end, count, planes, table, scale, _shared,
     GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""

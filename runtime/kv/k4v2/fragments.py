@@ -153,7 +153,7 @@ def add_values(acc, words, b):
 
 @gluon.jit
 def attend(
-    q, kv_head, begin, end, count, planes, table, scale,
+    q, kv_head, begin, end, count, planes, table, scale, _shared,
     GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed_fragments`."""

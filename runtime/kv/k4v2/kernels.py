@@ -26,26 +26,25 @@ from runtime.kv.kernels.transforms import (
     words_at,
 )
 from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
-from runtime.kv.two_bits import UNIFORM
+from runtime.kv.two_bits import STEP
 
-EDGE = tl.constexpr(UNIFORM.edge)
-UNIT = tl.constexpr(UNIFORM.inner)
+EDGE = tl.constexpr(STEP)
+UNIT = tl.constexpr(STEP / 2)
 """Factor from ``2 c - 3`` to the level of code c."""
 
 
 @triton.jit
 def write_values(
-    y, page, row, packed, norms, EDGE: tl.constexpr, STRIDE: tl.constexpr,
-    NORM_STRIDE: tl.constexpr, DIM: tl.constexpr,
+    y, page, row, packed, norms, STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
-    """Encode vectors; see `runtime.kv.two_bits.TwoBitQuantizer`.
+    """Encode vectors; see `runtime.kv.two_bits`.
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
         page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
         packed: uint8 plane, `[page, row, DIM / 4]`.
         norms: bf16 plane, `[page, row]`.
-        EDGE: edge of the quantizer.
     """
     squared = sum_by_halves(y * y)  # [ROWS]
     finite = magnitude_bits(squared) < INFINITE
@@ -74,7 +73,7 @@ def encode(
     # V first: in the other order, Triton 3.7 takes four times as long to compile the kernel.
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
     values = hadamard_tiles(values)
-    write_values(values, page, row, v, v_norm, EDGE, STRIDES[1], STRIDES[3], DIM)
+    write_values(values, page, row, v, v_norm, STRIDES[1], STRIDES[3], DIM)
     keys = tiles_at(k_pages, k_at, k_stride, head, DIM, HEADS)
     write_int4(hadamard_tiles(keys), page, row, k, k_scale, STRIDES[0], STRIDES[2], DIM)
 

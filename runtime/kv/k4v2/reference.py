@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.config import ModelConfig
+from runtime.kv import two_bits
 from runtime.kv.format import Plane
 from runtime.kv.int4.reference import BITS as K_BITS
 from runtime.kv.int4.reference import HALVES, INT4
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable
 from runtime.kv.two_bits import BITS as V_BITS
-from runtime.kv.two_bits import UNIFORM
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.kernel_source import KernelSource
@@ -30,7 +30,7 @@ class K4V2Format(QuantizedFormat):
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        values = VectorQuantizer(UNIFORM.quantize, UNIFORM.dequantize)
+        values = VectorQuantizer(two_bits.quantize, two_bits.dequantize)
         super().__init__(config, INT4, values, min_fused_dim=64)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
-"""Attention by single warps on operands of tensor cores in registers, in Gluon.
+"""Attention on operands of tensor cores in registers, in Gluon.
 
 A tensor core instruction multiplies A `[16, 16]` by B `[16, 8]` (PTX ISA, "Matrix Fragments for
 mma.m16n8k16"). Lane ``4 g + t`` of a warp holds:
@@ -14,7 +14,8 @@ Scores are products of 16 tokens of a page (rows of A) by 8 query heads (columns
 are products of 16 dimensions by those heads over 16 tokens. The order of the summed dimensions is
 free, so that each lane loads consecutive bytes of a token. C of the scores has the heads in the
 same lanes as C of the sums: weights only have to be transposed, by `transposed`, to become B.
-Nothing passes through shared memory, and warps never wait for each other.
+Nothing passes through shared memory, and warps do not wait for each other. Programs have one warp,
+but for `shard`, where four warps share a matmul (`runtime.kv.shard.fragments`).
 
 All tensors have one element per lane. A fragment of C is a tuple of four fp32: the two heads of row
 g, then those of row g + 8. Pages have 16 tokens.
@@ -23,7 +24,8 @@ g, then those of row g + 8. Pages have 16 tokens.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+NO_SCORE = gl.constexpr(-3e38)
+"""Score of a token that is left out. A warp may have no other tokens: -inf would give NaN."""
 PAGE = gl.constexpr(16)
 _LOAD16 = gl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD8 = gl.constexpr("ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];")
@@ -33,10 +35,22 @@ _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + 
 
 
 @gluon.jit
-def lane_numbers():
-    """Return the number of each lane, and its g and t."""
-    lane = gl.arange(0, 32, LANES)
+def threads(COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Return numbers from 0 to COUNT - 1, one per lane."""
+    return gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def lane_numbers(WARPS: gl.constexpr = 1):
+    """Return the number of each lane in its warp, and its g and t."""
+    lane = threads(32 * WARPS, WARPS) % 32
     return lane, lane // 4, lane % 4
+
+
+@gluon.jit
+def warp_number(WARPS: gl.constexpr):
+    """Return the number of each lane's warp."""
+    return threads(32 * WARPS, WARPS) // 32
 
 
 @gluon.jit
@@ -160,12 +174,11 @@ def power_of_two(biased):
 
 
 @gluon.jit
-def fp16_words(x):
-    """Scale a tuple of fp32 numbers by a power of two so that the largest is below 2**15.
+def fp16_scale(x):
+    """Return the power of two by which the largest of a tuple of numbers gets below 2**15.
 
     Returns:
-        The numbers as fp16, two in a word, and the factor that undoes the scale. Both depend on
-        the numbers of all lanes.
+        The factor, which depends on the numbers of all lanes, and its inverse.
     """
     most = gl.maximum(x[0], -x[0])
     for i in gl.static_range(1, len(x)):
@@ -173,11 +186,21 @@ def fp16_words(x):
     most = gl.maximum(most, of_other_lane(most, 1))
     most = largest_of_rows(gl.maximum(most, of_other_lane(most, 2)))
     exponent = gl.maximum(most.to(gl.int32, bitcast=True) >> 23, 15)
-    up = power_of_two(268 - exponent)
+    return power_of_two(268 - exponent), power_of_two(exponent - 14)
+
+
+@gluon.jit
+def fp16_words(x):
+    """Scale a tuple of fp32 numbers by `fp16_scale`.
+
+    Returns:
+        The numbers as fp16, two in a word, and the factor that undoes the scale.
+    """
+    up, down = fp16_scale(x)
     made = ()
     for i in gl.static_range(0, len(x), 2):
         made = made + (packed(x[i] * up, x[i + 1] * up, True),)
-    return made, power_of_two(exponent - 14)
+    return made, down
 
 
 @gluon.jit
@@ -268,30 +291,3 @@ def pages_of_tile(table, first, count, PAGES: gl.constexpr):
 def token_of_value(t, which):
     """Return the slots of the four tokens of A of a sum of V, for ``which`` from 0 to 3."""
     return 2 * t + which % 2 + which // 2 * 8
-
-
-@gluon.jit
-def write_part(
-    acc, m, l, part, part_acc, part_m, part_l,
-    GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Write a partial result; see `windowed_decode_kernel`.
-
-    Args:
-        acc: PARTS x ``DIM / 16 / PARTS`` fragments of C. Fragment n of part i has dimensions
-            ``i DIM / PARTS + g DIM / PARTS / 8 + 2 n`` (row g) and the next one (row g + 8).
-    """
-    EACH: gl.constexpr = DIM // PARTS
-    _, g, t = lane_numbers()
-    for odd in gl.static_range(2):
-        head = 2 * t + odd
-        at = part.to(gl.int64) * GROUP + head
-        used = head < GROUP
-        gl.store(part_m + at, m[odd], mask=used & (g == 0))
-        gl.store(part_l + at, sum_of_rows(l[odd]), mask=used & (g == 0))
-        for i in gl.static_range(PARTS):
-            for n in gl.static_range(EACH // 16):
-                c = acc[i * (EACH // 16) + n]
-                to = part_acc + at * WIDTH + i * EACH + g * (EACH // 8) + 2 * n
-                gl.store(to, c[odd], mask=used)
-                gl.store(to + 1, c[2 + odd], mask=used)

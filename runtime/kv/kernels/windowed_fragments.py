@@ -1,15 +1,16 @@
 # mypy: ignore-errors
 # ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
-"""`windowed_decode_kernel` with one warp per program, in Gluon; see `fragments`.
+"""`windowed_decode_kernel` in Gluon, by warps that do not wait for each other; see `fragments`.
 
 A format contributes a function, in place of ATTEND::
 
-    ATTEND(q, kv_head, begin, end, count, planes, table, scale, GROUP, DIM, STRIDES)
+    ATTEND(q, kv_head, begin, end, count, planes, table, scale, shared, GROUP, DIM, STRIDES)
 
 - q: pointer to the first query head of the KV head, bf16.
+- shared: address of shared memory, if the program has four warps; see `parts.shared_memory`.
 - the other arguments are those of ATTEND of `windowed`; ``begin`` is a multiple of BLOCK.
 
-It returns ``acc`` as in `fragments.write_part`, and ``m`` and ``l`` as in `fragments.no_tokens`.
+It returns ``acc`` as in `parts.write_part`, and ``m`` and ``l`` as in `fragments.no_tokens`.
 """
 
 from triton.experimental import gluon
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from runtime.attention.kernels.balance import divide, interval_begin, locate
 from runtime.kv.kernels.fragments import (
-    LANES,
+    NO_SCORE,
     as_operand,
     high_halves,
     lane_numbers,
@@ -28,21 +29,22 @@ from runtime.kv.kernels.fragments import (
     no_tokens,
     scaled,
     softmax,
+    threads,
     token_of_value,
-    write_part,
+    warp_number,
 )
+from runtime.kv.kernels.parts import shared_memory, write_part
 from runtime.kv.kernels.windowed import stored_tokens
 
 
 @gluon.jit
-def exact_scores(k, queries, g, t, DIM: gl.constexpr):
+def exact_scores(k, queries, lane, g, t, DIM: gl.constexpr):
     """Return the products of a page's keys and the queries, a fragment of C.
 
     Args:
         k: pointer to slot 0.
         queries: for each 32 dimensions, words of dimensions 8 t to 8 t + 7 of query head g.
     """
-    lane, _, _ = lane_numbers()
     s = no_sum(lane)
     for c in gl.static_range(DIM // 32):
         x = load16(k + g * DIM + 32 * c + 8 * t)
@@ -87,6 +89,7 @@ def add_exact_values(acc, v, b, first, end, g, t, DIM: gl.constexpr):
 def attend_exact(
     q, end, gap, k_pages, v_pages, page_stride, head_offset, table, scale,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SINK_PAGES: gl.constexpr,
+    WARPS: gl.constexpr = 1,
 ):  # fmt: skip
     """Attend over the exact tokens of one KV head, which are numbered without the gap.
 
@@ -96,23 +99,26 @@ def attend_exact(
         head_offset: elements from a page to slot 0 of the KV head.
         table: pointer to the page table of the sequence.
     """
-    lane, g, t = lane_numbers()
+    lane, g, t = lane_numbers(WARPS)
+    warp = warp_number(WARPS)
     own = q + gl.minimum(g, GROUP - 1) * DIM
     queries = ()
     for c in gl.static_range(DIM // 32):
         queries = queries + (load16(own + 32 * c + 8 * t),)
     acc, m, l = no_tokens(lane, DIM // 16)
-    for first in range(0, end, PAGE):
-        index = (first + gl.where(first >= SINK_PAGES * PAGE, gap, 0)) // PAGE
+    for tile in range(0, end, WARPS * PAGE):
+        first = tile + warp * PAGE
+        known = gl.minimum(first, end - 1)  # a warp may have no page left
+        index = (known + gl.where(known >= SINK_PAGES * PAGE, gap, 0)) // PAGE
         at = gl.load(table + index).to(gl.int64) * page_stride + head_offset
-        s = exact_scores(k_pages + at, queries, g, t, DIM)
+        s = exact_scores(k_pages + at, queries, lane, g, t, DIM)
         low = first + g < end
         high = first + g + 8 < end
         masked = (
-            gl.where(low, s[0] * scale, float("-inf")),
-            gl.where(low, s[1] * scale, float("-inf")),
-            gl.where(high, s[2] * scale, float("-inf")),
-            gl.where(high, s[3] * scale, float("-inf")),
+            gl.where(low, s[0] * scale, NO_SCORE),
+            gl.where(low, s[1] * scale, NO_SCORE),
+            gl.where(high, s[2] * scale, NO_SCORE),
+            gl.where(high, s[3] * scale, NO_SCORE),
         )
         weights, factors, m, l = softmax((masked,), m, l, 1)
         b = as_operand(weights[0], 1.0, 1.0, False)
@@ -128,6 +134,7 @@ def windowed_fragments_kernel(
     DIM: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     SINK_PAGES: gl.constexpr, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr,
     MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr, STRIDES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
 
@@ -135,9 +142,12 @@ def windowed_fragments_kernel(
 
     Args:
         ATTEND: see the head of this file.
-        PARTS: number of parts of the format's ``acc``; see `fragments.write_part`.
+        PARTS: number of parts of the format's ``acc``; see `parts.write_part`.
     """
     program = gl.program_id(0) - sequences * KV_HEADS
+    shared = 0
+    if WARPS > 1:
+        shared = shared_memory(threads(32 * WARPS, WARPS))
     if program < 0:
         index = gl.program_id(0)
         sequence = index // KV_HEADS
@@ -146,12 +156,12 @@ def windowed_fragments_kernel(
         acc, m, l = attend_exact(
             q + index.to(gl.int64) * GROUP * DIM, length - gap, gap, k_pages, v_pages, page_stride,
             index % KV_HEADS * head_stride, page_table + sequence * table_stride, scale,
-            GROUP, DIM, PAGE, SINK_PAGES,
+            GROUP, DIM, PAGE, SINK_PAGES, WARPS,
         )  # fmt: skip
         part = 2 * (PROGRAMS + index) + 1
-        write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, 1)
+        write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, 1, shared, WARPS)
     else:
-        s = gl.arange(0, SEQUENCES, LANES)
+        s = threads(SEQUENCES, WARPS)
         all_lengths = gl.load(lengths + s, mask=s < sequences, other=0)
         tiles = gl.cdiv(stored_tokens(all_lengths, PAGE, WINDOW, SINK_PAGES), BLOCK)
         ends, programs, each, extra = divide(tiles, PROGRAMS, KV_HEADS, MIN_TILES)
@@ -166,9 +176,12 @@ def windowed_fragments_kernel(
                 q + head.to(gl.int64) * GROUP * DIM, kv_head,
                 (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
                 stored_tokens(gl.load(lengths + sequence), PAGE, WINDOW, SINK_PAGES), planes,
-                stored_table + sequence * stored_stride + SINK_PAGES, scale, GROUP, DIM, STRIDES,
+                stored_table + sequence * stored_stride + SINK_PAGES, scale, shared, GROUP, DIM,
+                STRIDES,
             )  # fmt: skip
             of_program = program * 2 + (tile > begin).to(gl.int32)
             part = gl.where(stop - tile == count, 2 * (PROGRAMS + head), of_program)
-            write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, PARTS)
+            write_part(
+                acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, PARTS, shared, WARPS
+            )
             tile = stop

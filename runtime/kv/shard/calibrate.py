@@ -13,7 +13,7 @@ from runtime.kv.shard.codebook import train
 from runtime.kv.shard.codes import STEPS
 from runtime.kv.shard.commuting import commuting_basis
 
-NAME, VERSION = "shard", 4
+NAME, VERSION = "shard", 5
 K_BITS = 4
 """Bits of a coefficient of K with uniform allocation."""
 

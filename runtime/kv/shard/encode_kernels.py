@@ -11,9 +11,7 @@ from runtime.kv.kernels.latents import add_product
 from runtime.kv.kernels.transforms import NAN, ROUND, alternate, hadamard_tiles, widened
 from runtime.kv.shard import codes
 from runtime.kv.shard.kernels import rotated
-from runtime.kv.two_bits import LLOYD_MAX
 
-EDGE = tl.constexpr(LLOYD_MAX.edge)
 LARGEST = tl.constexpr(codes.LARGEST)
 
 
@@ -28,7 +26,7 @@ def encode(
     These are K_WIDTH bytes of each token and head, of coefficients of all heads; see
     `runtime.kv.kernels.encode`.
     """
-    k, v, v_norm, _, _, _, columns, mean, scales, cos, sin = planes
+    k, v, v_norm, _, _, _, columns, mean, scales, cos, sin, _, _, _ = planes
     BYTES: tl.constexpr = power_of_2(K_WIDTH)
     OWN: tl.constexpr = HEADS * BYTES * 2
     ROW: tl.constexpr = KV_HEADS * BYTES * 2  # of `columns`
@@ -64,7 +62,7 @@ def encode(
     page, row = plane_rows(page, slot, head, HEADS, PAGE)
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
     values = hadamard_tiles(values)
-    write_values(values, page, row, v, v_norm, EDGE, STRIDES[1], STRIDES[2], DIM)
+    write_values(values, page, row, v, v_norm, STRIDES[1], STRIDES[2], DIM)
     tl.debug_barrier()  # threads write the norms of others
     finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), row.shape)
     nan = tl.full(row.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from runtime.errors import CalibrationError, KVFormatError
+from runtime.kv import two_bits
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
@@ -19,9 +20,9 @@ from runtime.kv.shard import codebook
 from runtime.kv.shard.calibrate import K_BITS, NAME, VERSION
 from runtime.kv.shard.codes import LARGEST, Run, decode_steps, encode_coefficients, runs_of
 from runtime.kv.shard.decoder import KeyDecoder
+from runtime.kv.shard.fragment_inputs import DIMS, TILE, TOKEN, lane_angles, lane_weights
 from runtime.kv.transforms import check_transformable
 from runtime.kv.two_bits import BITS as V_BITS
-from runtime.kv.two_bits import LLOYD_MAX
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import LayerInputs, StoredPageKernels
@@ -93,7 +94,7 @@ class ShardLayer:
         padded = pad(packed, (0, kv_heads * width - packed.shape[-1]))
         k_plane[targets] = padded.view(-1, *k_plane.shape[1:])  # the same bytes in another shape
         if self.v_book is None:
-            v_plane[targets], norms = LLOYD_MAX.quantize(values)
+            v_plane[targets], norms = two_bits.quantize(values)
         else:
             v_plane[targets], norms = codebook.quantize(values, self.v_book)
         norm_plane[targets] = norms.masked_fill(~finite[:, None], torch.nan)
@@ -110,7 +111,7 @@ class ShardLayer:
         unrotated = tokens.view(*tokens.shape[:2], kv_heads, dim).transpose(1, 2)
         v_stored = v_plane[pages], norm_plane[pages]
         if self.v_book is None:
-            values = LLOYD_MAX.dequantize(*v_stored)
+            values = two_bits.dequantize(*v_stored)
         else:
             values = codebook.dequantize(*v_stored, self.v_book)
         return self.rotation.apply(unrotated, first_positions), values
@@ -143,7 +144,8 @@ class ShardLayer:
         factor = unit.new_tensor([self.rotation.factor])
         units = torch.cat((unit * factor**3, factor))
         encoding = split_basis(columns), self.k_mean, self.k_scale
-        return LayerInputs((weights, offsets, units, *encoding, *self.rotation.inverse))
+        of_lanes = *lane_weights(self.k_decoder), lane_angles(self.rotation)
+        return LayerInputs((weights, offsets, units, *encoding, *self.rotation.inverse, *of_lanes))
 
 
 class ShardFormat(CalibratedFormat[ShardLayer]):
@@ -154,21 +156,33 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
-        from runtime.kv.kernel_source import EncodeSource, KernelSource
-        from runtime.kv.shard import encode_kernels, kernels
+        from runtime.kv.kernel_source import EncodeSource, FragmentSource, KernelSource
+        from runtime.kv.shard import encode_kernels, fragments, kernels
 
         # With more heads per program, wide bases would exceed shared memory.
         k_bytes = max(self.planes(index, 1)[0].shape[2] for index in range(len(self._layers)))
         heads = max(1, 64 // max(16, 1 << (k_bytes - 1).bit_length()))
+        by_warps = None
+        if k_bytes * self._config.num_kv_heads == TOKEN:
+            by_warps = FragmentSource(
+                fragments.attend,
+                fragments.PARTS,
+                TILE,
+                warps=4,
+                programs=3,
+                dims=(DIMS,),
+                hopper_only=True,
+            )
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
             EncodeSource(encode_kernels.encode, tokens=32, heads=heads, warps=4, stages=2),
             kernels.attend,
             kernels.finish,
-            tile=64,
+            tile=TILE,
             warps=4,
             stages=5,
             programs=2,
+            fragments=by_warps,
         )
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
@@ -214,14 +228,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             decoder = KeyDecoder.of(basis.to(device), scale.to(device), mean.to(device), heads)
             tensors = mean.to(device), basis.to(device), scale.to(device)
             layers.append(ShardLayer(*tensors, runs, decoder, rotation, book, self.kernels))
-        self.fused = (
-            _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM
-            and all(layer.uniform for layer in layers)
-            and _multiplies_fp8(torch.device(device))
+        self.fused = _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM and all(
+            layer.uniform for layer in layers
         )
         return layers
-
-
-def _multiplies_fp8(device: torch.device) -> bool:
-    """Return whether the kernels' fp8 matmuls run on a device; Triton's interpreter has them."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

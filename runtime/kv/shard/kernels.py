@@ -21,15 +21,10 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.k4v2.kernels import UNIT
 from runtime.kv.kernels.transforms import hadamard, halves, interleaved, joined
-from runtime.kv.two_bits import LLOYD_MAX
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
-INNER = tl.constexpr(151 / 128)
-OUTER = tl.constexpr(504 / 128)
-"""bf16 numbers whose ratio differs from the one of the levels of V by 0.06 %."""
-UNIT = tl.constexpr((LLOYD_MAX.inner * 128 / 151 + LLOYD_MAX.outer * 128 / 504) / 2)
-"""Factor from these numbers to the levels, with errors of 0.03 %."""
 
 
 @triton.jit
@@ -113,7 +108,7 @@ prmt.b32 ${out + 1}, l, h, 0x7362;
 
 
 LEVELS = tl.constexpr(
-    "{\n.reg .b32 x, y, l, h, low, high;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;\n"
+    "{\n.reg .b32 x, y, l, h, low, high;\nmov.b32 low, 0x40808040;\nmov.b32 high, 0x403fbfc0;\n"
     "lop3.b32 x, $8, 0x33333333, 0x44444444, 0xea;\nshr.u32 y, $8, 2;\n"
     "lop3.b32 y, y, 0x33333333, 0x44444444, 0xea;\n" + "".join(map(_levels_of, range(4))) + "}"
 )
@@ -124,9 +119,8 @@ of the four numbers; `prmt` reads one of them for each of four nibbles, 4 plus t
 
 @triton.jit
 def level(codes):
-    """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
-    inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
-    return tl.where(inner, INNER, OUTER) * tl.where((codes & 2) == 0, -1.0, 1.0)
+    """Return ``2 c - 3``, fp32; for Triton's interpreter."""
+    return 2.0 * codes.to(tl.float32) - 3.0
 
 
 @triton.jit
@@ -206,7 +200,7 @@ def attend(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
-    k, v, v_norm, weights, offsets, units, _, _, _, cos, sin = planes
+    k, v, v_norm, weights, offsets, units, _, _, _, cos, sin, _, _, _ = planes
     v_words = v.to(tl.pointer_type(tl.uint32), bitcast=True)
     norm_words = v_norm.to(tl.pointer_type(tl.uint32), bitcast=True)
     ROWS: tl.constexpr = queries.shape[0]
@@ -281,7 +275,7 @@ def attend(
         values = tl.trans(values_of(words))  # [DIM, BLOCK]
         acc = matmul(values, (probabilities * norms[:, None]).to(tl.bfloat16), acc * alpha)
         q1, q2 = rotated(q1, q2, turn_cos, turn_sin)
-    return tl.trans(acc), m * back, tl.sum(sums, axis=0)
+    return natural(tl.trans(acc)), m * back, tl.sum(sums, axis=0)
 
 
 @triton.jit
@@ -290,4 +284,4 @@ def finish(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
-    return hadamard(natural(acc) * (UNIT * DIM**-0.5))
+    return hadamard(acc * (UNIT * DIM**-0.5))

@@ -35,8 +35,9 @@ else:
     inputs, costs = kv_format.kernel_inputs(torch.device("cpu")).planes, False
 source = kv_format.kernel_source()
 dtypes = {
-    torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5", torch.int32: "*i32", torch.float32: "*fp32",
+    torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.int32: "*i32",
+    torch.float32: "*fp32",
 }
 stored = kv_format.planes(0, 16)
 strides = page_strides(PagedCache.of_stored(stored, 2).layer(0))

@@ -1,4 +1,4 @@
-"""Attention by single warps: it compiles for Hopper GPUs.
+"""Attention with operands in registers: it compiles for Hopper GPUs.
 
 Its results are compared with the reference by the GPU tests in `test_kernels`.
 """
@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig
 from runtime.kv import kernel_source
 from runtime.kv.gpu import page_strides
 from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
+from runtime.kv.shard import ShardFormat
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, stored_planes
 
 _SCRIPT = """
@@ -26,13 +28,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel as kernel
 
 name, planes = sys.argv[1], tuple(sys.argv[2].split(","))
-kv_heads, group, dim, tile, registers, *strides = map(int, sys.argv[3:])
+kv_heads, group, dim, tile, warps, registers, *strides = map(int, sys.argv[3:])
 fragments = importlib.import_module(f"runtime.kv.{name}.fragments")
 strides = tuple(strides)
 constants = dict(
     ATTEND=fragments.attend, PARTS=fragments.PARTS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
     WIDTH=dim, PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=tile, SEQUENCES=16, MIN_TILES=2,
-    PROGRAMS=1456, STRIDES=strides,
+    PROGRAMS=1456, STRIDES=strides, WARPS=warps,
 )
 types = dict(planes=planes, scale="fp32", **dict.fromkeys(("q", "k_pages", "v_pages"), "*bf16"))
 types |= dict.fromkeys(("page_table", "stored_table", "lengths"), "*i32")
@@ -40,16 +42,27 @@ types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32")
 types |= dict.fromkeys(constants, "constexpr")
 signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
 source = GluonASTSource(kernel, signature, constants, {})
-options = {"num_warps": 1, "maxnreg": registers}
+options = {"num_warps": warps, "maxnreg": registers}
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-print("mma.sync" in made.asm["ptx"])
+print("wgmma" in made.asm["ptx"], made.metadata.shared)
 """
 
 
-def _fragments(name: str, config: ModelConfig) -> FragmentSource:
+SHARD_PLANES = (
+    "*u8,*u8,*bf16,*fp8e4nv,*fp32,*fp32,*bf16,*fp32,*fp32,*fp32,*fp32,*fp8e4nv,*fp16,*fp16"
+)
+
+
+def _format(name: str, config: ModelConfig) -> QuantizedFormat | ShardFormat:
+    if name == "shard":
+        return random_shard(replace(config, num_layers=1, context_length=1024))
     kv_format = COMPRESSED[name](config)
     assert isinstance(kv_format, QuantizedFormat)
-    source: KernelSource = kv_format.kernel_source()
+    return kv_format
+
+
+def _fragments(name: str, config: ModelConfig) -> FragmentSource:
+    source: KernelSource = _format(name, config).kernel_source()
     assert source.fragments is not None
     return source.fragments
 
@@ -62,6 +75,7 @@ def _fragments(name: str, config: ModelConfig) -> FragmentSource:
         ("fp8-e5m2", "*fp8e5,*fp8e5,*u8,*u8", (3, 3, 64)),
         ("int4", "*u8,*u8,*bf16,*bf16", (3, 3, 64)),
         ("k4v2", "*u8,*u8,*bf16,*bf16", (8, 4, 128)),
+        ("shard", SHARD_PLANES, (8, 4, 128)),
     ],
 )
 def test_kernel_compiles(name: str, planes: str, shape: tuple[int, int, int]) -> None:
@@ -71,12 +85,12 @@ def test_kernel_compiles(name: str, planes: str, shape: tuple[int, int, int]) ->
     fragments = _fragments(name, config)
     assert dim in fragments.dims
     module = name.partition("-")[0]
-    strides = page_strides(stored_planes(COMPRESSED[name](config), 2))
-    numbers = (*shape, fragments.tile, fragments.registers, *strides)
+    strides = page_strides(stored_planes(_format(name, config), 2))
+    numbers = (*shape, fragments.tile, fragments.warps, fragments.registers, *strides)
     command = [sys.executable, "-c", _SCRIPT, module, planes, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "True\n"
+    assert done.stdout == f"{name == 'shard'} 0\n"
 
 
 @pytest.mark.parametrize(("exact", "programs"), [(8, 1576), (128, 1456), (4096, 792)])
@@ -87,3 +101,10 @@ def test_programs_of_stored_tiles_leave_room_for_those_of_exact_tokens(
     monkeypatch.setattr(kernel_source, "decode_programs", lambda device, each: 132 * each)
     fragments = _fragments("int4", LLAMA_3_8B)
     assert fragments.stored_programs(torch.device("cuda"), exact) == programs
+
+
+def test_ranks_of_shard_that_the_kernel_does_not_support() -> None:
+    """Other ranks have attention in Triton."""
+    config = replace(LLAMA_3_8B, num_layers=1, context_length=1024)
+    assert random_shard(config, (192,)).kernel_source().fragments is not None
+    assert random_shard(config, (160,)).kernel_source().fragments is None

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv import fdc, palu, shard
+from runtime.kv import fdc, palu, shard, two_bits
 from runtime.kv.calibration import KVMoments
 from runtime.kv.rotation import PageRotation
-from runtime.kv.two_bits import LLOYD_MAX
 from tests.runtime.kv.compressed_data import is_unwritten, stored_planes
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -297,11 +296,11 @@ def test_shard_sizes() -> None:
     )
 
 
-def test_shard_values_are_those_of_the_lloyd_max_quantizer() -> None:
+def test_shard_values_are_2_bit_codes() -> None:
     _, k, v = full_text()
     kv_format = create("shard", [moments_of(CONFIG, full_text())] * 2)
     _, values = round_trip(kv_format, pages_of(k), pages_of(v))
-    expected = LLOYD_MAX.dequantize(*LLOYD_MAX.quantize(pages_of(v)))
+    expected = two_bits.dequantize(*two_bits.quantize(pages_of(v)))
     assert torch.equal(values, expected)
 
 

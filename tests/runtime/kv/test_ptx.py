@@ -10,8 +10,9 @@ from torch import Tensor
 
 from runtime.kv.stream.levels import lloyd_max as levels_of_bits
 from runtime.kv.transforms import unpack
-from runtime.kv.two_bits import LLOYD_MAX, UNIFORM
-from tests.runtime.kv.warp import LANES, Memory, run_ptx
+from runtime.kv.two_bits import LEVELS as LEVELS_OF_CODES
+from tests.runtime.kv.ptx_operations import LANES
+from tests.runtime.kv.warp import Memory, run_ptx
 
 pytest.importorskip("triton")
 
@@ -42,22 +43,23 @@ def word_of(stored: Tensor) -> int:
     return int.from_bytes(bytes(stored.tolist()), "little")
 
 
-def test_values_of_shard_are_lloyd_max_levels() -> None:
+def test_values_of_shard_are_levels() -> None:
     """Register k has byte k % 4 of parts k // 4 and 2 + k // 4."""
-    from runtime.kv.shard.kernels import LEVELS, UNIT
+    from runtime.kv.k4v2.kernels import UNIT
+    from runtime.kv.shard.kernels import LEVELS
 
     for stored in random_bytes(80).view(-1, 4):
-        levels = torch.tensor(LLOYD_MAX.levels)[unpack(stored, 2).long()].view(4, 4)  # part, byte
+        levels = torch.tensor(LEVELS_OF_CODES)[unpack(stored, 2).long()].view(4, 4)  # part, byte
         expected = torch.stack([levels[[k // 4, 2 + k // 4], k % 4] for k in range(8)])
         found = bf16(run(LEVELS, 8, word_of(stored))) * UNIT.value
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-def test_values_of_k4v2_are_uniform_levels() -> None:
+def test_values_of_k4v2_are_levels() -> None:
     from runtime.kv.k4v2.kernels import UNIT, UNPACK
 
     for stored in random_bytes(80).view(-1, 4):  # two words of an even and an odd byte
-        levels = torch.tensor(UNIFORM.levels)[unpack(stored, 2).long()].view(4, 2, 2)
+        levels = torch.tensor(LEVELS_OF_CODES)[unpack(stored, 2).long()].view(4, 2, 2)
         expected = levels.permute(0, 2, 1).reshape(8, 2)  # part, byte, word
         found = bf16(run(UNPACK, 8, word_of(stored))) * UNIT.value
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

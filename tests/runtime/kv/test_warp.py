@@ -1,24 +1,33 @@
-"""Attention by one warp, emulated, against attention in plain torch."""
+"""Attention by warps, emulated, against attention in plain torch."""
 
 import math
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from runtime.config import ModelConfig
+from runtime.bench.kv_formats import random_shard
+from runtime.config import ModelConfig, RopeConfig
 from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
 from runtime.kv.gpu import page_strides
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
+from runtime.kv.shard import ShardFormat, fragment_inputs
 from runtime.kv.transforms import hadamard
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, SMOLLM2_135M, heavy_tailed
-from tests.runtime.kv.warp import LANES, Memory, Pointer, lanes, loaded
+from tests.runtime.kv.ptx_operations import LANES
+from tests.runtime.kv.warp import Memory, Pointer, lanes, loaded
 
 pytest.importorskip("triton")
 KV_HEAD = 2
+MODULES = {"int4": ("int4",), "shard": ("int4", "k4v2", "shard")}
+"""Modules of a format's attention; by default, that of `int4` and its own."""
+WEIGHTS = 11
+"""Number of the plane with the weights of `shard`."""
 TILE = 64
 """A multiple of the tokens of a tile in all formats."""
 
@@ -29,32 +38,86 @@ def group_of(config: ModelConfig) -> int:
 
 
 def attended(
-    kv_format: QuantizedFormat, cache: PagedCache, q: Tensor, ids: Tensor, begin: int, scale: float
+    kv_format: QuantizedFormat | ShardFormat,
+    cache: PagedCache,
+    q: Tensor,
+    ids: Tensor,
+    begin: int,
+    scale: float,
+    inputs: tuple[Tensor | int, ...] = (),
 ) -> Tensor:
-    """Return attention to the tokens from ``begin`` on, before the transform of V is undone."""
+    """Return attention to the tokens from ``begin`` on, before the transform of V is undone.
+
+    Args:
+        inputs: those of `LayerInputs`.
+    """
     memory = Memory()
     by_name: dict[str, Pointer] = {}
     for tensor, each in zip(cache.tensors, cache.layout.tensors, strict=True):
         names = [plane.name for plane in each.planes]
         by_name |= zip(names, memory.add(*each.views(tensor)), strict=True)
-    planes = tuple(by_name[plane.name] for plane in kv_format.planes(0, PAGE))
+    stored = [by_name[plane.name] for plane in kv_format.planes(0, PAGE)]
+    planes = *stored, *(memory.add(torch.as_tensor(x))[0] for x in inputs)
     (queries,), (table,) = memory.add(q), memory.add(ids.int())
     count = len(ids) * PAGE
-    names = ["runtime.kv.kernels.fragments", "runtime.kv.int4.fragments"]
-    if kv_format.name != "int4":
-        module = kv_format.name.partition("-")[0]
-        names.append(f"runtime.kv.{module}.fragments")
-    with loaded(memory, *names) as (common, *_, source):
-        acc, _, sums = source.attend(
-            queries, KV_HEAD, begin, -(-count // TILE) * TILE, count, planes, table,
-            lanes(scale, "float32"), *q.shape, page_strides(cache.layer(0)),
-        )  # fmt: skip
-        totals = [common.sum_of_rows(x) for x in sums]
-        return rows_of(acc, totals, source.PARTS, q)
+    own = MODULES.get(kv_format.name, ("int4", kv_format.name.partition("-")[0]))
+    kernels = ["runtime.kv.kernels.fragments", "runtime.kv.kernels.parts"]
+    with loaded(memory, *kernels, *(f"runtime.kv.{name}.fragments" for name in own)) as modules:
+        source = modules[-1]
+        warps = getattr(source, "WARPS", 1)
+        if warps > 1:  # one after another, so that copies have to be complete before
+            copy_weights(memory, source, planes)
+        parts = []
+        for memory.warp in range(warps):
+            acc, m, sums = source.attend(
+                queries, KV_HEAD, begin, -(-count // TILE) * TILE, count, planes, table,
+                lanes(scale, "float32"), lanes(0, "int32"), *q.shape, page_strides(cache.layer(0)),
+            )  # fmt: skip
+            totals = [modules[0].sum_of_rows(x) for x in sums]
+            parts.append(Part.of(acc, m, totals, source.PARTS, q))
+    return merged(parts)
 
 
-def rows_of(acc: Any, totals: Any, parts: int, like: Tensor) -> Tensor:
-    """Return normalized fragments of C as rows; see `fragments.write_part`."""
+def copy_weights(memory: Memory, source: Any, planes: tuple[Pointer, ...]) -> None:
+    """Let all warps copy the weights of the KV head."""
+    weights = planes[WEIGHTS] + KV_HEAD * fragment_inputs.WEIGHTS
+    for memory.warp in range(4):
+        thread = lanes(range(LANES * memory.warp, LANES * (memory.warp + 1)), "int32")
+        source.copy_weights(weights, lanes([0] * LANES, "int32"), thread)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The online softmax of one warp: sums ``[heads, dim]``, and maxima and totals ``[heads]``."""
+
+    sums: Tensor
+    maxima: Tensor
+    totals: Tensor
+
+    @classmethod
+    def of(cls, acc: Any, m: Any, totals: Any, parts: int, like: Tensor) -> Self:
+        """Arrange what the lanes have as rows."""
+        heads = range(len(like))
+        maxima, found = (
+            torch.tensor([float(np.broadcast_to(x[i % 2], LANES)[i // 2]) for i in heads])
+            for x in (m, totals)
+        )
+        return cls(rows_of(acc, parts, like), maxima, found)
+
+
+def merged(parts: list[Part]) -> Tensor:
+    """Return attention from the results of warps."""
+    most = torch.stack([part.maxima for part in parts]).amax(0)
+    shares = [torch.exp2(part.maxima - most) for part in parts]
+    total = sum(share * part.totals for share, part in zip(shares, parts, strict=True))
+    sums = sum(share[:, None] * part.sums for share, part in zip(shares, parts, strict=True))
+    assert isinstance(sums, Tensor)
+    assert isinstance(total, Tensor)
+    return sums / total[:, None]
+
+
+def rows_of(acc: Any, parts: int, like: Tensor) -> Tensor:
+    """Return fragments of C as rows; see `parts.write_part`."""
     out = torch.zeros(like.shape)
     group, each = len(out), out.shape[1] // parts
     for n, fragment in enumerate(acc):
@@ -64,7 +127,7 @@ def rows_of(acc: Any, totals: Any, parts: int, like: Tensor) -> Tensor:
             for i in range(4):
                 head, dim = 2 * t + i % 2, part * each + g * (each // 8) + 2 * tile + i // 2
                 if head < group:
-                    out[head, dim] = float(fragment[i][lane] / totals[i % 2][lane])
+                    out[head, dim] = float(fragment[i][lane])
     return out
 
 
@@ -72,7 +135,8 @@ def transformed_back(name: str, out: Tensor) -> Tensor:
     """Undo the transform of V, as the format's FINISH does."""
     from runtime.kv.k4v2.kernels import UNIT
 
-    units = {"int4": 0.5, "k4v2": UNIT.value * out.shape[1] ** -0.5}
+    two_bits = UNIT.value * out.shape[1] ** -0.5
+    units = {"int4": 0.5, "k4v2": two_bits, "shard": two_bits}
     return hadamard(out * units[name]) if name in units else out
 
 
@@ -108,9 +172,38 @@ def test_attention_by_one_warp(
     torch.testing.assert_close(transformed_back(name, found), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("pages", "begin", "magnitude", "factor"),
+    [(3, 0, 1.0, 1.0), (9, TILE, 1e20, 1.0), (38, 0, 1.0, 1.2)],
+)
+def test_attention_over_shard(pages: int, begin: int, magnitude: float, factor: float) -> None:
+    """Some warps have no page; queries are rotated anew every 512 tokens; YaRN scales keys."""
+    rope = RopeConfig(scaling="yarn", factor=4.0, original_context=256, attention_factor=factor)
+    config = replace(LLAMA_3_8B, num_layers=1, context_length=800, rope=rope)
+    kv_format = random_shard(config)
+    layer = kv_format.layer(0)
+    keys, values = (heavy_tailed(config, pages, seed).clamp(-4, 4) for seed in (1, 2))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(pages + 2, generator=generator)[:pages]
+    cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
+    for tensor in cache.tensors:
+        tensor.view(torch.uint8).fill_(0xFF)
+    first = (SINK_PAGES + torch.arange(pages)) * PAGE
+    layer.encode_reference(keys, values, first, cache.layer(0), ids)
+    decoded = layer.decode(cache.layer(0), ids, first)
+    k, v = (x[:, KV_HEAD].flatten(0, 1)[begin:] for x in decoded)
+    q = torch.randn(group_of(config), config.head_dim, generator=generator) * magnitude
+    q, scale = q.bfloat16(), config.head_dim**-0.5 / magnitude
+    inputs = layer.kernel_inputs().planes
+    found = attended(kv_format, cache, q, ids, begin, scale / math.log(2), inputs)
+    expected = (q.float() @ k.T * scale).softmax(-1) @ v
+    torch.testing.assert_close(transformed_back("shard", found), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("config", [LLAMA_3_8B, SMOLLM2_135M])
 @pytest.mark.parametrize(("exact", "gap"), [(1, 0), (37, 0), (85, 48)])
-def test_attention_to_exact_tokens_by_one_warp(config: ModelConfig, exact: int, gap: int) -> None:
+def test_attention_to_exact_tokens(config: ModelConfig, exact: int, gap: int, warps: int) -> None:
     """Unused slots have NaN; the stored tokens in the gap are left out."""
     length = exact + gap
     pages = -(-length // PAGE)
@@ -124,13 +217,18 @@ def test_attention_to_exact_tokens_by_one_warp(config: ModelConfig, exact: int, 
     memory = Memory()
     (queries,), (keys,), (values,) = (memory.add(x) for x in (q, k, v))
     (table,) = memory.add(ids.int())
-    modules = "runtime.kv.kernels.fragments", "runtime.kv.kernels.windowed_fragments"
-    with loaded(memory, *modules) as (common, source):
-        acc, _, sums = source.attend_exact(
-            queries, exact, gap, keys, values, k.stride(0), KV_HEAD * k.stride(1), table,
-            lanes(scale / math.log(2), "float32"), *q.shape, PAGE, SINK_PAGES,
-        )  # fmt: skip
-        found = rows_of(acc, [common.sum_of_rows(x) for x in sums], 1, q)
+    kernels = "runtime.kv.kernels"
+    modules = f"{kernels}.fragments", f"{kernels}.parts", f"{kernels}.windowed_fragments"
+    with loaded(memory, *modules) as (common, _, source):
+        parts = []
+        for memory.warp in range(warps):
+            acc, m, sums = source.attend_exact(
+                queries, exact, gap, keys, values, k.stride(0), KV_HEAD * k.stride(1), table,
+                lanes(scale / math.log(2), "float32"), *q.shape, PAGE, SINK_PAGES, warps,
+            )  # fmt: skip
+            totals = [common.sum_of_rows(x) for x in sums]
+            parts.append(Part.of(acc, m, totals, 1, q))
+    found = merged(parts)
     kept = [t for t in range(length) if not SINK_PAGES * PAGE <= t < SINK_PAGES * PAGE + gap]
     own_k, own_v = (x[ids, KV_HEAD].flatten(0, 1)[kept].float() for x in (k, v))
     expected = (q.float() @ own_k.T * scale).softmax(-1) @ own_v

@@ -8,7 +8,7 @@ lanes. `loaded` imports a module of such functions; `Memory` holds what their po
 import builtins
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -18,12 +18,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-LANES = 32
-_G, _T = np.divmod(np.arange(LANES), 4)
-Words = NDArray[np.uint32]
+from tests.runtime.kv.ptx_operations import LANES, OPERATIONS, G, T, Words, halves, multiply
 
 
 class Lanes(np.ndarray[Any, Any]):
@@ -42,10 +39,16 @@ def lanes(values: Any, dtype: Any = None) -> Lanes:
 
 
 class Memory:
-    """Global memory. Address 0 is not used."""
+    """Global memory, whose address 0 is not used, and shared memory.
+
+    Attributes:
+        warp: number of the warp that runs.
+    """
 
     def __init__(self) -> None:
         self.bytes = np.zeros(256, np.uint8)
+        self.shared = np.zeros(1 << 15, np.uint8)
+        self.warp = 0
 
     def add(self, *tensors: Tensor) -> list["Pointer"]:
         """Copy tensors, which may be views of one storage, and return their addresses."""
@@ -69,6 +72,11 @@ class Memory:
         assert not (each % count).any(), "the load is not aligned"
         return self.bytes[each[:, None] + np.arange(count)]
 
+    def write_shared(self, addresses: Any, words: Words) -> None:
+        """Store words `[lanes, n]` at an address of each lane."""
+        data = np.ascontiguousarray(words, dtype=np.uint32).view(np.uint8)
+        self.shared[addresses[:, None].astype(np.int64) + np.arange(data.shape[1])] = data
+
 
 @dataclass(frozen=True)
 class Pointer:
@@ -90,99 +98,39 @@ class Pointer:
         return self.addresses
 
 
-def halves(words: Words, dtype: torch.dtype) -> NDArray[np.float64]:
-    """Return the low and the high number of each word, `[lanes, 2]`."""
-    return torch.from_numpy(words.view(np.int16).copy()).view(dtype).double().numpy().reshape(-1, 2)
+def _multiply_group(memory: Memory, registers: list[Words], add: bool) -> list[Words]:
+    """Return the words of C of one warp for wgmma.m64n128k32 with e4m3 A and B and fp16 C.
 
-
-def rounded(numbers: NDArray[Any], dtype: torch.dtype) -> Words:
-    """Round pairs of numbers to a 16-bit dtype and return them in words."""
-    found = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
-    return found.view(torch.int16).numpy().reshape(-1).view(np.uint32)
-
-
-def _prmt(a: Words, b: Words, selector: Words) -> Words:
-    table = np.stack([(x >> 8 * i) & 255 for x in (a, b) for i in range(4)], axis=1)
-    out = np.zeros(LANES, np.uint32)
-    for i in range(4):
-        nibble = (selector >> 4 * i) & 15
-        byte = table[np.arange(LANES), nibble & 7]
-        byte = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte).astype(np.uint32)
-        out |= byte << np.uint32(8 * i)
-    return out
-
-
-def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
-    out = np.zeros(LANES, np.uint32)
-    for i in range(8):
-        term = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        out |= np.where(table >> np.uint32(i) & 1 == 1, term, 0).astype(np.uint32)
-    return out
-
-
-def _pairwise(dtype: torch.dtype, function: Callable[..., Any]) -> Callable[..., Words]:
-    return lambda *words: rounded(function(*(halves(x, dtype) for x in words)), dtype)
-
-
-def _packed(dtype: torch.dtype) -> Callable[..., Words]:
-    def pack(high: Words, low: Words) -> Words:
-        pairs = np.stack((low.view(np.float32), high.view(np.float32)), axis=1)
-        return rounded(pairs, dtype)
-
-    return pack
-
-
-def _transposed(word: Words) -> Words:
-    matrix = word.view(np.uint16).reshape(8, 8)  # row g, columns 2 t and 2 t + 1
-    return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint32)
-
-
-def _fp8(dtype: torch.dtype) -> Callable[..., Words]:
-    def convert(pair: Words) -> Words:
-        codes = torch.from_numpy(pair.astype(np.uint16).view(np.uint8).copy()).view(dtype)
-        return rounded(codes.double().numpy().reshape(-1, 2), torch.float16)
-
-    return convert
-
-
-_OPERATIONS: dict[str, Callable[..., Words]] = {
-    "mov.b32": lambda a: a,
-    "not.b32": lambda a: ~a,
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "xor.b32": lambda a, b: a ^ b,
-    "sub.u32": lambda a, b: a - b,
-    "shr.u32": lambda a, b: a >> b,
-    "shl.b32": lambda a, b: a << b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
-    "prmt.b32": _prmt,
-    "lop3.b32": _lop3,
-    "sub.rn.bf16x2": _pairwise(torch.bfloat16, lambda a, b: a - b),
-    "fma.rn.bf16x2": _pairwise(torch.bfloat16, lambda a, b, c: a * b + c),
-    "add.rn.f16x2": _pairwise(torch.float16, lambda a, b: a + b),
-    "neg.f16x2": _pairwise(torch.float16, lambda a: -a),
-    "mul.rn.f16x2": _pairwise(torch.float16, lambda a, b: a * b),
-    "fma.rn.f16x2": _pairwise(torch.float16, lambda a, b, c: a * b + c),
-    "cvt.rn.bf16x2.f32": _packed(torch.bfloat16),
-    "cvt.rn.f16x2.f32": _packed(torch.float16),
-    "cvt.rn.f16x2.e4m3x2": _fp8(torch.float8_e4m3fn),
-    "shfl.sync.bfly.b32": lambda a, mask, *_: a[np.arange(LANES) ^ mask],
-    "movmatrix.sync.aligned.m8n8.trans.b16": _transposed,
-}
-
-
-def _multiply(registers: list[Words], dtype: torch.dtype) -> list[Words]:
-    """Return the words of A B + C for mma.m16n8k16, from those of A, B and C."""
-    a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-    for i, word in enumerate(registers[:4]):
-        rows, columns = _G + 8 * (i % 2), 2 * _T + 8 * (i // 2)
-        a[rows, columns], a[rows, columns + 1] = halves(word, dtype).T
-    for i, word in enumerate(registers[4:6]):
-        b[2 * _T + 8 * i, _G], b[2 * _T + 8 * i + 1, _G] = halves(word, dtype).T
-    for i, word in enumerate(registers[6:]):
-        c[_G + 8 * (i // 2), 2 * _T + i % 2] = word.view(np.float32)
-    found = (a @ b + c).astype(np.float32)
-    return [found[_G + 8 * (i // 2), 2 * _T + i % 2].view(np.uint32) for i in range(4)]
+    Args:
+        registers: words of C, words of A, and the descriptor of B.
+        add: whether products are added to C.
+    """
+    *words, descriptor = registers
+    c_words, a_words = words[:-4], words[-4:]
+    dims = 4 * len(c_words)
+    a, c = np.zeros((16, 32)), np.zeros((16, dims))
+    for i, word in enumerate(a_words):
+        codes = torch.from_numpy(word.view(np.uint8).reshape(LANES, 4))
+        found = codes.view(torch.float8_e4m3fn).double().numpy()
+        for byte in range(4):
+            a[G + 8 * (i % 2), 4 * T + byte + 16 * (i // 2)] = found[:, byte]
+    if add:
+        for i, word in enumerate(c_words):
+            rows, columns = G + 8 * (i % 2), 8 * (i // 2) + 2 * T
+            c[rows, columns], c[rows, columns + 1] = halves(word, torch.float16).T
+    number = int(descriptor[0])
+    start, stride, swizzle = number % 2**14 * 16, (number >> 32) % 2**14 * 16, number >> 62
+    assert swizzle == 2, "rows of 64 bytes"
+    dim = np.arange(dims)[:, None]
+    address = start + dim // 8 * stride + dim % 8 * 64 + np.arange(32)
+    address ^= address >> 3 & 0x30
+    b = torch.from_numpy(memory.shared[address]).view(torch.float8_e4m3fn).double().numpy()
+    sums = torch.from_numpy(a @ b.T + c).half().numpy().view(np.uint16).astype(np.uint32)
+    made = []
+    for i in range(len(c_words)):
+        rows, columns = G + 8 * (i % 2), 8 * (i // 2) + 2 * T
+        made.append(sums[rows, columns] | sums[rows, columns + 1] << np.uint32(16))
+    return made
 
 
 def run_ptx(memory: Memory, text: str, outputs: int, inputs: list[Any]) -> list[Words]:
@@ -192,28 +140,46 @@ def run_ptx(memory: Memory, text: str, outputs: int, inputs: list[Any]) -> list[
     if body.startswith("{"):
         body = body[1:-1]
     for line in filter(None, map(str.strip, body.split(";"))):
-        operation, operands = line.split(None, 1)
-        if operation == ".reg":
+        operation, _, operands = line.partition(" ")
+        if operation.startswith(_NOT_EMULATED):
+            continue
+        if operation.startswith(("ld.global.nc", "st.shared")):
+            _access(memory, registers, operation, operands)
             continue
         names = re.findall(r"[$\w-]+", operands)
         values = [registers[x] if x in registers else _immediate(x) for x in names]
-        if operation.startswith("ld.global.nc"):
-            *targets, _ = names
-            read = memory.read(values[-1], 4 * len(targets)).view(np.uint32)
-            registers |= dict(zip(targets, read.T.copy(), strict=True))
+        if operation.startswith("wgmma.mma_async"):
+            made = _multiply_group(memory, values[:-3], add=bool(values[-3][0]))
+            registers |= dict(zip(names, made, strict=False))
         elif operation.startswith("mma.sync"):
             dtype = torch.bfloat16 if ".bf16." in operation else torch.float16
-            registers |= dict(zip(names[:4], _multiply(values[4:], dtype), strict=True))
+            registers |= dict(zip(names[:4], multiply(values[4:], dtype), strict=True))
         elif operation == "mov.b32" and operands.startswith("{"):
             registers |= {names[0]: values[2] & 0xFFFF, names[1]: values[2] >> 16}
         else:
-            registers[names[0]] = _OPERATIONS[operation](*values[1:])
+            registers[names[0]] = OPERATIONS[operation](*values[1:])
     return [registers[f"${i}"] for i in range(outputs)]
 
 
+_NOT_EMULATED = ".reg", "bar.sync", "fence.", "wgmma.fence", "wgmma.commit", "wgmma.wait"
+
+
+def _access(memory: Memory, registers: dict[str, Any], operation: str, operands: str) -> None:
+    """Load words from global memory, or store words in shared memory."""
+    found = re.search(r"\[([$\w]+)(?:\+(\d+))?\]", operands)
+    assert found
+    address = registers[found[1]] + int(found[2] or 0)
+    names = re.findall(r"[$\w]+", operands.replace(found[0], ""))
+    if operation.startswith("st."):
+        memory.write_shared(address, np.stack([registers[x] for x in names], axis=1))
+    else:
+        read = memory.read(address, 4 * len(names)).view(np.uint32)
+        registers |= dict(zip(names, read.T.copy(), strict=True))
+
+
 def _immediate(text: str) -> Any:
-    is_number = text.isdigit() or text.startswith("0x")
-    return np.full(LANES, int(text, 0), np.uint32) if is_number else None
+    is_number = text.lstrip("-").isdigit() or text.startswith("0x")
+    return np.full(LANES, int(text, 0) % 2**32, np.uint32) if is_number else None
 
 
 class _Language(ModuleType):
@@ -234,9 +200,9 @@ class _Language(ModuleType):
     def BlockedLayout(*_: Any) -> None:
         return None
 
-    @staticmethod
-    def arange(begin: int, end: int, _layout: Any) -> Lanes:
-        return lanes(np.arange(begin, end), np.int32)
+    def arange(self, begin: int, end: int, _layout: Any) -> Lanes:
+        """Return numbers of threads of the warp that runs."""
+        return lanes(np.arange(begin, min(end, LANES)) + LANES * self._memory.warp, np.int32)
 
     where = staticmethod(lambda c, a, b: lanes(np.where(c, a, b)))
     maximum = staticmethod(lambda a, b: lanes(np.fmax(a, b)))
@@ -251,7 +217,6 @@ class _Language(ModuleType):
     def inline_asm_elementwise(
         self, asm: str, constraints: str, args: list[Any], *, dtype: Any, is_pure: bool, pack: int
     ) -> Any:
-        assert is_pure
         assert pack == 1
         inputs = [_register(x) for x in args]
         kinds = dtype if isinstance(dtype, tuple) else (dtype,)
