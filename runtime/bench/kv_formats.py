@@ -180,11 +180,14 @@ def measured_format(
         name: one of `FORMATS`.
         config: a model with as many layers as are measured.
         ranks: ranks by format.
-        options: fields of `KernelSource` to replace.
+        options: fields of `KernelSource` to replace. Attention is then that of `KernelSource`, not
+            of its ``fragments``.
     """
     from runtime.kv.gpu import StoredPageKernels  # optional: Triton
 
     name, changes = VARIANTS.get(name, (name, {}))
+    if options:
+        options = {**options, "fragments": None}
     layers = range(config.num_layers)
     kernels: list[StoredPageKernels]
     if name in RANDOM:

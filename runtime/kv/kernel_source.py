@@ -42,9 +42,9 @@ class FragmentSource:
     def stored_programs(self, device: torch.device, exact: int) -> int:
         """Return the number of programs for stored tiles, besides ``exact`` programs.
 
-        All of them run at once, if that leaves at least half of the GPU for stored tiles: exact
-        programs come first, and those that wait for them would end last. Few large programs are
-        not reduced, since exact ones leave soon.
+        Programs of one warp all run at once, if that leaves at least half of the GPU for stored
+        tiles: exact programs come first, and those that wait for them would end last. Programs of
+        several warps do wait: there are fewer of them, and exact ones end soon.
         """
         programs = decode_programs(device, self.programs)
         if self.warps > 1:

@@ -14,8 +14,9 @@ Scores are products of 16 tokens of a page (rows of A) by 8 query heads (columns
 are products of 16 dimensions by those heads over 16 tokens. The order of the summed dimensions is
 free, so that each lane loads consecutive bytes of a token. C of the scores has the heads in the
 same lanes as C of the sums: weights only have to be transposed, by `transposed`, to become B.
-Nothing passes through shared memory, and warps do not wait for each other. Programs have one warp,
-but for `shard`, where four warps share a matmul (`runtime.kv.shard.fragments`).
+Programs have one warp, and nothing passes through shared memory. The exception is `shard`, whose
+programs have four warps: they share a matmul (`runtime.kv.shard.fragments`) and merge their results
+through shared memory (`parts`).
 
 All tensors have one element per lane. A fragment of C is a tuple of four fp32: the two heads of row
 g, then those of row g + 8. Pages have 16 tokens.
@@ -25,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 NO_SCORE = gl.constexpr(-3e38)
-"""Score of a token that is left out. A warp may have no other tokens: -inf would give NaN."""
+"""Score of a token that is left out where a warp may have no others: -inf would give NaN."""
 PAGE = gl.constexpr(16)
 _LOAD16 = gl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD8 = gl.constexpr("ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];")

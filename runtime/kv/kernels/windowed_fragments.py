@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
-"""`windowed_decode_kernel` in Gluon, by warps that do not wait for each other; see `fragments`.
+"""`windowed_decode_kernel` in Gluon, with operands in registers; see `fragments`.
 
 A format contributes a function, in place of ATTEND::
 

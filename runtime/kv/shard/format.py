@@ -131,7 +131,10 @@ class ShardLayer:
         return shared.of_layer(self.kernel_inputs())
 
     def kernel_inputs(self) -> "LayerInputs":
-        """Return the tensors that `runtime.kv.shard.kernels` reads after the stored planes."""
+        """Return the tensors that attention and encoding read after the stored planes.
+
+        See `runtime.kv.shard.kernels`.
+        """
         from runtime.kv.gpu import LayerInputs
 
         weights, offsets, unit = self.k_decoder.kernel_inputs()
@@ -140,7 +143,8 @@ class ShardLayer:
         width = max(16, 1 << (own - 1).bit_length())
         columns = self.k_basis.new_zeros(len(self.k_basis), kv_heads, width, 2)
         columns[:, :, :own] = self.k_basis.view(-1, 2, kv_heads, own).permute(0, 2, 3, 1)
-        # Attention uses the tables of the inverse three times and cancels their factors.
+        # Scores have the factor of RoPE. The tables of the inverse divide by it, those of queries
+        # and those of keys.
         factor = unit.new_tensor([self.rotation.factor])
         units = torch.cat((unit * factor**3, factor))
         encoding = split_basis(columns), self.k_mean, self.k_scale
@@ -160,19 +164,13 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
         from runtime.kv.shard import encode_kernels, fragments, kernels
 
         # With more heads per program, wide bases would exceed shared memory.
-        k_bytes = max(self.planes(index, 1)[0].shape[2] for index in range(len(self._layers)))
-        heads = max(1, 64 // max(16, 1 << (k_bytes - 1).bit_length()))
-        by_warps = None
-        if k_bytes * self._config.num_kv_heads == TOKEN:
-            by_warps = FragmentSource(
-                fragments.attend,
-                fragments.PARTS,
-                TILE,
-                warps=4,
-                programs=3,
-                dims=(DIMS,),
-                hopper_only=True,
-            )
+        k_bytes = {self.planes(index, 1)[0].shape[2] for index in range(len(self._layers))}
+        heads = max(1, 64 // max(16, 1 << (max(k_bytes) - 1).bit_length()))
+        by_groups = FragmentSource(
+            fragments.attend, fragments.PARTS, TILE, warps=4, programs=3, dims=(DIMS,),
+            hopper_only=True,
+        )  # fmt: skip
+        supported = {size * self._config.num_kv_heads for size in k_bytes} == {TOKEN}
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
             EncodeSource(encode_kernels.encode, tokens=32, heads=heads, warps=4, stages=2),
@@ -182,7 +180,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             warps=4,
             stages=5,
             programs=2,
-            fragments=by_warps,
+            fragments=by_groups if supported else None,
         )
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
@@ -228,7 +226,14 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             decoder = KeyDecoder.of(basis.to(device), scale.to(device), mean.to(device), heads)
             tensors = mean.to(device), basis.to(device), scale.to(device)
             layers.append(ShardLayer(*tensors, runs, decoder, rotation, book, self.kernels))
-        self.fused = _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM and all(
-            layer.uniform for layer in layers
+        self.fused = (
+            _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM
+            and all(layer.uniform for layer in layers)
+            and _multiplies_fp8(torch.device(device))
         )
         return layers
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Return whether the kernels' fp8 matmuls run on a device; Triton's interpreter has them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -292,6 +292,7 @@ def attend(
     angles += (warp * HALF * 32 + lane) * 8
     q += gl.minimum(g, GROUP - 1) * DIM
     up, down = fp16_scale(load_queries(q, t))
+    up, down = up * 0.25, down * 4  # rotated queries are larger, also by the factor of YaRN
     position = (SINK_PAGES * PAGE + begin) * (DIM // 2)
     queries = rotated_queries(q, cos + position, sin + position, up, t)
     scale = scale * gl.load(units + kv_head) * down

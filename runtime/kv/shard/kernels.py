@@ -9,6 +9,7 @@
   high nibble of each byte of each KV head, and zeros; see `runtime.kv.kernels.latents`.
 - mean: fp32 `[KV_HEADS * DIM]`; scales: fp32 `[rank]`, see `format.ShardLayer`.
 - cos, sin: fp32 `[context, DIM / 2]`, see `rotation.PageRotation.inverse`.
+- the tensors of `fragment_inputs`, which only `fragments` reads.
 
 Attention computes transposed tiles: tokens are rows, since a matmul of a warp group has at least 64
 rows, and a KV head has few queries. Queries are rotated to positions relative to the tile, so that

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.bench.kv_formats import random_shard
+from runtime.bench.kv_formats import random_shard, shard_artifact
 from runtime.config import ModelConfig
 from runtime.kv import kernel_source
 from runtime.kv.gpu import page_strides
@@ -104,7 +104,11 @@ def test_programs_of_stored_tiles_leave_room_for_those_of_exact_tokens(
 
 
 def test_ranks_of_shard_that_the_kernel_does_not_support() -> None:
-    """Other ranks have attention in Triton."""
-    config = replace(LLAMA_3_8B, num_layers=1, context_length=1024)
+    """With another rank in any layer, attention is in Triton."""
+    config = replace(LLAMA_3_8B, num_layers=2, context_length=1024)
     assert random_shard(config, (192,)).kernel_source().fragments is not None
     assert random_shard(config, (160,)).kernel_source().fragments is None
+    usual, smaller = (shard_artifact(config, (rank,)) for rank in (192, 64))
+    of_layer = {name: x for name, x in smaller.tensors.items() if name.endswith(".1")}
+    mixed = ShardFormat(config, replace(usual, tensors={**usual.tensors, **of_layer}))
+    assert mixed.kernel_source().fragments is None

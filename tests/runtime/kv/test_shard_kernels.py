@@ -224,6 +224,16 @@ def test_attend_is_independent_of_how_tiles_are_divided(
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_attend_supports_many_sequences() -> None:
+    """Their number exceeds the lanes of a warp."""
+    config = replace(SMALL, head_dim=128)
+    made = Compared.of(config, 192)
+    sequences = made.sequences(config, [100 + 16 * (n % 5) for n in range(40)])
+    q = random(40, 4, 128).to(torch.bfloat16) * 4
+    got = made.kernels.attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_lengths_may_change_between_launches() -> None:
     """A CUDA graph replays the same launch with other lengths in the same tensors."""
     made = Compared.of(SMALL)

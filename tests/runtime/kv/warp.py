@@ -1,8 +1,10 @@
-"""Emulation of one warp that runs the Gluon functions of `runtime.kv.kernels.fragments` on a CPU.
+"""Emulation of a warp that runs the Gluon functions of `runtime.kv.kernels.fragments` on a CPU.
 
 Gluon has no interpreter. These functions have one element per lane in each tensor, so that they run
 unchanged on numpy arrays of 32 lanes, with inline PTX executed one instruction at a time for all
-lanes. `loaded` imports a module of such functions; `Memory` holds what their pointers refer to.
+lanes. `loaded` imports a module of such functions; `Memory` holds what their pointers refer to. The
+warps of a program run one after another, so that barriers and exchanges between them (`parts`) are
+not emulated.
 """
 
 import builtins
