@@ -152,6 +152,17 @@ def add_values(acc, words, b):
 
 
 @gluon.jit
+def levels_of(acc, sums):
+    """Return sums of ``2 c - 3`` from those of ``c - 2`` and the lane's sums of weights."""
+    even, odd = sum_of_rows(sums[0]), sum_of_rows(sums[1])
+    found = ()
+    for n in gl.static_range(len(acc)):
+        c = acc[n]
+        found = found + ((2 * c[0] + even, 2 * c[1] + odd, 2 * c[2] + even, 2 * c[3] + odd),)
+    return found
+
+
+@gluon.jit
 def attend(
     q, kv_head, begin, end, count, planes, table, scale, _shared,
     GROUP: gl.constexpr, DIM: gl.constexpr, STRIDES: gl.constexpr,
@@ -176,9 +187,4 @@ def attend(
             one, two = norm_of(norms[2 * i], g), norm_of(norms[2 * i + 1], g)
             sums = add_weights(sums, weights[i], one, two)
             acc = add_values(acc, values[i], as_operand(weights[i], one, two, False))
-    even, odd = sum_of_rows(sums[0]), sum_of_rows(sums[1])
-    found = ()
-    for n in gl.static_range(DIM // 16):
-        c = acc[n]
-        found = found + ((2 * c[0] + even, 2 * c[1] + odd, 2 * c[2] + even, 2 * c[3] + odd),)
-    return found, m, l
+    return levels_of(acc, sums), m, l

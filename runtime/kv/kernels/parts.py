@@ -113,6 +113,7 @@ def write_part(
     Args:
         acc: PARTS x ``DIM / 16 / PARTS`` fragments of C. Fragment n of part i has dimensions
             ``i DIM / PARTS + g DIM / PARTS / 8 + 2 n`` (row g) and the next one (row g + 8).
+        shared: see `shared_memory`; used by several warps only.
     """
     EACH: gl.constexpr = DIM // PARTS
     if WARPS > 1:

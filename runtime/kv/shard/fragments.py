@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from runtime.core import window
 from runtime.kv.int4.fragments import add_weights
-from runtime.kv.k4v2.fragments import add_values, load_norms, load_values, norm_of
+from runtime.kv.k4v2.fragments import add_values, levels_of, load_norms, load_values, norm_of
 from runtime.kv.kernels.fragments import (
     NO_SCORE,
     PAGE,
@@ -35,7 +35,6 @@ from runtime.kv.kernels.fragments import (
     packed,
     scaled,
     softmax,
-    sum_of_rows,
     warp_number,
 )
 from runtime.kv.kernels.parts import SHARED_BYTES
@@ -331,9 +330,4 @@ def attend(
         if (first + TILE - begin) % REACH == 0:
             position += REACH * (DIM // 2)
             queries = rotated_queries(q + zero, cos + position, sin + position, up, t)
-    even, odd = sum_of_rows(sums[0]), sum_of_rows(sums[1])
-    found = ()
-    for n in gl.static_range(DIM // 16):
-        c = acc[n]
-        found = found + ((2 * c[0] + even, 2 * c[1] + odd, 2 * c[2] + even, 2 * c[3] + odd),)
-    return found, m, l
+    return levels_of(acc, sums), m, l

@@ -78,6 +78,21 @@ def attended(
     return merged(parts)
 
 
+def empty_cache(kv_format: QuantizedFormat | ShardFormat, pages: int) -> tuple[PagedCache, Tensor]:
+    """Return a cache filled with NaN, and the ids of pages in it."""
+    cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
+    for tensor in cache.tensors:
+        tensor.view(torch.uint8).fill_(0xFF)
+    return cache, torch.randperm(pages + 2, generator=torch.Generator().manual_seed(0))[:pages]
+
+
+def random_queries(config: ModelConfig, magnitude: float) -> tuple[Tensor, float]:
+    """Return the queries of a KV head, bf16, and a scale of scores that undoes the magnitude."""
+    shape = group_of(config), config.head_dim
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * magnitude
+    return q.bfloat16(), config.head_dim**-0.5 / magnitude
+
+
 def copy_weights(memory: Memory, source: Any, planes: tuple[Pointer, ...]) -> None:
     """Let all warps copy the weights of the KV head."""
     weights = planes[WEIGHTS] + KV_HEAD * fragment_inputs.WEIGHTS
@@ -157,16 +172,11 @@ def test_attention_by_one_warp(
     kv_format = COMPRESSED[name](config)
     assert isinstance(kv_format, QuantizedFormat)
     keys, values = (heavy_tailed(config, pages, seed).clamp(-4, 4) for seed in (1, 2))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randperm(pages + 2, generator=generator)[:pages]
-    cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
-    for tensor in cache.tensors:
-        tensor.view(torch.uint8).fill_(0xFF)
+    cache, ids = empty_cache(kv_format, pages)
     kv_format.encode_reference(keys, values, ids, cache.layer(0), ids)
     decoded = kv_format.decode(cache.layer(0), ids, ids)
     k, v = (x[:, KV_HEAD].flatten(0, 1)[begin:] for x in decoded)
-    q = torch.randn(group_of(config), config.head_dim, generator=generator) * magnitude
-    q, scale = q.bfloat16(), config.head_dim**-0.5 / magnitude
+    q, scale = random_queries(config, magnitude)
     found = attended(kv_format, cache, q, ids, begin, scale / math.log(2))
     expected = (q.float() @ k.T * scale).softmax(-1) @ v
     torch.testing.assert_close(transformed_back(name, found), expected, rtol=1e-2, atol=1e-2)
@@ -183,17 +193,12 @@ def test_attention_over_shard(pages: int, begin: int, magnitude: float, factor: 
     kv_format = random_shard(config)
     layer = kv_format.layer(0)
     keys, values = (heavy_tailed(config, pages, seed).clamp(-4, 4) for seed in (1, 2))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randperm(pages + 2, generator=generator)[:pages]
-    cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
-    for tensor in cache.tensors:
-        tensor.view(torch.uint8).fill_(0xFF)
+    cache, ids = empty_cache(kv_format, pages)
     first = (SINK_PAGES + torch.arange(pages)) * PAGE
     layer.encode_reference(keys, values, first, cache.layer(0), ids)
     decoded = layer.decode(cache.layer(0), ids, first)
     k, v = (x[:, KV_HEAD].flatten(0, 1)[begin:] for x in decoded)
-    q = torch.randn(group_of(config), config.head_dim, generator=generator) * magnitude
-    q, scale = q.bfloat16(), config.head_dim**-0.5 / magnitude
+    q, scale = random_queries(config, magnitude)
     inputs = layer.kernel_inputs().planes
     found = attended(kv_format, cache, q, ids, begin, scale / math.log(2), inputs)
     expected = (q.float() @ k.T * scale).softmax(-1) @ v
