@@ -80,7 +80,6 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
     "sub.u32": lambda a, b: a - b,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "sub.rn.bf16x2": _pairwise(torch.bfloat16, lambda a, b: a - b),
