@@ -8,7 +8,7 @@ response body. If a cluster token is configured, requests under ``/v1`` and of `
 ``POST /v1/register``       `Registration`        200 ``{}``; 409 `STALE_EPOCH`
 ``POST /v1/heartbeat``      `Heartbeat`           200 `HeartbeatReply`; 409 `STALE_EPOCH`
 ``POST /v1/deregister``     `Deregistration`      200 ``{}``
-``POST /v1/place``          `PlaceRequest`        200 `Placement`; 404, 408, 413, 429, 503
+``POST /v1/place``          `PlaceRequest`        200 `Placement`; 404, 408, 409, 413, 429, 503
 ``POST /v1/release``        `Release`             200 ``{}``, also if the placement is unknown
 ``GET /v1/workers``         –                     200 `WorkerList`
 ``GET /v1/models``          –                     200 `ModelList`
@@ -23,6 +23,7 @@ Responses with status 429 or 503 have a ``Retry-After`` header in seconds.
 
 from enum import StrEnum
 from typing import Annotated
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,6 +49,11 @@ Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
+
+
+def new_placement_id() -> str:
+    """Return a random placement id."""
+    return uuid4().hex
 
 
 class _Message(BaseModel):
@@ -217,6 +223,10 @@ class PlaceRequest(_Message):
     """A request to place.
 
     Attributes:
+        placement_id: id of the placement, a new one for each call. The caller chooses it, so that
+            it can release a placement without having received the answer.
+        admitted: whether the request was admitted before: it is repeated, or another one of its
+            prompts was placed. It then waits until its deadline, however long the queue is.
         model: name of the model; None selects the only served model.
         max_tokens: maximum output tokens of each choice.
         tenant: id of the owner of the API key; None if there are no keys.
@@ -226,7 +236,9 @@ class PlaceRequest(_Message):
         wait_s: maximum time in the router's queue, seconds; 0 means not to wait.
     """
 
+    placement_id: PlacementId = Field(default_factory=new_placement_id)
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+    admitted: bool = False
     attempt: Annotated[int, Field(ge=0, le=1000)] = 0
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -264,7 +276,10 @@ class Placement(_Message):
 
 
 class Release(_Message):
-    """End of a placed request. ``blame`` is the id of the worker that failed, if any."""
+    """End of a placed request. ``blame`` is the id of the worker that failed, if any.
+
+    It may arrive before the call to place the request, which is refused then.
+    """
 
     placement_id: PlacementId
     outcome: Outcome

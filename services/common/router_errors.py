@@ -14,6 +14,7 @@ class ErrorCode(StrEnum):
     NOT_FOUND = "not_found"  # 404 or 405: no such path or method
     QUEUE_TIMEOUT = "queue_timeout"  # 408
     STALE_EPOCH = "stale_epoch"  # 409: the epoch has ended or was replaced
+    RELEASED = "released"  # 409: the placement was released before it was made
     TOO_LARGE = "too_large"  # 413: the request fits no worker, or the body is too long
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500

@@ -27,6 +27,7 @@ from services.common.tracing import NO_SPAN, Span
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placer import Placer, Siblings
 from services.gateway.prompts import PromptEncoder
 from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
 from services.gateway.router_client import RouterClient
@@ -122,12 +123,18 @@ class Gateway:
             context_length=model.context_length,
             vocab_size=model.tokenizer.vocab_size,
         )
+        self._placer = Placer(
+            self._router,
+            self.metrics,
+            model=model.name,
+            queue_wait_s=settings.queue_wait_s,
+        )
         self._generator = Generator(
             settings,
             model=model.name,
             tokenizer=model.tokenizer,
             identity=model.identity,
-            router=self._router,
+            placer=self._placer,
             sessions=self._sessions,
             metrics=self.metrics,
             recent=self.recent,
@@ -213,7 +220,7 @@ class Gateway:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._generator.stop_placing(_shutting_down())
+            self._placer.stop(_shutting_down())
             self._sessions.fail_all(_shutting_down())
 
     async def close(self) -> None:
@@ -247,8 +254,10 @@ class Gateway:
         queue: asyncio.Queue[list[TextDelta] | ServiceError | None]
         queue = asyncio.Queue(_MERGE_QUEUE_SIZE)
 
+        siblings = Siblings()
+
         async def follow(request: GenerationRequest, offset: int) -> None:
-            async with aclosing(self._generator.run(request)) as output:
+            async with aclosing(self._generator.run(request, siblings)) as output:
                 async for deltas in output:
                     for delta in deltas:
                         delta.choice += offset

@@ -2,24 +2,16 @@
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
-from typing import NoReturn
+from typing import TypeVar
 
 import aiohttp
 import structlog
 from pydantic import ValidationError
 
-from services.common.errors import (
-    InternalFault,
-    Overloaded,
-    QueueTimeout,
-    ServiceError,
-    TooLarge,
-    Unavailable,
-)
+from services.common.errors import ServiceError, Unavailable
 from services.common.placement import (
     ModelReadiness,
     Outcome,
@@ -28,11 +20,14 @@ from services.common.placement import (
     ReadinessList,
     Release,
     WorkerList,
+    new_placement_id,
 )
-from services.common.router_errors import ErrorCode, RouterError
 from services.common.tls import MutualTls
+from services.gateway.router_answers import NoRouter, parse_answer
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 _RELEASE_ATTEMPTS = 3
 PROBE_PERIOD_S = 1.0
@@ -43,20 +38,32 @@ _JSON = {"Content-Type": "application/json"}
 _KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
 
 
-class NoRouter(Unavailable):
-    """No router takes calls now: each is unreachable, shuts down or waits for its workers."""
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RoutedPlacement:
-    """A placement and the URL of the router that made it. The release must go to that router."""
+    """A placement and the URL of the router that made it. The end of a ``with`` block releases it.
+
+    Attributes:
+        outcome, blame: result that the release reports; see `Release`.
+    """
 
     placement: Placement
     router: str
+    release: Callable[["RoutedPlacement"], None]
+    outcome: Outcome = Outcome.CANCELLED
+    blame: str | None = None
+
+    def __enter__(self) -> "RoutedPlacement":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release(self)
 
 
 class RouterClient:
     """Calls the routers in turn until one answers. The router that answered last is tried first.
+
+    A call to place that ends without an answer, for example because it was cancelled, may have been
+    executed. It is released, so that no router counts a request that will not be sent.
 
     Must be created inside a running event loop.
 
@@ -94,6 +101,8 @@ class RouterClient:
     ) -> RoutedPlacement:
         """Place a request. The router may queue it for up to ``request.wait_s`` seconds.
 
+        The caller must enter the result, as in ``with await client.place(request) as routed``.
+
         Routers that are unreachable or have no workers are skipped. A call that waits in a queue
         keeps its position while its router answers probes.
 
@@ -111,7 +120,7 @@ class RouterClient:
             left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
                 call = request.model_copy(update={"wait_s": left_s})
-                placement = await self._place(router, call, trace)
+                placement = await _twice(partial(self._place, router, call, trace))
             except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
@@ -119,15 +128,8 @@ class RouterClient:
                     refusal = error
             else:
                 self._prefer(router)
-                return RoutedPlacement(placement, router)
+                return RoutedPlacement(placement, router, self._release)
         raise refusal
-
-    def release(self, routed: RoutedPlacement, outcome: Outcome, blame: str | None = None) -> None:
-        """Report the end of a placed request, in the background."""
-        message = Release(placement_id=routed.placement.placement_id, outcome=outcome, blame=blame)
-        task = asyncio.create_task(self._release(routed.router, message.model_dump_json().encode()))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
 
     async def readiness(self, model: str) -> ModelReadiness:
         """Return whether a router can place requests for a model, or the reason why none can."""
@@ -180,10 +182,25 @@ class RouterClient:
             self._routers.remove(router)
             self._routers.insert(0, router)
 
-    async def _release(self, router: str, body: bytes) -> None:
+    def _release(self, routed: RoutedPlacement) -> None:
+        """Report the end of a placed request, in the background."""
+        placement_id = routed.placement.placement_id
+        self._send_release(
+            routed.router,
+            Release(placement_id=placement_id, outcome=routed.outcome, blame=routed.blame),
+        )
+
+    def _send_release(self, router: str, message: Release) -> None:
+        task = asyncio.create_task(self._post_release(router, message.model_dump_json().encode()))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _post_release(self, router: str, body: bytes) -> None:
+        url = f"{router}/v1/release"
+        call = partial(self._request, "POST", url, body, timeout_s=self._timeout_s)
         for attempt in range(_RELEASE_ATTEMPTS):
             try:
-                response, _ = await self._post(f"{router}/v1/release", body)
+                response, _ = await _twice(call)
                 response.raise_for_status()
             except aiohttp.ClientError as error:
                 # A lost release only makes the router's load less accurate until the placement
@@ -196,23 +213,38 @@ class RouterClient:
     async def _place(
         self, router: str, request: PlaceRequest, trace: Mapping[str, str] | None
     ) -> Placement:
-        body = request.model_dump_json().encode()
+        """Call one router, under a new placement id.
+
+        Raises:
+            aiohttp.ClientError: if the router does not answer.
+            ServiceError: if it refuses.
+        """
+        request = request.model_copy(update={"placement_id": new_placement_id()})
         answering = asyncio.create_task(
-            self._post(f"{router}/v1/place", body, wait_s=request.wait_s, headers=trace)
+            self._request(
+                "POST",
+                f"{router}/v1/place",
+                request.model_dump_json().encode(),
+                timeout_s=self._timeout_s + request.wait_s,
+                headers=trace,
+            )
         )
+        answered = False
         try:
             while not (await asyncio.wait({answering}, timeout=PROBE_PERIOD_S))[0]:
                 await self._probe(router)
             response, answer = answering.result()
+            self._answered[router] = _now()
+            placed = parse_answer(response, answer, request.placement_id)
+            answered = True
         finally:
+            if not answered and _was_sent(answering):
+                unused = Release(placement_id=request.placement_id, outcome=Outcome.CANCELLED)
+                self._send_release(router, unused)
             answering.cancel()
-        self._answered[router] = _now()
-        if response.status != HTTPStatus.OK:
-            _raise_refusal(response, answer)
-        try:
-            return Placement.model_validate_json(answer)
-        except ValidationError as error:
-            raise InternalFault(f"invalid placement from a router: {error}") from error
+        if isinstance(placed, ServiceError):
+            raise placed
+        return placed
 
     async def _probe(self, router: str) -> None:
         """Check that a router answers, unless it has done so within `PROBE_PERIOD_S`.
@@ -239,31 +271,6 @@ class RouterClient:
         if not probe.cancelled() and probe.exception() is None:
             self._answered[router] = _now()
 
-    async def _post(
-        self,
-        url: str,
-        body: bytes,
-        *,
-        wait_s: float = 0.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Call a router, a second time if the connection was closed before the answer.
-
-        A router that stops closes its idle connections, and may do so while a call is sent on one.
-        Whether it executed the call is unknown. A repetition is harmless: an unused placement
-        expires, and a second release has no effect.
-        """
-        call = partial(
-            self._request, "POST", url, body, timeout_s=self._timeout_s + wait_s, headers=headers
-        )
-        try:
-            return await call()
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            log.debug("router closed a connection", url=url, error=repr(error))
-            return await call()
-
     async def _request(
         self,
         method: str,
@@ -284,6 +291,26 @@ class RouterClient:
             return response, await response.read()
 
 
+async def _twice(call: Callable[[], Awaitable[T]]) -> T:
+    """Call a router, a second time if the connection was closed before the answer.
+
+    A router that stops closes its idle connections, and may do so while a call is sent on one.
+    """
+    try:
+        return await call()
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+        log.debug("router closed a connection", error=repr(error))
+        return await call()
+
+
+def _was_sent(call: "asyncio.Task[object]") -> bool:
+    """Return whether a call may have reached its router, which then may have executed it."""
+    failure = call.exception() if call.done() and not call.cancelled() else None
+    return not isinstance(failure, aiohttp.ClientConnectorError)
+
+
 def _readiness(model: str, known: Sequence[ModelReadiness]) -> ModelReadiness:
     """Return the entry of a model, or one with the reason that it is not registered."""
     for entry in known:
@@ -298,34 +325,6 @@ def _tls_error(error: Exception) -> str | None:
     """Return OpenSSL's name of a TLS error, which has no address; None for any other error."""
     causes = (getattr(error, "certificate_error", None), error.__cause__, error.__context__)
     return next((cause.reason for cause in causes if isinstance(cause, ssl.SSLError)), None)
-
-
-def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
-    try:
-        detail = RouterError.model_validate_json(body).error
-    except ValidationError:
-        raise Unavailable(f"a router answered with HTTP status {response.status}") from None
-    retry_after_s = _retry_after(response)
-    match detail.code:
-        case ErrorCode.QUEUE_TIMEOUT:
-            raise QueueTimeout(detail.message)
-        case ErrorCode.QUEUE_FULL:
-            raise Overloaded(detail.message, retry_after_s=retry_after_s)
-        case ErrorCode.TOO_LARGE:
-            raise TooLarge(detail.message, param="prompt")
-        case ErrorCode.STARTING | ErrorCode.CLOSING:
-            raise NoRouter(detail.message, retry_after_s=retry_after_s)
-        case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:
-            raise Unavailable(detail.message, retry_after_s=retry_after_s)
-        case _:
-            raise InternalFault(f"the router refused: {detail.message}")
-
-
-def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    try:
-        return float(response.headers["Retry-After"])
-    except (KeyError, ValueError):
-        return None
 
 
 def _now() -> float:

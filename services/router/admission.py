@@ -2,7 +2,8 @@
 
 The time that a call will wait is predicted from the queue and from the rate at which calls left it
 recently, in tokens per second. The rate reflects everything that limits placement: prompts, batch
-slots, pages, and workers that other routers use as well.
+slots, pages, and workers that other routers use as well. It is unknown, and nothing is refused, for
+the first second of a queue after the workers were idle.
 """
 
 import math
@@ -45,7 +46,13 @@ class Admission:
         """Advance the time. The queue has not changed since the last call."""
         if len(queue):
             self._placed.add(0.0, now - self._now)
+        else:
+            self._placed.idle(now - self._now)
         self._now = now
+
+    def reset(self) -> None:
+        """Forget the rate, because no worker has work: what slowed them down is over."""
+        self._placed.reset()
 
     def placed(self, call: PendingPlacement) -> None:
         """Record that a call left the queue because it was placed."""
@@ -59,14 +66,14 @@ class Admission:
     def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> QueueFull | None:
         """Return the answer to a queued call that would wait too long, or None if it may wait.
 
-        Repeated requests may wait until their deadline: they were admitted before.
+        Requests that were admitted before may wait until their deadline.
         """
         left_s = call.deadline - self._now
         if left_s <= 0:
             return self.queue_full_error(
                 queue, call, "no worker has capacity, and the request has no time left to wait"
             )
-        if call.request.attempt or self._wait_s(queue, call) <= min(self.limit_s, left_s):
+        if call.request.admitted or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None
         tokens = queue.tokens_before(call)
         return self.queue_full_error(

@@ -6,9 +6,7 @@ Therefore, large requests do not starve. Requests that other workers can take ar
 Reservations concern decoding: a reserved prefill worker still computes prompts for decode workers.
 """
 
-from collections.abc import Callable
 from random import Random
-from uuid import uuid4
 
 from services.common.placement import (
     Heartbeat,
@@ -27,6 +25,7 @@ from services.router.errors import (
     InvalidBody,
     NoWorkers,
     QueueTimeout,
+    Released,
     RouterException,
     Starting,
     TooLarge,
@@ -61,7 +60,6 @@ class Dispatcher:
         max_wait_s: float,
         admission: Admission | None = None,
         settled_at: float = 0.0,
-        new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.fleet = fleet
         self.queue = queue
@@ -73,7 +71,6 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
-        self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
         """Submit a placement request; it is answered at once, or queued until its deadline.
@@ -94,12 +91,15 @@ class Dispatcher:
         if self.closed:
             call.resolve(Closing("this router is shutting down"))
             return call
+        if self.fleet.has_seen(request.placement_id):
+            call.resolve(Released("this placement was released, or its id is in use"))
+            return call
         result = self._place(demand, self.fleet.snapshots(now))
         if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
             call.resolve(self._refusal(result.reason, request, now))
             return call
         if isinstance(result, Pair) and not len(self.queue):
-            call.resolve(self._promise(result, demand, now))
+            call.resolve(self._promise(result, call, now))
             return call
         self.queue.add(call)
         self._place_waiting(now)
@@ -139,9 +139,11 @@ class Dispatcher:
         return known
 
     def release(self, release: Release, now: float) -> None:
-        """Record the end of a placed request."""
+        """Record the end of a placed request, or cancel the call that would place it."""
         self.admission.elapse(self.queue, now)
         request_s = self.fleet.release(release, now)
+        if request_s is None and (call := self.queue.find(release.placement_id)):
+            self._answer(call, Released("this placement was released"))
         if request_s is not None and release.outcome is Outcome.OK:
             self.admission.ended(request_s)
         self._place_waiting(now)
@@ -158,6 +160,8 @@ class Dispatcher:
             waited_s = now - call.arrived
             self._answer(call, QueueTimeout(f"no worker had capacity within {waited_s:.1f} s"))
         self._place_waiting(now)
+        if not len(self.queue) and self.fleet.idle:
+            self.admission.reset()
         return gone
 
     def close(self) -> None:
@@ -178,7 +182,7 @@ class Dispatcher:
             result = self._place(call.demand, workers, reserved)
             if isinstance(result, Pair):
                 self.admission.placed(call)
-                self._answer(call, self._promise(result, call.demand, now))
+                self._answer(call, self._promise(result, call, now))
                 workers = self.fleet.snapshots(now)
             elif result.reason is Reason.BUSY:
                 reserved |= result.candidates
@@ -202,8 +206,8 @@ class Dispatcher:
             )
         return _exception_for(reason, request)
 
-    def _promise(self, pair: Pair, demand: Demand, now: float) -> Placement:
-        return self.fleet.promise(pair, demand, self._new_id(), now)
+    def _promise(self, pair: Pair, call: PendingPlacement, now: float) -> Placement:
+        return self.fleet.promise(pair, call.demand, call.request.placement_id, now)
 
     def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
         self.queue.remove(call, placed=isinstance(answer, Placement))

@@ -6,6 +6,7 @@ RouterException         body: `RouterError`
 ├── UnknownModel        404  unknown_model
 ├── QueueTimeout        408  queue_timeout
 ├── StaleEpoch          409  stale_epoch
+├── Released            409  released
 ├── TooLarge            413  too_large
 ├── QueueFull           429  queue_full, with Retry-After
 ├── NoWorkers           503  no_workers, with Retry-After
@@ -62,6 +63,12 @@ class StaleEpoch(RouterException):
     """The worker's epoch has ended or was replaced by a newer one."""
 
     status, code = 409, ErrorCode.STALE_EPOCH
+
+
+class Released(RouterException):
+    """The placement was released before it was made, or its id was used before."""
+
+    status, code = 409, ErrorCode.RELEASED
 
 
 class TooLarge(RouterException):

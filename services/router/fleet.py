@@ -28,7 +28,8 @@ from services.router.errors import QueueFull, StaleEpoch
 from services.router.policy import Pair
 from services.router.tracked_worker import TrackedWorker
 
-MAX_RETIRED_EPOCHS = 4096  # ended epochs to remember, so that a process that resumes is rejected
+MAX_RETIRED = 4096
+"""Ended epochs, and placements released before they were made, that are remembered."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -70,6 +71,7 @@ class Fleet:
         self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
+        self._released: OrderedDict[str, None] = OrderedDict()  # ids that were unknown
         self._expiries: deque[tuple[float, str]] = deque()
         self._placements = 0
 
@@ -135,6 +137,10 @@ class Fleet:
             self._forget_promises(self._records.popitem(last=False)[1])
         return placement
 
+    def has_seen(self, placement_id: str) -> bool:
+        """Return whether a placement with this id is in progress or was released unknown."""
+        return placement_id in self._records or placement_id in self._released
+
     def release(self, release: Release, now: float) -> float | None:
         """End a placement. Failure puts the blamed worker on probation; success resets its backoff.
 
@@ -145,7 +151,8 @@ class Fleet:
             Time since the placement in seconds, or None if the placement is unknown.
         """
         record = self._records.pop(release.placement_id, None)
-        if record is None:
+        if record is None:  # the release may have arrived before the call to place
+            _store(self._released, release.placement_id, None)
             return None
         self._forget_promises(record)
         for address in record.addresses:
@@ -183,6 +190,11 @@ class Fleet:
     def views(self, now: float) -> list[WorkerView]:
         """Return the state of every worker, for operators."""
         return [self._view(worker, now) for worker in self._workers.values()]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no worker has work, reported or promised."""
+        return not any(worker.busy for worker in self._workers.values())
 
     def models(self) -> list[ModelInfo]:
         """Return the served models, sorted by name."""
@@ -282,7 +294,7 @@ def _stored_total(registration: Registration) -> int:
 def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:
     memory[key] = value
     memory.move_to_end(key)
-    if len(memory) > MAX_RETIRED_EPOCHS:
+    if len(memory) > MAX_RETIRED:
         memory.popitem(last=False)
 
 

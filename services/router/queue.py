@@ -33,8 +33,8 @@ class PendingPlacement:
 
     @property
     def urgency(self) -> tuple[bool, int]:
-        """Sort key among the calls of a tenant: repeated requests first, then by priority."""
-        return self.request.attempt == 0, -self.request.priority
+        """Sort key among the calls of a tenant: admitted requests first, then by priority."""
+        return not self.request.admitted, -self.request.priority
 
     def resolve(self, answer: Placement | RouterException) -> None:
         """Set the answer and wake the caller."""
@@ -101,6 +101,10 @@ class PlacementQueue:
         line.weight = call.request.weight
         line.tokens += call.demand.cost
         insort(line.entries, (call.urgency, self._arrivals, call))
+
+    def find(self, placement_id: str) -> PendingPlacement | None:
+        """Return the queued call with this placement id, if there is one."""
+        return next((call for call in self if call.request.placement_id == placement_id), None)
 
     def remove(self, call: PendingPlacement, *, placed: bool = False) -> bool:
         """Remove a call; return whether it was queued.

@@ -118,7 +118,6 @@ class Simulation:
         fleet: FleetLimits = WORKERS_QUEUE,
         admission: AdmissionLimits = NEVER_SHED,
     ) -> None:
-        ids = count(1)
         self.now = 0.0
         self.router = Dispatcher(
             Fleet(fleet),
@@ -128,7 +127,6 @@ class Simulation:
             output_reserve=256,
             max_wait_s=inf,
             admission=Admission(admission),
-            new_id=lambda: str(next(ids)),
         )
         self._jobs = jobs
         self._left = len(jobs)

@@ -38,6 +38,12 @@ class TrackedWorker:
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
 
+    @property
+    def busy(self) -> bool:
+        """Whether the worker has work, reported in its last heartbeat or promised."""
+        load = self.load
+        return bool(self.promises or (load and (load.queue_tokens or load.running or load.waiting)))
+
     def promise(
         self, placement_id: str, demand: Demand, role: Role, number: int, now: float
     ) -> None:

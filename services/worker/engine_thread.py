@@ -21,7 +21,8 @@ log = structlog.get_logger()
 
 MAX_PLANS = 1 << 16
 """Plans whose durations are kept until they are taken; older ones are dropped."""
-_RATE_MEMORY_S = 5.0  # seconds of steps with prompts
+_RATE_MEMORY_S = 5.0  # seconds of steps with prompts, and of idle time
+_RATE_KNOWN_AFTER_S = 0.01
 STOP_S = 10.0  # seconds for the last step and jobs at shutdown
 
 _NOTHING = StepOutput()
@@ -95,7 +96,7 @@ class EngineThread:
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self._idle = True
-        self._prompt_rate = Rate(_RATE_MEMORY_S)
+        self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
         self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
         self.load = self._measure()
         self.pages_total, self.stored_total = engine.num_pages
@@ -202,7 +203,9 @@ class EngineThread:
             if item is None:
                 return False
             if block:
-                self._since = time.perf_counter()
+                now = time.perf_counter()
+                self._prompt_rate.idle(now - self._since)
+                self._since = now
             block = self._idle = False
             if isinstance(item, _Job):
                 if commands:  # commands submitted before the job take effect before it
@@ -229,6 +232,8 @@ class EngineThread:
         if output.computed:
             tokens = sum(chunk.num_tokens + chunk.evicted for chunk in output.computed)
             self._prompt_rate.add(tokens, now - self._since)
+        else:
+            self._prompt_rate.idle(now - self._since)
         self._since = now
         self.load = self._measure()
         self._report(output)

@@ -196,7 +196,7 @@ class FakeRouter:
     authorizations: set[str | None] = field(default_factory=set)
     headers: list[dict[str, str]] = field(default_factory=list)
     peers: set[Any] = field(default_factory=set)
-    placed: int = 0
+    placed: set[str] = field(default_factory=set)
     _port: int = 0
     _runner: web.AppRunner | None = None
 
@@ -206,7 +206,7 @@ class FakeRouter:
 
     @property
     def outstanding(self) -> int:
-        return self.placed - len(self.releases)
+        return len(self.placed - {release.placement_id for release in self.releases})
 
     async def started(self, count: int) -> None:
         """Wait until the workers have received ``count`` streams."""
@@ -256,11 +256,11 @@ class FakeRouter:
         free = [w for w in self.workers if w.worker_id not in call.exclude]
         if not free or (self.prefill and self.prefill in call.exclude):
             return _refuse(503, "no_workers")
-        self.placed += 1
+        self.placed.add(call.placement_id)
         prefill = {"worker_id": self.prefill, "epoch": "e", "address": "127.0.0.1:1"}
         return web.json_response(
             {
-                "placement_id": f"p{self.placed}",
+                "placement_id": call.placement_id,
                 "prefill": prefill if self.prefill else None,
                 "decode": free[0].address,
                 "model": self.model_info,

@@ -196,7 +196,7 @@ async def test_failed_attempts_are_not_repeated_after_the_drain(site: Site) -> N
     site.worker.script = fail_late
     running = asyncio.create_task(completion(site))
     await site.router.started(1)
-    site.gateway._generator.stop_placing(Unavailable("the gateway is shutting down"))
+    site.gateway._placer.stop(Unavailable("the gateway is shutting down"))
     assert (await running).status_code == 503
     assert len(site.router.places) == 1
     await site.router.settled()

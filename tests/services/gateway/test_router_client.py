@@ -17,9 +17,10 @@ from services.common.errors import (
     TooLarge,
     Unavailable,
 )
-from services.common.placement import Outcome, PlaceRequest
+from services.common.placement import Outcome, PlaceRequest, Release
 from services.gateway import router_client
-from services.gateway.router_client import NoRouter, RouterClient
+from services.gateway.router_answers import NoRouter
+from services.gateway.router_client import RouterClient
 from tests.services.certificates import Authority
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running, until
 from tests.services.tls_ports import router_port
@@ -59,12 +60,14 @@ async def test_second_router_places_if_the_first_is_down(
     router: FakeRouter, open_client: OpenClient, unused: str
 ) -> None:
     client = open_client(unused, f"{router.url}/")
-    placed = await client.place(REQUEST)
-    assert placed.router == router.url
-    assert client._routers == [router.url, unused], "the router that answered is tried first"
-    client.release(placed, Outcome.OK)
+    with await client.place(REQUEST) as placed:
+        assert placed.router == router.url
+        assert client._routers == [router.url, unused], "the router that answered is tried first"
+        placed.outcome = Outcome.OK
     await until(lambda: bool(router.releases))
-    assert router.releases[0].placement_id == placed.placement.placement_id
+    assert router.releases == [
+        Release(placement_id=placed.placement.placement_id, outcome=Outcome.OK)
+    ]
     assert router.authorizations == {"Bearer between-us"}
 
 
@@ -102,10 +105,9 @@ async def test_connection_closed_by_an_idle_router_does_not_fail_a_call(
     router: FakeRouter, open_client: OpenClient
 ) -> None:
     client = open_client(router.url)
-    placed = await client.place(REQUEST)
-    await router.stop()
-    await router.start()
-    client.release(placed, Outcome.OK)
+    with await client.place(REQUEST):
+        await router.stop()
+        await router.start()
     await client.place(REQUEST)
     await until(lambda: router.outstanding == 1)
 
@@ -116,8 +118,10 @@ async def test_call_is_repeated_once_if_its_connection_is_dropped(
     client = open_client(router.url)
     await client.place(REQUEST)
     router.drops = 1
-    assert (await client.place(REQUEST)).placement.placement_id == "p2"
+    placed = await client.place(REQUEST)
     assert len(router.places) == 3
+    assert placed.placement.placement_id == router.places[2].placement_id
+    assert len({call.placement_id for call in router.places}) == 3
     router.drops = 2
     with pytest.raises(Unavailable, match="no router is reachable"):
         await client.place(REQUEST)

@@ -137,11 +137,11 @@ def test_priority_orders_the_requests_of_one_tenant_only() -> None:
     assert {name[0] for name in names[:2]} == {"a", "b"}, "each tenant is first in turn"
 
 
-def test_repeated_request_precedes_new_ones_of_its_tenant() -> None:
+def test_admitted_request_precedes_new_ones_of_its_tenant() -> None:
     queue = PlacementQueue(1000)
     queue.add(call("a", request_id="new", priority=9))
-    queue.add(call("a", request_id="repeated", attempt=1))
-    assert place_first(queue).request.request_id == "repeated"
+    queue.add(call("a", request_id="admitted", admitted=True))
+    assert place_first(queue).request.request_id == "admitted"
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -114,11 +114,11 @@ def test_full_queue_refuses_the_last_call_of_the_tenant_with_most_tokens() -> No
     assert [call.answer for call in flood[:-1]] == [None] * 3, "calls that wait are not replaced"
 
 
-def test_repeated_requests_are_not_shed() -> None:
+def test_admitted_requests_are_not_shed() -> None:
     service = Service()
     service.overload(10, 3, "a")
     assert isinstance([service.submit(tenant="a") for _ in range(3)][-1].answer, QueueFull)
-    assert service.submit(tenant="a", attempt=1).answer is None
+    assert service.submit(tenant="a", admitted=True).answer is None
 
 
 def test_large_request_may_wait_alone() -> None:
@@ -149,3 +149,40 @@ def test_time_on_workers_is_measured_from_placement_to_success() -> None:
     end = Release(placement_id=placed.placement_id, outcome=Outcome.OK)
     service.router.release(end, 20.0)
     assert service.router.admission.limit_s == 10.0
+
+
+def _stall(service: Service, seconds: float) -> None:
+    """Let the worker take nothing while calls wait, then let it finish all of them."""
+    calls = [service.submit() for _ in range(10)]
+    for _ in range(round(seconds)):
+        service.now += 1.0
+        service.router.heartbeat(beat("c0", pages_free=0, running=1), service.now)
+        service.router.advance(service.now)
+    while len(service.router.queue):
+        service.advance()
+    for call in calls:
+        if isinstance(call.answer, Placement):
+            ended = Release(placement_id=call.answer.placement_id, outcome=Outcome.OK)
+            service.router.release(ended, service.now)
+
+
+def test_idle_workers_take_after_a_stall_what_they_took_before() -> None:
+    service = Service()
+    _stall(service, 20)
+    service.router.heartbeat(beat("c0", pages_free=2), service.now)
+    service.router.advance(service.now)  # all workers are idle
+    burst = [service.submit() for _ in range(15)]
+    assert not any(isinstance(call.answer, QueueFull) for call in burst)
+
+
+def test_rate_of_a_stall_is_forgotten_while_nothing_is_queued() -> None:
+    service = Service()
+    _stall(service, 20)
+    assert isinstance([service.submit() for _ in range(15)][-1].answer, QueueFull)
+    while len(service.router.queue):
+        service.advance()
+    service.now += 60
+    service.router.heartbeat(beat("c0", pages_free=0, running=1), service.now)  # a long answer
+    service.router.advance(service.now)
+    burst = [service.submit() for _ in range(15)]
+    assert not any(isinstance(call.answer, QueueFull) for call in burst)

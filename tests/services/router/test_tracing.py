@@ -26,7 +26,7 @@ async def test_place_call_has_a_span_below_that_of_its_gateway() -> None:
                 await router.join("p", Role.PREFILL)
                 await router.join("d", Role.DECODE)
                 assert (await router.post("/v1/place", call, CONTEXT))[0] == 200
-                assert (await router.post("/v1/place", call))[0] == 200  # is not traced
+                assert (await router.post("/v1/place", place_request()))[0] == 200  # is not traced
     refused, placed = collector.spans
     for span, outcome in ((refused, "no_workers"), (placed, "placed")):
         assert (span.service, span.name, span.kind) == (

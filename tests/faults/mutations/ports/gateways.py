@@ -51,4 +51,4 @@ async def check_gateway(site: Site) -> None:
     site.router.headers.clear()
     site.router.places.clear()
     site.router.releases.clear()
-    site.router.placed = 0
+    site.router.placed.clear()

@@ -1,0 +1,146 @@
+"""Placement of the attempts of requests: the wait for routers and workers, ended by a drain."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.common.errors import Overloaded, ServiceError, TooLarge, Unavailable
+from services.common.placement import PlaceRequest
+from services.common.tracing import Kind, Span
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests import GenerationRequest
+from services.gateway.retries import Retries, backoff_s
+from services.gateway.router_answers import NoRouter
+from services.gateway.router_client import RoutedPlacement, RouterClient
+
+
+@dataclass
+class Siblings:
+    """State that the prompts of one client request share.
+
+    Prompts are placed one at a time, so that they do not queue behind each other. The first one is
+    admitted for all of them.
+
+    Attributes:
+        turn: lock of the prompt that is being placed.
+        admitted: whether a prompt was placed.
+    """
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    admitted: bool = False
+
+
+class Placer:
+    """Places attempts through the routers.
+
+    Args:
+        queue_wait_s: maximum time in a router's queue, seconds.
+    """
+
+    def __init__(
+        self, router: RouterClient, metrics: GatewayMetrics, *, model: str, queue_wait_s: float
+    ) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._model = model
+        self._queue_wait_s = queue_wait_s
+        self._placing: set[asyncio.Timeout] = set()
+        self._shutdown: ServiceError | None = None
+
+    def stop(self, error: ServiceError) -> None:
+        """End the requests that wait for a placement, now and later, with an error."""
+        self._shutdown = error
+        while self._placing:
+            self._placing.pop().reschedule(0)  # now
+
+    async def place(
+        self,
+        request: GenerationRequest,
+        siblings: Siblings,
+        retries: Retries,
+        parent: Span,
+        *,
+        replayed: int,
+    ) -> RoutedPlacement:
+        """Place an attempt, in a span of its own. The caller must enter the result.
+
+        Args:
+            replayed: number of output tokens that the attempt replays.
+
+        Raises:
+            ServiceError: if the request cannot be placed, or `stop` was called.
+        """
+        if self._shutdown is not None:
+            raise self._shutdown
+        with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:
+            try:
+                async with asyncio.timeout(None) as scope:
+                    self._placing.add(scope)
+                    if retries.number:
+                        return await self._place(request, True, retries, replayed, span.headers)
+                    async with siblings.turn:
+                        routed = await self._place(
+                            request, siblings.admitted, retries, replayed, span.headers
+                        )
+                        siblings.admitted = True
+                        return routed
+            except TimeoutError:
+                if self._shutdown is None or not scope.expired():
+                    raise
+                raise self._shutdown from None
+            finally:
+                self._placing.discard(scope)
+
+    async def _place(
+        self,
+        request: GenerationRequest,
+        admitted: bool,
+        retries: Retries,
+        replayed: int,
+        trace: Mapping[str, str],
+    ) -> RoutedPlacement:
+        """Place an attempt. Workers that failed this request are used only as a last resort.
+
+        A request waits while no router is reachable, and while workers register with a router that
+        has just started. If a worker has already begun it, it also waits for workers to be ready.
+        """
+        began = time.monotonic()
+        context = request.context
+        until = min(began + self._queue_wait_s, context.deadline)
+        tries = 0
+        while True:
+            call = PlaceRequest(
+                request_id=context.request_id,
+                admitted=admitted,
+                attempt=retries.number,
+                model=self._model,
+                prompt_tokens=len(request.prompt) + replayed,
+                max_tokens=request.max_tokens - replayed,
+                choices=request.options.n,
+                tenant=context.tenant.id if context.tenant else None,
+                weight=context.tenant.weight if context.tenant else 1,
+                priority=-request.options.priority,  # routers place larger values first
+                exclude=sorted(retries.excluded),
+                wait_s=max(0.0, until - time.monotonic()),
+            )
+            try:
+                routed = await self._router.place(call, trace)
+            except (Overloaded, TooLarge, Unavailable) as error:
+                if retries.excluded and not isinstance(error, NoRouter | Overloaded):
+                    retries.excluded.clear()
+                elif _waits(error, retries) and time.monotonic() < until:
+                    tries += 1
+                    await asyncio.sleep(min(backoff_s(tries), until - time.monotonic()))
+                else:
+                    raise
+            else:
+                self._metrics.observe_routing(time.monotonic() - began)
+                return routed
+
+
+def _waits(refusal: ServiceError, retries: Retries) -> bool:
+    """Return whether to repeat a refused placement request."""
+    if retries.number > 0:
+        return not isinstance(refusal, TooLarge)
+    return isinstance(refusal, NoRouter)

@@ -1,0 +1,50 @@
+"""Failed attempts of a request, and the delay before the next one."""
+
+import random
+from dataclasses import dataclass, field
+
+from headrace.v1 import error_pb2
+from services.common.placement import WorkerAddress
+from services.gateway.sessions import WorkerFailure
+
+_BACKOFF_S = 0.05  # delay before the second attempt; doubles with each further attempt
+_MAX_BACKOFF_S = 1.0
+_LOST_WORKER = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
+
+
+@dataclass
+class Retries:
+    """Attempts of one request that did not complete it.
+
+    Attributes:
+        number: number of all of them.
+        failures: number of those that count towards ``max_attempts``. An attempt that a draining
+            worker ended after it had delivered tokens does not count: in a rolling restart, a long
+            stream moves once for each worker.
+        lost: workers that were lost. One that is tried again before the router knows is one loss.
+        excluded: ids of workers that are used only as a last resort.
+    """
+
+    number: int = 0
+    failures: int = 0
+    lost: set[WorkerAddress] = field(default_factory=set)
+    excluded: set[str] = field(default_factory=set)
+
+    def add(self, failure: WorkerFailure, worker: WorkerAddress, *, progressed: bool) -> None:
+        """Add an attempt that ``worker`` failed; ``progressed``: it had delivered tokens."""
+        self.number += 1
+        if failure.code in _LOST_WORKER:
+            self.lost.add(worker)
+        if progressed and failure.code == error_pb2.ERROR_CODE_DRAINING:
+            self.excluded = {worker.worker_id}
+        else:
+            self.failures += 1
+            self.excluded.add(worker.worker_id)
+
+
+def backoff_s(failures: int) -> float:
+    """Return the delay before the next attempt, in seconds.
+
+    It is random, so that the requests of a lost worker do not all retry at the same time.
+    """
+    return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))

@@ -1,0 +1,66 @@
+"""Answers of routers to the call that places a request."""
+
+from http import HTTPStatus
+
+import aiohttp
+from pydantic import ValidationError
+
+from services.common.errors import (
+    InternalFault,
+    Overloaded,
+    QueueTimeout,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+)
+from services.common.placement import Placement
+from services.common.router_errors import ErrorCode, RouterError
+
+
+class NoRouter(Unavailable):
+    """No router takes calls now: each is unreachable, shuts down or waits for its workers."""
+
+
+def parse_answer(
+    response: aiohttp.ClientResponse, body: bytes, placement_id: str
+) -> Placement | ServiceError:
+    """Return the placement, or the refusal as the error of the request.
+
+    Raises:
+        ServiceError: if the answer is not one of a router. The request may be placed.
+    """
+    try:
+        if response.status != HTTPStatus.OK:
+            return _refusal(response, RouterError.model_validate_json(body))
+        placement = Placement.model_validate_json(body)
+    except ValidationError as error:
+        if response.status != HTTPStatus.OK:
+            raise Unavailable(f"a router answered with HTTP status {response.status}") from None
+        raise InternalFault(f"invalid placement from a router: {error}") from error
+    if placement.placement_id != placement_id:
+        raise InternalFault("invalid placement from a router: it has another id")
+    return placement
+
+
+def _refusal(response: aiohttp.ClientResponse, refusal: RouterError) -> ServiceError:
+    detail, retry_after_s = refusal.error, _retry_after(response)
+    match detail.code:
+        case ErrorCode.QUEUE_TIMEOUT:
+            return QueueTimeout(detail.message)
+        case ErrorCode.QUEUE_FULL:
+            return Overloaded(detail.message, retry_after_s=retry_after_s)
+        case ErrorCode.TOO_LARGE:
+            return TooLarge(detail.message, param="prompt")
+        case ErrorCode.STARTING | ErrorCode.CLOSING:
+            return NoRouter(detail.message, retry_after_s=retry_after_s)
+        case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:
+            return Unavailable(detail.message, retry_after_s=retry_after_s)
+        case _:
+            return InternalFault(f"the router refused: {detail.message}")
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    try:
+        return float(response.headers["Retry-After"])
+    except (KeyError, ValueError):
+        return None
