@@ -20,7 +20,11 @@ from services.common.tls import MutualTls
 M = TypeVar("M", bound=Message)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-_MAX_BATCH_BYTES = 1024 * 1024
+"""Size above which a receiver ends the call, and with it all streams of a session."""
+MAX_BATCH_BYTES = 1024 * 1024
+"""Size up to which a sender adds items to a message."""
+MAX_ITEM_BYTES = MAX_MESSAGE_BYTES - 2 * MAX_BATCH_BYTES
+"""Largest item that a sender may put into a message, alone or as the last one of a batch."""
 
 PING_TIMEOUT_S = 1.5
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -202,11 +206,12 @@ async def next_message(stream: MessageStream) -> Any | None:
 async def next_batch(queue: "asyncio.Queue[M]") -> list[M]:
     """Wait for a message; return it and others that are queued, in order.
 
-    At most one message is added after `_MAX_BATCH_BYTES`, so that they fit into one message.
+    At most one message is added after `MAX_BATCH_BYTES`, so that they fit into one message if none
+    is larger than `MAX_ITEM_BYTES`.
     """
     items = [await queue.get()]
     size = items[0].ByteSize()
-    while not queue.empty() and size < _MAX_BATCH_BYTES:
+    while not queue.empty() and size < MAX_BATCH_BYTES:
         items.append(queue.get_nowait())
         size += items[-1].ByteSize()
     return items

@@ -9,8 +9,8 @@ from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
 from services.common.error_codes import error_reason
-from services.common.errors import ServiceError, Unavailable
-from services.common.grpc_server import credentials, open_channel
+from services.common.errors import ServiceError, TooLarge, Unavailable
+from services.common.grpc_server import MAX_ITEM_BYTES, credentials, open_channel
 from services.common.placement import WorkerAddress
 from services.common.tls import MutualTls
 
@@ -83,7 +83,7 @@ class WorkerStream:
         """Buffer a delta for `next`. If it has an error, `next` raises it after all deltas."""
         if self._failure is not None:
             return
-        self._buffered_tokens += len(delta.tokens)
+        # What was buffered before, since one delta has many tokens after a pause of this process.
         if self._buffered_tokens > self._max_buffered_tokens:
             self.fail(
                 Unavailable(
@@ -91,6 +91,7 @@ class WorkerStream:
                 )
             )
             return
+        self._buffered_tokens += len(delta.tokens)
         self._buffer.append(delta)
         if delta.HasField("error"):
             self.fail(_failure_of(delta.error, self._session.worker.worker_id))
@@ -159,7 +160,16 @@ class WorkerSession:
         self._task = asyncio.create_task(self._run())
 
     def start(self, message: decode_pb2.StartStream) -> WorkerStream:
-        """Start a stream; sets the stream number of ``message``."""
+        """Start a stream; sets the stream number of ``message``.
+
+        Raises:
+            TooLarge: if the message would end the session.
+        """
+        if (size := message.ByteSize()) > MAX_ITEM_BYTES:
+            raise TooLarge(
+                f"the request is too large: its tokens and options have {size} bytes, at most "
+                f"{MAX_ITEM_BYTES} can be sent to a worker"
+            )
         number = message.stream = self._next_number
         self._next_number += 1
         stream = WorkerStream(self, number, self._max_buffered_tokens)
@@ -216,6 +226,7 @@ class WorkerSession:
                         reason = "cannot parse a DecodeStep message"
                         break
                     self._dispatch(step)
+                    await asyncio.sleep(0)  # let streams be read before the next step is buffered
             except TimeoutError:
                 reason = f"no connection within {self._connect_timeout_s} s"
             except ConnectionError as error:

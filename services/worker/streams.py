@@ -17,6 +17,7 @@ from runtime.errors import InvalidRequest
 from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_message
 from services.common.tracing import NO_SPAN, Span
+from services.worker.step_outbox import StepOutbox
 from services.worker.wire import (
     deadline_from_message,
     finish_to_message,
@@ -107,11 +108,15 @@ class StreamSession:
     """Executes one gateway's commands, and sends it the output of the engine's steps.
 
     Unsent output is merged into one delta per stream. The memory for a slow gateway is therefore
-    bounded by the tokens of its own streams.
+    bounded by the tokens of its own streams. It is sent in messages of bounded size.
 
     Args:
         open_stream: called with every new stream.
         drop_stream: called with every stream that has ended.
+
+    Attributes:
+        streams: open streams by their number.
+        outbox: output that is not sent yet.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class StreamSession:
         self._name = name
         self._open, self._drop = open_stream, drop_stream
         self.streams: dict[int, Stream] = {}
-        self._pending: dict[int, pb.StreamDelta] = {}
+        self.outbox = StepOutbox()
         self._keys = count(1)
         self._wake = asyncio.Event()
 
@@ -153,16 +158,12 @@ class StreamSession:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            step = pb.DecodeStep(deltas=self._pending.values())
-            self._pending.clear()
-            await context.write(step)
+            while self.outbox:
+                await context.write(self.outbox.take())
 
     def _delta(self, number: int) -> pb.StreamDelta:
         self._wake.set()
-        delta = self._pending.get(number)
-        if delta is None:
-            delta = self._pending[number] = pb.StreamDelta(stream=number)
-        return delta
+        return self.outbox.delta(number)
 
     def _start(self, start: pb.StartStream) -> None:
         if start.stream in self.streams:
@@ -186,7 +187,8 @@ class StreamSession:
 
     def push(self, stream: Stream, token: SampledToken) -> None:
         """Send one token."""
-        self._delta(stream.number).tokens.append(token_to_message(token))
+        self._wake.set()
+        self.outbox.add(stream.number, token_to_message(token))
 
     def finish(self, stream: Stream, choice: int, reason: FinishReason) -> None:
         """End one choice; the stream ends with its last choice."""

@@ -252,7 +252,7 @@ def start_stream(service: StreamService, start: decode_pb2.StartStream) -> Strea
 
 def output_of(session: StreamSession) -> decode_pb2.StreamDelta:
     """Return all output of the stream of a session from `start_stream`."""
-    return next(iter(session._pending.values()), decode_pb2.StreamDelta())
+    return next(iter(session.outbox.deltas.values()), decode_pb2.StreamDelta())
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from headrace.v1 import error_pb2
+from headrace.v1 import decode_pb2, error_pb2
 from services.common.errors import Unavailable
 from services.gateway.http.middleware import RequestMiddleware
 from tests.services.gateway.conftest import OpenSite, Site
@@ -132,11 +132,16 @@ async def test_stream_of_a_slow_reader_fails(open_site: OpenSite) -> None:
     site: Site = await open_site(stream_buffer_tokens=64)
 
     async def flood(stream: FakeStream) -> None:
-        await stream.tokens(*[5] * 65)
+        step = decode_pb2.DecodeStep()
+        for first in (0, 65):  # the reader gets no chance to run between two deltas of one step
+            delta = step.deltas.add(stream=stream.start.stream)
+            for index in range(first, first + 65):
+                delta.tokens.add(index=index, token=5)
+        await stream.send_bytes(step.SerializeToString())
         await stream.cancelled.wait()
 
     site.worker.script = flood
-    response = await completion(site, max_tokens=100)
+    response = await completion(site, max_tokens=200)
     assert response.status_code == 503
     assert "slowly" in response.json()["error"]["message"]
     await site.router.settled()

@@ -28,7 +28,7 @@ async def test_stage_times_are_complete_and_the_transfer_is_recorded(
         transfers.append(stream.transfer)
         session = stream.session
         await until(lambda streams=session.streams: not streams)  # type: ignore[misc]
-        delta = session._pending[number]
+        delta = session.outbox.deltas[number]
         assert not delta.HasField("error")
         assert delta.stages.prefill > 0
         assert delta.stages.transfer > 0

@@ -1,0 +1,61 @@
+"""Output of a session's streams that is not sent yet, and its division into messages."""
+
+from headrace.v1 import decode_pb2 as pb
+from headrace.v1 import sampling_pb2
+from services.common.grpc_server import MAX_BATCH_BYTES
+
+_FEW_TOKENS = 2048
+"""Tokens that fit into one message with any number of alternatives, so that it is not measured."""
+
+
+class StepOutbox:
+    """Unsent output.
+
+    Attributes:
+        deltas: one delta for each stream with output, in the order of the first output.
+    """
+
+    def __init__(self) -> None:
+        self.deltas: dict[int, pb.StreamDelta] = {}
+        self._tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas)
+
+    def delta(self, stream: int) -> pb.StreamDelta:
+        """Return the unsent delta of a stream. Tokens are added by `add`."""
+        delta = self.deltas.get(stream)
+        if delta is None:
+            delta = self.deltas[stream] = pb.StreamDelta(stream=stream)
+        return delta
+
+    def add(self, stream: int, token: sampling_pb2.Token) -> None:
+        """Add a token of a stream."""
+        self.delta(stream).tokens.append(token)
+        self._tokens += 1
+
+    def take(self) -> pb.DecodeStep:
+        """Remove output from the outbox, in order, and return it as a message of bounded size.
+
+        A delta that is too long is split. Its last tokens stay, with what follows them.
+        """
+        if self._tokens <= _FEW_TOKENS:
+            step = pb.DecodeStep(deltas=self.deltas.values())
+            self.deltas.clear()
+            self._tokens = 0
+            return step
+        step, left = pb.DecodeStep(), MAX_BATCH_BYTES
+        while self.deltas and left > 0:
+            number = next(iter(self.deltas))
+            delta = self.deltas[number]
+            size, count = delta.ByteSize(), len(delta.tokens)
+            if size > left and count > 1:
+                count = max(1, count * left // size)
+                step.deltas.add(stream=number, tokens=delta.tokens[:count])
+                del delta.tokens[:count]
+                left = 0
+            else:
+                step.deltas.append(self.deltas.pop(number))
+                left -= size
+            self._tokens -= count
+        return step
