@@ -170,6 +170,8 @@ class RunConfig:
         cancellations: requests that the client cancels.
         objectives: per-request objectives, for goodput.
         give_up: attainment without which the run may end early; None runs to the end.
+        hang_up: whether to cancel requests in flight when the duration of arrivals ends, all at
+            once, instead of waiting for their answers.
         requirements: bounds on metrics of the whole run.
         max_lag_s: p99 dispatch lag above which the run is invalid.
         metrics: URLs of server metrics; if empty, the target's own metrics are read if it has any.
@@ -178,7 +180,8 @@ class RunConfig:
         gateway_port: gateway port of the local deployment; if None, the target's port.
 
     Raises:
-        UsageError: if a closed loop is combined with an option of open loops.
+        UsageError: if a closed loop is combined with an option of open loops, or ``hang_up`` has no
+            duration.
     """
 
     target: str
@@ -202,6 +205,7 @@ class RunConfig:
     cancellations: Cancellations = field(default_factory=Cancellations)
     objectives: tuple[Objective, ...] = ()
     give_up: float | None = None
+    hang_up: bool = False
     requirements: tuple[Requirement, ...] = ()
     max_lag_s: float = MAX_LAG_S
     metrics: tuple[str, ...] = ()
@@ -210,6 +214,8 @@ class RunConfig:
     gateway_port: int | None = None
 
     def __post_init__(self) -> None:
+        if self.hang_up and self.limits.duration_s is None:
+            raise UsageError("--hang-up needs --duration, at the end of which clients hang up")
         if self.concurrency is None:
             return
         if self.concurrency < 1:

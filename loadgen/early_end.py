@@ -1,4 +1,4 @@
-"""Early end of a run in which a required attainment is out of reach."""
+"""Ends of a run by its clients: all requests in flight are cancelled at once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -52,3 +52,25 @@ class EarlyEnd:
             bounds = [one.seconds for one in self.objectives if one.measure is TTFT]
             return any(now - record.due > seconds for seconds in bounds)
         return not all(objective.met_by(record) for objective in self.objectives)
+
+
+@dataclass
+class HangUp:
+    """Ends a run at a given time.
+
+    Attributes:
+        at_s: time since the start of the run, seconds; None never ends it.
+        done: whether the run was ended.
+    """
+
+    at_s: float | None
+    done: bool = False
+
+    async def watch(self, runner: Runner, clock: Clock) -> None:
+        """Wait until the time has come, and stop the runner unless it was stopped before."""
+        if self.at_s is None:
+            return
+        await asyncio.sleep(max(0.0, self.at_s - clock()))
+        if not runner.stopped.is_set():
+            self.done = True
+            runner.stopped.set()

@@ -104,6 +104,13 @@ def _request_options(
             "default: after a random number of tokens"
         ),
     ] = None,
+    hang_up: Annotated[
+        bool,
+        typer.Option(
+            "--hang-up",
+            help="cancel all requests in flight at the end of --duration; they count as unfinished",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="seconds per request")] = 600,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="generate up to the full length")] = False,
@@ -113,6 +120,7 @@ def _request_options(
 ) -> dict[str, Any]:
     return {
         "cancellations": Cancellations(cancel, cancel_within),
+        "hang_up": hang_up,
         "timeout_s": timeout,
         "temperature": temperature,
         "ignore_eos": ignore_eos,

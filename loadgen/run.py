@@ -18,7 +18,7 @@ from loadgen.check import Check, check
 from loadgen.clock import Clock
 from loadgen.closed_loop import ClosedLoop
 from loadgen.config import RunConfig
-from loadgen.early_end import EarlyEnd
+from loadgen.early_end import EarlyEnd, HangUp
 from loadgen.errors import UsageError
 from loadgen.faults import FaultInjector
 from loadgen.files import write_run
@@ -128,6 +128,7 @@ def _run(
 ) -> Outcome:
     window = _window(config, requests)
     early_end = EarlyEnd(config.give_up, window, config.objectives)
+    hang_up = HangUp(config.limits.duration_s if config.hang_up else None)
     reference_options = _reference_options(config, options)
     faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
     default_url = metrics_url(config.target)
@@ -136,10 +137,12 @@ def _run(
     _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         wall, cpu = time.monotonic(), time.process_time()
-        name, runner = loop.run(_send(config, requests, options, faults, early_end, console))
+        name, runner = loop.run(
+            _send(config, requests, options, console, faults, early_end, hang_up)
+        )
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
         server, checked = metrics.collect(), None
-        stopped = runner.stopped.is_set() and not early_end.gave_up
+        stopped = runner.stopped.is_set() and not (early_end.gave_up or hang_up.done)
         if config.reference is not None and not runner.stopped.is_set():
             checked = loop.run(_check(config, config.reference, runner, reference_options))
             stopped = checked is None
@@ -174,9 +177,9 @@ async def _send(
     config: RunConfig,
     requests: list[ScheduledRequest] | Lookahead,
     options: Options,
-    faults: FaultInjector,
-    early_end: EarlyEnd,
     console: Console,
+    faults: FaultInjector,
+    *ends: EarlyEnd | HangUp,
 ) -> tuple[str, Runner]:
     target = open_target(config.target, options, config.endpoint, config.api_key)
     clock = Clock()
@@ -190,7 +193,7 @@ async def _send(
         async with _in_background(
             follow(runner, clock, console),
             faults.run(clock),
-            early_end.watch(runner, clock),
+            *(end.watch(runner, clock) for end in ends),
         ):
             await runner.run(clock)
     finally:

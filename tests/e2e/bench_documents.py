@@ -46,6 +46,11 @@ def _system(name: str, slower: float, rates: tuple[float, ...]) -> dict[str, Any
                 | {"passed": passed, "failed": failed, "gave_up": not ok}
                 for rate, ok in probes
             ],
+            "hang-ups": [
+                {"answer": 128, "rate": 11.3, "round": number, "attainment": 0.97, "passes": True}
+                | {"overload": _load(22.6, 8), "run": _load(11.3, 24)}
+                for number in (1, 2)
+            ],
             "interference": [
                 {"streams": 32, "quiet": gaps, "busy": gaps, "arrived": arrived},
                 {"streams": 128, "error": "time limit"},

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.e2e.serving_bench.arguments import cases_of, parser, systems_of
 from tests.e2e.serving_bench.bench import Bench, Limits
-from tests.e2e.serving_bench.cases import Case, Interference, Load, Mixes, Single
+from tests.e2e.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Single
 from tests.e2e.serving_bench.cases.load import Traffic
 from tests.e2e.serving_bench.cases.mixes import scale_of
 from tests.e2e.serving_bench.cases.search import Search
@@ -91,6 +91,21 @@ def test_search_keeps_a_row_for_each_rate(tmp_path: Path) -> None:
     rows = entry["cases"]["search"]
     assert len({row["rate"] for row in rows}) == len(rows)
     assert rows[-1]["passed"] < rows[-1]["failed"] <= 1.5 * rows[-1]["passed"]
+
+
+@pytest.mark.long
+def test_rate_is_measured_again_after_all_clients_have_hung_up(tmp_path: Path) -> None:
+    with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S, concurrency=1)) as server:
+        traffic = Traffic("fixed:16", 2.0, 0.0, ttft_s=0.5, tpot_s=10)
+        search = Search(answers=(4,), start=6.0, tolerance=1.5, attain=0.5, traffic=traffic)
+        case = HangUps(search, overload=20.0, overload_s=1.0, rounds=2)
+        (entry,) = measured(tmp_path, case, Peer("peer", (server.url,)))
+    rows = entry["cases"]["hang-ups"]
+    assert [row["round"] for row in rows] == [1, 2]
+    assert all(row["passes"] for row in rows)
+    assert all(row["overload"]["summary"]["outcomes"]["unfinished"] for row in rows), (
+        "clients hung up"
+    )
 
 
 @pytest.mark.slow

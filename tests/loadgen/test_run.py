@@ -104,6 +104,19 @@ def test_outcomes_are_counted_and_requirements_are_checked(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loop", [("--rate", "20"), ("--concurrency", "8")])
+def test_clients_hang_up_at_the_end_of_the_duration(tmp_path: Path, loop: tuple[str, str]) -> None:
+    with serving(Behaviour(ttft_s=0.01, itl_s=30.0)) as server:
+        code, output = run(server, tmp_path, *LENGTHS, *loop, "--duration", "2", "--hang-up")
+        truths = server.log()
+    assert code == 0, output
+    summary = summary_of(tmp_path)
+    assert not summary["stopped"]
+    assert summary["outcomes"]["unfinished"] == len(truths) > 0
+    assert all(truth.left is not None for truth in truths)
+
+
+@pytest.mark.slow
 def test_prompts_and_outputs_have_the_requested_lengths(tmp_path: Path) -> None:
     with serving(Behaviour()) as server:
         code, output = run(

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.common.model_source import DEFAULT_MODEL
-from tests.e2e.serving_bench.cases import Case, Interference, Load, Mixes, Search, Single
+from tests.e2e.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Search, Single
 from tests.e2e.serving_bench.cases.load import Traffic
 from tests.e2e.serving_bench.cases.mixes import MIXES
 from tests.e2e.serving_bench.models import RandomModel
 from tests.e2e.serving_bench.systems import HeadraceSystem, Layout, Peer, System
 
 _T = TypeVar("_T")
-CASES = ("single", "load", "search", "interference", "mixes")
+CASES = ("single", "load", "search", "hang-ups", "interference", "mixes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -190,12 +190,12 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
         ValueError: if a case does not exist.
     """
     traffic = Traffic(own.input, own.seconds, own.warm_up, own.ttft, own.tpot)
+    search = Search(own.answers, own.start_rate, own.tolerance, own.attain, own.seeds, traffic)
     cases: dict[str, Case] = {
         "single": Single(own.lengths, own.repeats),
         "load": Load(own.rates, own.answers, own.seeds, traffic),
-        "search": Search(
-            own.answers, own.start_rate, own.tolerance, own.attain, own.seeds, traffic
-        ),
+        "search": search,
+        "hang-ups": HangUps(search),
         "interference": Interference(
             own.streams, answer=own.stream_tokens, seconds=own.window, arriving=own.arriving
         ),

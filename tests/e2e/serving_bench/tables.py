@@ -29,6 +29,7 @@ def tables(document: Document) -> dict[str, Table]:
         "Single requests": single(document),
         "Poisson load": load(document),
         "Highest rate within objectives": search(document),
+        "Rate after all clients hung up": hang_ups(document),
         "Gaps of running streams": interference(document),
         "Mixes of lengths, closed loop": mixes(document),
         "KV transfer and overhead of mixes": overhead(document),
@@ -112,6 +113,32 @@ def search(document: Document) -> Table:
             ("attained at each rate", "%"),
         ],
         groups_of(document, "search", lambda row: f"answers of {row['answer']} tokens", cells),
+    )
+
+
+def hang_ups(document: Document) -> Table:
+    def cells(row: Row, base: Row) -> list[str]:
+        summary = row["run"]["summary"]
+        return [
+            plain(row["rate"]),
+            plain(row["round"]),
+            plain(row["overload"]["summary"]["outcomes"]["unfinished"]),
+            percent(row["attainment"]),
+            percentiles(summary["measures"]["ttft"]),
+            "passed" if row["passes"] else "failed",
+        ]
+
+    return Table(
+        [
+            ("system", ""),
+            ("rate", "requests/s"),
+            ("round", ""),
+            ("hung up", "requests"),
+            ("attained", "%"),
+            ("first token", PAIR),
+            ("objectives", ""),
+        ],
+        groups_of(document, "hang-ups", lambda row: f"answers of {row['answer']} tokens", cells),
     )
 
 

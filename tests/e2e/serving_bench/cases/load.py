@@ -42,6 +42,7 @@ def run_at(
     answer: int,
     seed: int,
     give_up: float | None = None,
+    hang_up: bool = False,
 ) -> Row:
     """Run the load generator and return the row of one run.
 
@@ -49,6 +50,7 @@ def run_at(
         rate: requests per second, over all replicas.
         answer: answer length in tokens.
         give_up: attainment without which the run may end early.
+        hang_up: whether all clients hang up when the arrivals end.
 
     Raises:
         UsageError: if the server cannot be measured.
@@ -68,6 +70,7 @@ def run_at(
         warm_up_s=traffic.warm_up_s,
         objectives=traffic.objectives,
         give_up=give_up,
+        hang_up=hang_up,
         max_lag_s=context.max_lag_s,
     )
     metrics = MetricsReader(context.server.metrics)
