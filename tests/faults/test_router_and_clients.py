@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 
+from tests.faults.hang_ups import faults_of
+from tests.faults.reference import SEED
 from tests.faults.test_killed_workers import read_from_stopped
 from tests.faults.trial import LIMIT_S, Trial
 
@@ -91,3 +93,8 @@ async def test_client_leaves_during_a_read(deployment: Trial) -> None:
     await asyncio.sleep(0.2)
     deployment.signal(sender, signal.SIGCONT)
     await deployment.check_recovered(resumed=(sender,))
+
+
+async def test_clients_that_hang_up_leave_no_load(deployment: Trial) -> None:
+    found = await asyncio.to_thread(faults_of, deployment.running, 15.0, SEED, 8)
+    assert not found
