@@ -28,10 +28,10 @@ class FinishReason(Enum):
 class SamplingParams:
     """Sampling parameters of a request.
 
-    ``logit_bias`` and penalties are applied first. If ``temperature`` is 0, the token with the
-    largest logit is then selected. Otherwise ``temperature``, ``min_p``, ``top_k`` and ``top_p``
-    are applied in this order, and a token is drawn at random. The random number depends only on
-    ``seed``, the choice and the output index.
+    ``logit_bias``, penalties and ``suppressed`` are applied first. If ``temperature`` is 0, the
+    token with the largest logit is then selected. Otherwise ``temperature``, ``min_p``, ``top_k``
+    and ``top_p`` are applied in this order, and a token is drawn at random. The random number
+    depends only on ``seed``, the choice and the output index.
 
     Attributes:
         temperature: 0 for greedy decoding.
@@ -40,6 +40,8 @@ class SamplingParams:
         logprobs: number of most probable tokens to report beside the sampled one, or None for no
             log probabilities. Log probabilities are computed from the model's logits, without bias,
             penalties or temperature.
+        min_tokens: output index before which the tokens in ``suppressed`` are not sampled.
+        suppressed: token ids; for a request with ``min_tokens`` those that end a choice.
     """
 
     temperature: float = 0.0
@@ -52,12 +54,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    min_tokens: int = 0
+    suppressed: frozenset[int] = frozenset()
 
     @property
     def processes_logits(self) -> bool:
-        """Whether a bias or a penalty changes the logits."""
+        """Whether a bias, a penalty or suppressed tokens change the logits of any token."""
         return bool(
             self.logit_bias
+            or (self.min_tokens and self.suppressed)
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
@@ -82,6 +87,7 @@ class SamplingParams:
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
             "top_k": (self.top_k, 0, 2**31),
             "logprobs": (self.logprobs or 0, 0, min(vocab_size, MAX_LOGPROBS)),
+            "min_tokens": (self.min_tokens, 0, 2**31),
         }
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:  # false for a NaN
@@ -100,6 +106,10 @@ class SamplingParams:
                 )
             if not math.isfinite(bias):
                 raise InvalidRequest(f"logit_bias of token {token} must be finite, not {bias}")
+        if self.suppressed and not 0 <= min(self.suppressed) <= max(self.suppressed) < vocab_size:
+            raise InvalidRequest(f"suppressed tokens must be between 0 and {vocab_size - 1}")
+        if len(self.suppressed) >= vocab_size:
+            raise InvalidRequest("all tokens of the vocabulary are suppressed")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class SamplingFeatures:
 
     Attributes:
         random: whether a row has a temperature above 0.
-        processing: whether a row has a bias or penalties.
+        processing: whether a row has a bias, penalties or suppressed tokens.
         logprobs: whether a row requests log probabilities.
     """
 
@@ -58,10 +58,12 @@ class SamplingFeatures:
 
 ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)
 
-_WORDS, _REALS = 5, 6
-"""Number of int64 parameters of a row (greedy, top-k, seed, choice, output index), and number
-of its fp64 parameters (temperature, min-p, top-p, and repetition, frequency and presence penalty).
+_WORDS, _REALS = 6, 6
+"""Number of int64 parameters of a row (greedy, top-k, min-tokens, seed, choice, output index), and
+number of its fp64 parameters (temperature, min-p, top-p, and repetition, frequency and presence
+penalty).
 """
+_IN_PROMPT, _SUPPRESSED = 1, 2  # flags of a token
 
 
 class DeviceSampler:
@@ -94,13 +96,14 @@ class DeviceSampler:
         self.top_tokens = zeros(rows, top)
         self._parameters = zeros(_WORDS + _REALS, rows)  # fp64 values stored as int64 bits
         self._greedy, self._top_k = self._parameters[0], self._parameters[1, :, None]
-        self._counter = self._parameters[2:_WORDS]  # seed, choice, output index
+        self._min_tokens = self._parameters[2]
+        self._counter = self._parameters[3:_WORDS]  # seed, choice, output index
         reals = self._parameters[_WORDS:].view(torch.float64)[:, :, None]  # [_REALS, rows, 1]
         self._filters = reals[:3]
         self._processor = _LogitsProcessor(
             bias=zeros(rows, vocab, dtype=torch.float32),
             outputs=zeros(rows, vocab, dtype=torch.int32),
-            seen=zeros(rows, vocab, dtype=torch.bool),
+            flags=zeros(rows, vocab, dtype=torch.uint8),
             penalties=reals[3:],
         )
         self._processed = zeros(rows, vocab, dtype=torch.float32)
@@ -126,6 +129,7 @@ class DeviceSampler:
             words[1 : 1 + _WORDS, column] = (
                 sampling.temperature == 0,
                 sampling.top_k or self._vocab,
+                sampling.min_tokens if sampling.suppressed else 0,
                 _signed(sampling.seed),
                 _signed(row.choice),
                 row.index,
@@ -144,7 +148,7 @@ class DeviceSampler:
             features: features to compute. They must include all features that the rows use.
         """
         rows = slice(len(logits))
-        processed = self._processor.apply(logits, rows) if features.processing else logits
+        processed = self._process(logits, rows) if features.processing else logits
         tokens = processed.argmax(dim=-1)
         if features.random:
             drawn, resolved = draw(processed, self._tensors(rows))
@@ -180,6 +184,10 @@ class DeviceSampler:
         self._counter[2, missing] += 1
         self._processor.outputs[missing, tokens] += 1
 
+    def _process(self, logits: Tensor, rows: slice) -> Tensor:
+        suppresses = self._counter[2, rows] < self._min_tokens[rows]
+        return self._processor.apply(logits, rows, suppresses)
+
     def _tensors(self, rows: slice | Tensor) -> SamplingTensors:
         temperature, min_p, top_p = self._filters[:, rows]
         uniform = uniforms(*self._counter[:, rows])[:, None]
@@ -187,27 +195,28 @@ class DeviceSampler:
 
 
 class _LogitsProcessor:
-    """Bias and penalties of all rows, as in `runtime.sampling.reference.process_logits`.
+    """Processing of the logits of all rows, as in `runtime.sampling.reference.process_logits`.
 
-    If any row of a batch uses bias or penalties, output tokens are counted for all its rows. The
-    counts of rows without penalties have no effect.
+    If any row of a batch needs processing, output tokens are counted for all its rows. The counts
+    of rows without penalties have no effect.
 
     Args:
         bias: fp32 `[rows, vocab]`, logit bias.
         outputs: int32 `[rows, vocab]`, occurrences of each token in the output.
-        seen: bool `[rows, vocab]`, whether each token is in the prompt.
+        flags: uint8 `[rows, vocab]`, flags of each token: whether it is in the prompt, and whether
+            it is suppressed before the output index ``min_tokens``.
         penalties: fp64 `[3, rows, 1]`, repetition, frequency and presence penalty.
     """
 
-    def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
-        self._bias, self.outputs, self._seen = bias, outputs, seen
+    def __init__(self, bias: Tensor, outputs: Tensor, flags: Tensor, penalties: Tensor) -> None:
+        self._bias, self.outputs, self._flags = bias, outputs, flags
         self._penalties = penalties  # repetition, frequency, presence
         self._biased: set[int] = set()  # rows with a non-zero bias
 
     def load(self, number: int, row: SamplingRow) -> None:
-        """Load bias and token counts of a row, if it uses bias or penalties.
+        """Load bias, token counts and flags of a row, if its logits are processed.
 
-        The values of the penalties are written by `DeviceSampler.load`.
+        `DeviceSampler.load` writes the penalties and ``min_tokens``.
         """
         sampling, vocab = row.sampling, self._bias.shape[1]
         if number in self._biased:
@@ -221,21 +230,28 @@ class _LogitsProcessor:
             self._write(self._bias, number, bias)
             self._biased.add(number)
         tokens = np.array(row.tokens, np.int64)
-        seen = np.zeros(vocab, np.bool_)
-        seen[tokens[: row.prompt_tokens]] = True
-        self._write(self._seen, number, seen)
+        flags = np.zeros(vocab, np.uint8)
+        flags[tokens[: row.prompt_tokens]] = _IN_PROMPT
+        flags[list(sampling.suppressed)] |= _SUPPRESSED
+        self._write(self._flags, number, flags)
         counts = np.bincount(tokens[row.prompt_tokens :], minlength=vocab)
         self._write(self.outputs, number, counts.astype(np.int32))
 
-    def apply(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the processed logits ``[m, vocab]``."""
+    def apply(self, logits: Tensor, rows: slice, suppresses: Tensor) -> Tensor:
+        """Return the processed logits ``[m, vocab]``.
+
+        Args:
+            suppresses: bool `[m]`, whether each row is before its ``min_tokens``.
+        """
         repetition, frequency, presence = self._penalties[:, rows].float()
-        bias, outputs = self._bias[rows], self.outputs[rows]
+        bias, outputs, flags = self._bias[rows], self.outputs[rows], self._flags[rows]
         logits = torch.where(bias != 0, (logits + bias).clamp(-MAX_LOGIT, MAX_LOGIT), logits)
         penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-        known = (self._seen[rows] | (outputs > 0)) & (repetition != 1)
+        known = ((flags & _IN_PROMPT > 0) | (outputs > 0)) & (repetition != 1)
         logits = torch.where(known, penalized.clamp(-MAX_LOGIT, MAX_LOGIT), logits)
-        return torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
+        logits = torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
+        suppressed = (flags & _SUPPRESSED > 0) & suppresses[:, None]
+        return logits.masked_fill(suppressed, -MAX_LOGIT)
 
     def count(self, tokens: Tensor, counted: Tensor, rows: slice) -> None:
         """Count the tokens ``[m, 1]`` of rows for which ``counted`` is 1."""

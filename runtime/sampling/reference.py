@@ -118,7 +118,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
 
 
 def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a copy of the logits with bias and penalties, or ``logits`` if no row has any."""
+    """Return a copy of the logits, processed, or ``logits`` if no row needs processing."""
     if not any(row.sampling.processes_logits for row in rows):
         return logits
     processed = logits.clone()
@@ -129,13 +129,14 @@ def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def process_logits(logits: Tensor, row: SamplingRow) -> None:
-    """Apply bias and penalties to one row ``[vocab]`` in place, as OpenAI's API and vLLM do.
+    """Apply bias, penalties and suppression to a row ``[vocab]`` in place, as OpenAI and vLLM do.
 
     - The bias is added to the logit of its token.
     - The repetition penalty r applies to every token of prompt and output: it divides positive
       logits and multiplies negative ones.
     - The logit of a token that occurs c > 0 times in the output is reduced by c·frequency +
       presence.
+    - Before the output index ``min_tokens``, suppressed tokens have the smallest logit.
     """
     sampling = row.sampling
     if sampling.logit_bias:
@@ -152,6 +153,8 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
         logits[seen] -= counts * sampling.frequency_penalty + sampling.presence_penalty
+    if row.index < sampling.min_tokens and sampling.suppressed:
+        logits[list(sampling.suppressed)] = -MAX_LOGIT
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

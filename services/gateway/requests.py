@@ -108,6 +108,15 @@ class GenerationFields(BaseModel):
     max_tokens: (
         Annotated[int, Field(ge=1, description="maximum output tokens of each choice")] | None
     ) = None
+    min_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            lt=1 << 31,
+            description="output tokens of each choice before which neither an end-of-sequence "
+            "token nor a stop string ends it",
+        ),
+    ] = 0
     n: Annotated[int, Field(ge=1, description="number of choices for each prompt")] = 1
     stop: _Stop = ()
     seed: (
@@ -238,6 +247,7 @@ class RequestBuilder:
             self._check_at_most(name, options.logprobs, self._settings.max_logprobs)
         name = names.get("max_tokens", "max_tokens")
         max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, chat)
+        self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
         return GenerationRequest(context, tuple(prompt), max_tokens, seed, options, chat)
 
@@ -291,9 +301,9 @@ class RequestBuilder:
             )
 
     @staticmethod
-    def _check_at_most(name: str, value: int, limit: int) -> None:
+    def _check_at_most(name: str, value: int, limit: int, source: str = "") -> None:
         if value > limit:
-            raise InvalidRequest(f"{name} must be at most {limit}, not {value}", param=name)
+            raise InvalidRequest(f"{name} must be at most {source}{limit}, not {value}", param=name)
 
 
 def invalid_field(error: ErrorDetails) -> InvalidRequest:

@@ -39,7 +39,7 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
         id=key,
         tokens=tokens,
         prompt_tokens=message.prompt_tokens,
-        sampling=_sampling_from_message(message.sampling),
+        sampling=_sampling_from_message(message),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         choices=message.choices,
@@ -57,7 +57,8 @@ def request_span(name: str, message: decode_pb2.StartStream | prefill_pb2.StartP
     return resume(name, message_headers(message.trace), attributes)
 
 
-def _sampling_from_message(message: pb.Sampling) -> SamplingParams:
+def _sampling_from_message(request: request_pb2.Request) -> SamplingParams:
+    message = request.sampling
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -69,6 +70,8 @@ def _sampling_from_message(message: pb.Sampling) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         logit_bias=dict(message.logit_bias),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        min_tokens=message.min_tokens,
+        suppressed=frozenset(request.stop_token_ids if message.min_tokens else ()),
     )
 
 

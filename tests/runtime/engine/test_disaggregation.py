@@ -72,6 +72,24 @@ def test_choice_that_ends_with_its_first_token_is_not_decoded(model: Model) -> N
     assert drive(engine_of(model), Add(once, hold=True)).ended == ["r"]
 
 
+def test_suppressed_stop_tokens_end_no_choice_before_min_tokens(model: Model) -> None:
+    """The prefill engine samples the first tokens, the decode engine the others."""
+    stops = frozenset(range(180))  # the model samples them often
+    plain = request_of("r", 20, 12, sampling=SEEDED, choices=3)
+    stopping = replace(plain, stop_token_ids=stops)
+    assert any(len(disaggregate(model, stopping).output("r", choice)) < 6 for choice in range(3))
+    suppressing = replace(SEEDED, min_tokens=6, suppressed=stops)
+    record = disaggregate(model, replace(stopping, sampling=suppressing))
+    assert (
+        record.tokens
+        == drive(engine_of(model), Add(replace(stopping, sampling=suppressing))).tokens
+    )
+    for choice in range(3):
+        output = record.output("r", choice)
+        assert not stops & set(output[:6])
+        assert len(output) > 6
+
+
 def test_kv_arrival_is_ignored_after_cancel_and_raises_without_reservation(model: Model) -> None:
     engine = engine_of(model)
     drive(engine, Reserve(request_of("r", 20)), Cancel("r"))

@@ -117,6 +117,19 @@ def test_replayed_request_continues_with_the_same_tokens(
     assert drive(engine_of(model), Add(again)).tokens["r", 0] == whole[delivered:]
 
 
+@pytest.mark.parametrize("delivered", [1, 3, 4, 5])
+def test_replayed_request_suppresses_stop_tokens_up_to_the_same_index(
+    model: Model, delivered: int
+) -> None:
+    stops = frozenset(range(180))  # the model samples them often
+    sampling = SamplingParams(temperature=0.9, seed=3, min_tokens=5, suppressed=stops)
+    request = request_of("r", 21, 8, sampling=sampling)
+    whole = drive(engine_of(model), Add(request)).tokens["r", 0]
+    assert [token.token in stops for token in whole][:6] == [False] * 5 + [True]
+    again = replayed(request, [token.token for token in whole[:delivered]])
+    assert drive(engine_of(model), Add(again)).tokens["r", 0] == whole[delivered:]
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
 def test_greedy_choices_equal_a_single_choice(model: Model, length: int) -> None:
     """Each choice appends to its own copy of the prompt's last page."""

@@ -38,6 +38,10 @@ from tests.runtime.tiny import Record, drive, engine_of, prompt_of, request_of, 
         ({"sampling": SamplingParams(logit_bias={211: 1.0})}, "logit_bias"),
         ({"sampling": SamplingParams(logit_bias={2: float("nan")})}, "logit_bias"),
         ({"sampling": SamplingParams(logprobs=-1)}, "logprobs"),
+        ({"sampling": SamplingParams(min_tokens=-1)}, "min_tokens"),
+        ({"sampling": SamplingParams(suppressed=frozenset({211}))}, "suppressed tokens"),
+        ({"sampling": SamplingParams(suppressed=frozenset({-1, 3}))}, "suppressed tokens"),
+        ({"sampling": SamplingParams(suppressed=frozenset(range(211)))}, "all tokens"),
     ],
 )
 def test_invalid_request_is_refused_without_using_pages(

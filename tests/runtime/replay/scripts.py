@@ -18,6 +18,7 @@ from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
 from tests.runtime.tiny import Record, prompt_of
 
+STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end with one
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(logprobs=3),
@@ -28,8 +29,8 @@ SAMPLINGS = [
     SamplingParams(temperature=90.0, seed=14),
     SamplingParams(logprobs=MAX_LOGPROBS),
     SamplingParams(temperature=90.0, top_p=0.99, seed=15, logprobs=2),  # resolved by the host
+    SamplingParams(temperature=1.0, seed=16, min_tokens=6, suppressed=STOPS),
 ]
-STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end with one
 
 
 def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:

@@ -21,6 +21,8 @@ SAMPLINGS = [
     SamplingParams(repetition_penalty=1.3, logit_bias={3: 4.0, 700: -100.0}),
     SamplingParams(temperature=1.0, repetition_penalty=0.8, logit_bias={5: 2.5}, seed=6),
     SamplingParams(temperature=50.0, seed=7),  # flat distribution: 1,024 candidates do not suffice
+    SamplingParams(logit_bias={3: 90.0}, min_tokens=12, suppressed=frozenset({3, 9})),
+    SamplingParams(temperature=50.0, seed=8, min_tokens=30, suppressed=frozenset(range(700))),
 ]
 
 
@@ -98,6 +100,21 @@ def test_row_can_be_loaded_with_another_sequence() -> None:
         logits = logits_of(step)[:2]
         sample_on_device(sampler, logits)
         assert sampler.tokens.tolist() == [draw.token for draw in draws(logits, rows)]
+
+
+def test_suppressed_tokens_of_an_earlier_sequence_have_no_effect() -> None:
+    sampler, logits = DeviceSampler(1, VOCAB, CPU), torch.zeros(1, VOCAB)
+    logits[0, 7] = 5.0
+    suppresses = SamplingParams(min_tokens=4, suppressed=frozenset({7}))
+    for sampling, token in (
+        (suppresses, 0),
+        (replace(suppresses, suppressed=frozenset()), 7),
+        (suppresses, 0),
+        (SamplingParams(presence_penalty=0.5), 7),
+    ):
+        sampler.load([0], [SamplingRow(sampling, 0, (1,), 1)])
+        sampler(logits)
+        assert sampler.tokens.tolist() == [token]
 
 
 def test_log_probabilities_come_from_unprocessed_logits() -> None:

@@ -74,6 +74,32 @@ def test_penalties_change_only_their_row_and_not_its_logprobs() -> None:
     assert plain.top == ()
 
 
+def test_suppressed_tokens_are_sampled_from_min_tokens_on() -> None:
+    """The prompt has one token, so that the output index is one less than the length."""
+    logits = torch.tensor([[2.0, 9.0, 8.0]])
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_p=0.5,
+            logit_bias={1: 100.0},
+            min_tokens=3,
+            suppressed=frozenset({1, 2}),
+        )
+        tokens = [0]
+        for _ in range(5):
+            tokens.append(sample(logits, [row(sampling, tuple(tokens))])[0].token)
+        assert tokens[1:] == [0, 0, 0, 1, 1]
+
+
+def test_suppressed_tokens_keep_their_log_probability() -> None:
+    logits = torch.tensor([[2.0, 9.0, 8.0]])
+    sampling = SamplingParams(min_tokens=1, suppressed=frozenset({1}), logprobs=1)
+    (draw,) = sample(logits, [row(sampling)])
+    assert draw.token == 2
+    assert draw.top[0][0] == 1
+    assert draw.logprob == pytest.approx(logits[0].log_softmax(0)[2].item())
+
+
 @pytest.mark.parametrize(
     ("sampling", "support"),
     [

@@ -37,6 +37,28 @@ async def test_whole_requests_get_the_tokens_of_disaggregated_ones(site: Site) -
     assert not prefill.worker.sender.active
 
 
+async def test_stop_tokens_are_not_sampled_before_min_tokens(site: Site) -> None:
+    """With and without a prefill worker, which would sample the first token."""
+    prefill, decode = await site.prefill(), await site.decode()
+    start = start_of(prefill, 1)
+    start.request.sampling.min_tokens = 5
+    start.request.stop_token_ids.extend(range(180))
+    remote = decode_pb2.StartStream()
+    remote.CopyFrom(start)
+    remote.epoch = decode.worker.identity.epoch
+    remote.prefill.CopyFrom(prefill.address)
+    sessions = [
+        start_stream(prefill.worker.service, start),
+        start_stream(decode.worker.service, remote),
+    ]
+    await until(lambda: prefill.worker.idle and decode.worker.idle)
+    local, fetched = ([t.token for t in output_of(session).tokens] for session in sessions)
+    assert local == fetched
+    assert all(token >= 180 for token in local[:5])
+    assert len(local) == 6
+    assert local[5] < 180
+
+
 async def test_cancelled_whole_request_frees_its_pages(site: Site) -> None:
     prefill = await site.prefill()
     engine = prefill.worker.engine
