@@ -84,7 +84,7 @@ class Generator:
             ServiceError: if the request cannot be completed.
         """
         options = request.options
-        text = TextAssembler(self._tokenizer, options.n, options.stop)
+        text = TextAssembler(self._tokenizer, options.n, options.stop, options.min_tokens)
         stop_token_ids = () if options.ignore_eos else self._tokenizer.eos_ids
         progress = Progress(request, stop_token_ids)
         self._metrics.prompt_tokens.inc(len(request.prompt))

@@ -1,7 +1,8 @@
 """Detokenization of each choice, cut at the first stop string."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from headrace.v1 import sampling_pb2
@@ -17,11 +18,19 @@ FINISH_REASONS = {
 
 @dataclass(slots=True)
 class TextDelta:
-    """New output of one choice. ``finish`` is set on its last delta."""
+    """New output of one choice. ``finish`` is set on its last delta.
+
+    Attributes:
+        offsets: position of each token in the text of the choice, in characters. The offset of a
+            token that continues a character is that of the character. The offset of a token without
+            visible text is the length of the text before it. Tokens of a stop string, which the
+            text does not include, have the length of the text.
+    """
 
     choice: int
-    text: str
-    tokens: list[sampling_pb2.Token]
+    text: str = ""
+    tokens: list[sampling_pb2.Token] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     finish: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -36,12 +45,21 @@ class StopStringFilter:
         self._stops = stops
         self._buffer = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that cannot belong to a stop string, and whether one was found."""
+    def push(self, text: str, *, stops: bool = True) -> tuple[str, bool]:
+        """Return the text that cannot belong to a stop string, and whether one was found.
+
+        Args:
+            stops: whether a stop string that ends in ``text`` counts.
+        """
         if not self._stops:
             return text, False
-        pending = self._buffer + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := pending.find(stop)) >= 0]
+        old, pending = len(self._buffer), self._buffer + text
+        matches = [
+            (at + len(stop), at)
+            for stop in self._stops
+            # A stop string that ends in the buffer did not count.
+            if stops and (at := pending.find(stop, max(0, old - len(stop) + 1))) >= 0
+        ]
         if matches:
             self._buffer = ""
             return pending[: min(matches)[1]], True
@@ -66,18 +84,79 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _Choice:
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self.detokenizer = IncrementalDetokenizer(tokenizer)
-        self.stops = StopStringFilter(stops)
+    """Output of one choice.
+
+    Tokens are returned together with the start of their text: a token whose text may belong to a
+    stop string is held, because its offset is not known yet.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int) -> None:
         self.finished = False
         self.reason: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopStringFilter(stops)
+        self._holds = bool(stops)
+        self._min_tokens = min_tokens
+        self._decoded = self._returned = 0  # characters
+        self._held: deque[tuple[int, sampling_pb2.Token]] = deque()
+
+    def push(self, token: sampling_pb2.Token, delta: TextDelta) -> bool:
+        """Append new output to ``delta``. Return whether a stop string was found."""
+        start = self._decoded
+        text = self._detokenizer.push((token.token,))
+        if self._holds:
+            self._held.append((start, token))
+            return self._append(text, delta, stops=token.index >= self._min_tokens)
+        self._decoded = start + len(text)
+        delta.text += text
+        delta.tokens.append(token)
+        delta.offsets.append(start)
+        return False
+
+    def finish(self, delta: TextDelta, reason: FinishReason) -> None:
+        """Append the rest of the output to ``delta``, and set the finish reason."""
+        if self._append(self._detokenizer.finish(), delta):
+            reason = sampling_pb2.FINISH_REASON_STOP
+        else:
+            self._return(self._stops.finish(), delta)
+        self.end(delta, reason)
+
+    def end(self, delta: TextDelta, reason: FinishReason) -> None:
+        """Append the held tokens to ``delta``, and set the finish reason."""
+        while self._held:
+            self._release(delta)
+        self.finished = True
+        self.reason = delta.finish = reason
+
+    def _append(self, text: str, delta: TextDelta, *, stops: bool = True) -> bool:
+        self._decoded += len(text)
+        text, stopped = self._stops.push(text, stops=stops)
+        self._return(text, delta)
+        return stopped
+
+    def _return(self, text: str, delta: TextDelta) -> None:
+        delta.text += text
+        self._returned += len(text)
+        while self._held and (self._held[0][0] < self._returned or self._returned == self._decoded):
+            self._release(delta)
+
+    def _release(self, delta: TextDelta) -> None:
+        start, token = self._held.popleft()
+        delta.tokens.append(token)
+        delta.offsets.append(min(start, self._returned))
 
 
 class TextAssembler:
-    """Detokenizes all choices of one request incrementally."""
+    """Detokenizes all choices of one request incrementally.
 
-    def __init__(self, tokenizer: Tokenizer, choices: int, stops: Sequence[str]) -> None:
-        self._choices = [_Choice(tokenizer, stops) for _ in range(choices)]
+    Args:
+        min_tokens: number of tokens of a choice in whose text no stop string ends.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, choices: int, stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
+        self._choices = [_Choice(tokenizer, stops, min_tokens) for _ in range(choices)]
         self._unfinished = choices
 
     @property
@@ -97,6 +176,8 @@ class TextAssembler:
     ) -> list[TextDelta]:
         """Return the new output of each choice; output after a stop string is dropped.
 
+        A choice has no delta if all of its new output may belong to a stop string.
+
         Args:
             tokens: new tokens, in order.
             ended: index and finish reason of the choices that end after these tokens.
@@ -106,26 +187,16 @@ class TextAssembler:
             choice = self._choices[token.choice]
             if choice.finished:
                 continue
-            text, stopped = choice.stops.push(choice.detokenizer.push((token.token,)))
             delta = deltas.get(token.choice)
             if delta is None:
-                delta = deltas[token.choice] = TextDelta(token.choice, text, [token])
-            else:
-                delta.text += text
-                delta.tokens.append(token)
-            if stopped:
-                self._finish(choice, delta, sampling_pb2.FINISH_REASON_STOP)
+                delta = deltas[token.choice] = TextDelta(token.choice)
+            if choice.push(token, delta):
+                choice.end(delta, sampling_pb2.FINISH_REASON_STOP)
+                self._unfinished -= 1
         for index, reason in ended:
             choice = self._choices[index]
             if choice.finished:
                 continue
-            delta = deltas.setdefault(index, TextDelta(index, "", []))
-            text, stopped = choice.stops.push(choice.detokenizer.finish())
-            delta.text += text if stopped else text + choice.stops.finish()
-            self._finish(choice, delta, sampling_pb2.FINISH_REASON_STOP if stopped else reason)
-        return list(deltas.values())
-
-    def _finish(self, choice: _Choice, delta: TextDelta, reason: FinishReason) -> None:
-        choice.finished = True
-        choice.reason = delta.finish = reason
-        self._unfinished -= 1
+            choice.finish(deltas.setdefault(index, TextDelta(index)), reason)
+            self._unfinished -= 1
+        return [delta for delta in deltas.values() if delta.tokens or delta.text or delta.finish]

@@ -30,6 +30,7 @@ class ResponseInfo:
     chat: bool
     with_logprobs: bool
     include_usage: bool = False
+    continuous_usage: bool = False
 
 
 def format_event(content: dict[str, Any]) -> bytes:
@@ -47,13 +48,15 @@ def format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 class EventWriter:
-    """Formats the text deltas of one stream as events."""
+    """Formats the text deltas of one stream as events.
+
+    With `ResponseInfo.continuous_usage`, each event has the usage of the request so far.
+    """
 
     def __init__(self, info: ResponseInfo, prompt_tokens: int) -> None:
         self._info = info
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
-        self._offsets: dict[int, int] = {}
         self._with_role: set[int] = set()
         envelope = {
             "id": info.id,
@@ -65,18 +68,20 @@ class EventWriter:
         self._head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":[{"index":'
         before = b',"delta":{"content":' if info.chat else b',"text":'
         after = b"}" if info.chat else b""
-        end = b',"usage":null}\n\n' if info.include_usage else b"}\n\n"
         self._before_text = before
-        self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + end
+        self._after_text = after + b',"logprobs":null,"finish_reason":null}]'
+        self._end = b',"usage":null}\n\n' if info.include_usage else b"}\n\n"
 
     def write(self, deltas: Sequence[TextDelta]) -> bytes:
         """Return the events of a batch of deltas; empty if there is nothing to send yet."""
         events = []
         for delta in deltas:
-            self._completion_tokens += len(delta.tokens)
             if self._info.chat and delta.choice not in self._with_role:
                 self._with_role.add(delta.choice)
                 events.append(self._full(delta.choice, {"role": "assistant", "content": ""}))
+            self._completion_tokens += len(delta.tokens)
+            if self._info.continuous_usage:
+                self._end = b',"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
             if delta.finish or self._info.with_logprobs:
                 events.extend(self._detailed(delta))
             elif delta.text:
@@ -86,6 +91,7 @@ class EventWriter:
                     + self._before_text
                     + orjson.dumps(delta.text)
                     + self._after_text
+                    + self._end
                 )
         return b"".join(events)
 
@@ -93,15 +99,15 @@ class EventWriter:
         """Return the usage event if it was requested, and the end marker."""
         if not self._info.include_usage:
             return DONE
-        counted = format_usage(self._prompt_tokens, self._completion_tokens)
-        return format_event({**self._envelope, "choices": [], "usage": counted}) + DONE
+        return format_event({**self._envelope, "choices": [], "usage": self._usage()}) + DONE
+
+    def _usage(self) -> dict[str, int]:
+        return format_usage(self._prompt_tokens, self._completion_tokens)
 
     def _detailed(self, delta: TextDelta) -> list[bytes]:
         logprobs = None
         if self._info.with_logprobs and delta.tokens:
-            offset = self._offsets.get(delta.choice, 0)
-            logprobs = format_logprobs(self._info, delta.tokens, offset)
-            self._offsets[delta.choice] = offset + len(delta.text)
+            logprobs = format_logprobs(self._info, delta.tokens, delta.offsets)
         reason = FINISH_REASONS.get(delta.finish)
         if not self._info.chat:
             return [self._full(delta.choice, delta.text, logprobs, reason)]
@@ -122,7 +128,9 @@ class EventWriter:
             "finish_reason": reason,
         }
         chunk: dict[str, Any] = {**self._envelope, "choices": [entry]}
-        if self._info.include_usage:
+        if self._info.continuous_usage:
+            chunk["usage"] = self._usage()
+        elif self._info.include_usage:
             chunk["usage"] = None
         return format_event(chunk)
 
@@ -131,6 +139,7 @@ class EventWriter:
 class _ChoiceOutput:
     text: list[str] = field(default_factory=list)
     tokens: list[sampling_pb2.Token] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     finish: str | None = None
 
 
@@ -148,6 +157,7 @@ class ResponseBuilder:
             output = self._choices[delta.choice]
             output.text.append(delta.text)
             output.tokens.extend(delta.tokens)
+            output.offsets.extend(delta.offsets)
             if delta.finish:
                 output.finish = FINISH_REASONS[delta.finish]
 
@@ -171,7 +181,9 @@ class ResponseBuilder:
         content = (
             {"message": {"role": "assistant", "content": text}} if info.chat else {"text": text}
         )
-        logprobs = format_logprobs(info, output.tokens, 0) if info.with_logprobs else None
+        logprobs = None
+        if info.with_logprobs:
+            logprobs = format_logprobs(info, output.tokens, output.offsets)
         return {
             "index": index,
             **content,
@@ -181,12 +193,12 @@ class ResponseBuilder:
 
 
 def format_logprobs(
-    info: ResponseInfo, tokens: Sequence[sampling_pb2.Token], offset: int
+    info: ResponseInfo, tokens: Sequence[sampling_pb2.Token], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """Return log probabilities in the format of chat completions or of completions.
 
     Args:
-        offset: number of characters in the choice before these tokens.
+        offsets: position of each token in the text of the choice, see `TextDelta`.
     """
     pieces = info.tokenizer.pieces
     if info.chat:
@@ -199,20 +211,19 @@ def format_logprobs(
                 for token in tokens
             ]
         }
-    texts = [_token_text(pieces, token.token) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [_token_text(pieces, token.token) for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": [
-            {_token_text(pieces, t.token): _finite(t.logprob) for t in token.top}
-            for token in tokens
-        ],
+        "top_logprobs": [_top_logprobs(pieces, token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _top_logprobs(pieces: Sequence[bytes], token: sampling_pb2.Token) -> dict[str, float]:
+    """Return the most likely tokens. As in OpenAI's API, the sampled token is always included."""
+    top = {_token_text(pieces, t.token): _finite(t.logprob) for t in token.top}
+    top[_token_text(pieces, token.token)] = _finite(token.logprob)
+    return top
 
 
 def _entry(pieces: Sequence[bytes], token: int, logprob: float) -> dict[str, Any]:

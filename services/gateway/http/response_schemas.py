@@ -36,12 +36,19 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(_Response):
-    """Log probabilities of the output tokens. ``text_offset`` is in characters."""
+    """Log probabilities of the output tokens."""
 
-    tokens: list[str]
+    tokens: Annotated[
+        list[str], Field(description="texts; `bytes:` and hex codes for incomplete characters")
+    ]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    top_logprobs: Annotated[
+        list[dict[str, float]],
+        Field(description="for each token, the most likely tokens and the sampled one"),
+    ]
+    text_offset: Annotated[
+        list[int], Field(description="position of each token in the text, in characters")
+    ]
 
 
 class CompletionChoice(_Response):
