@@ -5,7 +5,7 @@ ServiceError                     base of the errors that end a request
 ├── Unauthenticated              401  UNAUTHENTICATED
 ├── ModelNotFound                404  NOT_FOUND
 ├── QueueTimeout                 408  DEADLINE_EXCEEDED    waited too long in the queue
-├── TooLarge                     413  INVALID_ARGUMENT     body or prompt exceeds a limit
+├── TooLarge                     413  INVALID_ARGUMENT     body exceeds a limit
 ├── Overloaded                   429  RESOURCE_EXHAUSTED   with Retry-After
 ├── ClientGone                   499  CANCELLED            logged only
 ├── Unavailable                  503  UNAVAILABLE          no workers, or draining; with Retry-After
@@ -84,7 +84,7 @@ class QueueTimeout(ServiceError):
 
 
 class TooLarge(ServiceError):
-    """A body or prompt exceeds its limit."""
+    """A body exceeds its limit."""
 
     status, kind, code = 413, "invalid_request_error", "request_too_large"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT

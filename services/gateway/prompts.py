@@ -115,10 +115,11 @@ class PromptEncoder:
         return self._tokenizer.render_chat(known)
 
     def _check_length(self, characters: int, param: str) -> None:
-        context = self._context_length
-        if characters > self._max_token_bytes * context:
+        least = -(-characters // self._max_token_bytes)
+        if least > self._context_length:
             raise ContextLengthExceeded(
-                f"{characters} characters cannot fit the model's context of {context} tokens",
+                self._context_length,
+                f"at least {least} tokens ({characters} characters in the {param})",
                 param=param,
             )
 

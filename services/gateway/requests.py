@@ -35,17 +35,31 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt and the requested output do not fit the context length of the model."""
+    """The prompt and the requested output do not fit the context length of the model.
+
+    Clients recognize the error, for example to shorten a conversation, by its code or by OpenAI's
+    wording, which the message has.
+
+    Args:
+        context_length: context length of the model, tokens.
+        requested: what the client requested, such as "9 tokens (8 in the prompt, 1 in …)".
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, context_length: int, requested: str, *, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_length} tokens. However, you "
+            f"requested {requested}. Please reduce the length of the prompt or completion.",
+            param=param,
+        )
 
 
 def check_message_count(count: int, context_length: int) -> None:
     """Raise `ContextLengthExceeded` if each message of a chat cannot have one token."""
     if count > context_length:
         raise ContextLengthExceeded(
-            f"{count} messages cannot fit the model's context of {context_length} tokens",
-            param="messages",
+            context_length, f"at least {count} tokens ({count} messages)", param="messages"
         )
 
 
@@ -130,7 +144,11 @@ class GenerationFields(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2, description="0 is greedy")] = 1.0
     top_p: Annotated[
         float,
-        Field(gt=0, le=1, description="total probability of the most likely tokens to keep"),
+        Field(
+            ge=0,
+            le=1,
+            description="total probability of the most likely tokens to keep; 0 keeps one token",
+        ),
         AfterValidator(lambda p: max(_MIN_TOP_P, p)),
     ] = 1.0
     top_k: Annotated[
@@ -254,25 +272,22 @@ class RequestBuilder:
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(prompt) >= self._context_length:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens and leaves no space for output in the "
-                f"context of {self._context_length} tokens",
-                param="prompt",
-            )
         for token in (min(prompt), max(prompt)):
             self._check_token(token, "prompt")
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
+        completion = limit or 1
+        if completion > available:
+            part = "messages" if chat else "prompt"
+            raise ContextLengthExceeded(
+                self._context_length,
+                f"{prompt_tokens + completion} tokens ({prompt_tokens} in the {part}, {completion} "
+                "in the completion)",
+                param=name if available > 0 else part,
+            )
         if limit is None:
             return available if chat else min(available, self._settings.default_max_tokens)
-        if limit > available:
-            raise ContextLengthExceeded(
-                f"{prompt_tokens} prompt tokens and {name} {limit} exceed the context length of "
-                f"{self._context_length} tokens",
-                param=name,
-            )
         return limit
 
     def _check_stop(self, stop: Sequence[str]) -> None:
@@ -308,16 +323,16 @@ class RequestBuilder:
 
 def invalid_field(error: ErrorDetails) -> InvalidRequest:
     """Convert a pydantic error. ``param`` is a path such as ``messages[0].content``."""
-    param = field_path(error)
+    param = field_path(error["loc"])
     return InvalidRequest(f"{param}: {error['msg'].removeprefix('Value error, ')}", param=param)
 
 
-def field_path(error: ErrorDetails) -> str:
-    """Return the path of the invalid field, without pydantic's names of union members."""
+def field_path(location: Sequence[int | str]) -> str:
+    """Return the path of an invalid field, without pydantic's names of union members."""
     path = ""
-    for step in error["loc"]:
+    for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
         elif step.isidentifier() and step not in ("str", "int"):
             path += f".{step}" if path else step
-    return (path or str(error["loc"][0]) if error["loc"] else "body")[:_MAX_NAME_CHARS]
+    return (path or str(location[0]) if location else "body")[:_MAX_NAME_CHARS]

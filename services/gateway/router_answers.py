@@ -17,6 +17,22 @@ from services.common.placement import Placement
 from services.common.router_errors import ErrorCode, RouterError
 
 
+class ExceedsWorkers(TooLarge):
+    """The KV cache of every worker is smaller than prompt and output together.
+
+    For the client, the context length is exceeded, as in `ContextLengthExceeded`.
+    """
+
+    status, code = 400, "context_length_exceeded"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "This model's maximum context length is limited by the memory of the workers. However, "
+            f"you requested more: {reason}. Please reduce the length of the prompt or completion.",
+            param="prompt",
+        )
+
+
 class NoRouter(Unavailable):
     """No router takes calls now: each is unreachable, shuts down or waits for its workers."""
 
@@ -50,7 +66,7 @@ def _refusal(response: aiohttp.ClientResponse, refusal: RouterError) -> ServiceE
         case ErrorCode.QUEUE_FULL:
             return Overloaded(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.TOO_LARGE:
-            return TooLarge(detail.message, param="prompt")
+            return ExceedsWorkers(detail.message)
         case ErrorCode.STARTING | ErrorCode.CLOSING:
             return NoRouter(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import ClientGone, InternalFault, ServiceError, TooLarge
 from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
+from services.gateway.http.other_paths import path_error
 from services.gateway.spans import end_request, http_span
 
 log = structlog.get_logger()
@@ -114,10 +115,12 @@ def error_response(error: ServiceError) -> Response:
     )
 
 
-async def handle_http_exception(_request: Request, error: Exception) -> Response:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler that converts the framework's 404 and 405 to OpenAI's error format."""
     if not isinstance(error, HTTPException):
         raise error
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return await handle_error(request, path_error(request.url.path))
     body = {"message": str(error.detail), "type": "invalid_request_error"}
     return Response(
         orjson.dumps({"error": {**body, "param": None, "code": None}}),

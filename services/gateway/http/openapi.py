@@ -24,7 +24,7 @@ _DESCRIPTIONS = {
     401: "The API key is missing or wrong.",
     404: "The model is not served.",
     408: "The request did not arrive in time, or waited too long in the queue.",
-    413: "The body or the prompt is too large.",
+    413: "The body is too large.",
     429: "There are too many connections or requests; retry after `Retry-After` seconds.",
     431: "The request headers are too large.",
     500: "The service failed.",

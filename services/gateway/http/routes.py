@@ -41,6 +41,7 @@ from services.gateway.http.schemas import (
     CompletionBody,
     DetokenizeBody,
     Message,
+    StreamOptions,
     TokenizeBody,
     parse_body,
 )
@@ -282,6 +283,7 @@ class _Routes:
         self, id: str, body: CompletionBody | ChatBody, options: GenerationOptions, *, chat: bool
     ) -> ResponseInfo:
         model = self._gateway.model
+        stream = body.stream_options or StreamOptions()
         return ResponseInfo(
             id=id,
             created=int(time.time()),
@@ -289,7 +291,8 @@ class _Routes:
             tokenizer=model.tokenizer,
             chat=chat,
             with_logprobs=options.logprobs is not None,
-            include_usage=body.include_usage,
+            include_usage=stream.include_usage,
+            continuous_usage=stream.continuous_usage_stats,
         )
 
     async def _prompts(

@@ -1,13 +1,20 @@
 """Request bodies of the HTTP API, and their parser, which limits the nesting of the JSON."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from services.common.errors import InvalidRequest
+from services.gateway.http.other_fields import (
+    IN_MESSAGE,
+    IN_PART,
+    IN_REQUEST,
+    IN_STREAM_OPTIONS,
+    OtherFields,
+)
 from services.gateway.requests import (
     GenerationFields,
     GenerationOptions,
@@ -17,34 +24,6 @@ from services.gateway.requests import (
     invalid_field,
 )
 
-# Fields of OpenAI's API that are not supported. A null value is accepted, like an absent field.
-_UNSUPPORTED = frozenset(
-    (
-        *("audio", "best_of", "echo", "function_call", "functions", "metadata", "modalities"),
-        *("parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-        *("reasoning_effort", "response_format", "safety_identifier", "service_tier", "store"),
-        *("suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
-    )
-)
-_UNSUPPORTED_IN_MESSAGE = frozenset(
-    (
-        *("annotations", "audio", "function_call", "name", "reasoning", "refusal"),
-        *("tool_call_id", "tool_calls"),
-    )
-)
-
-# Default values of unsupported fields. Each is accepted, since some clients send all defaults.
-_NEUTRAL: dict[str, Any] = {
-    "echo": False,
-    "metadata": {},
-    "modalities": ["text"],
-    "response_format": {"type": "text"},
-    "service_tier": "auto",
-    "store": False,
-    "suffix": "",
-    "tool_choice": "none",
-}
-
 
 class UnknownField(InvalidRequest):
     """A field that OpenAI's API does not have."""
@@ -52,13 +31,18 @@ class UnknownField(InvalidRequest):
     code = "unknown_parameter"
 
 
+_MAX_KIND_CHARS = 40  # an error message truncates the type of a part to this length
+
 # Without `fail_fast`, a list of a million invalid elements would block the event loop for seconds.
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-def _document_nulls(schema: dict[str, Any]) -> None:
-    """Add null to the types of every optional field, because `_Body` accepts it."""
+_UNSUPPORTED = "unsupported"  # type of a validation error; its context has the field and the reason
+
+
+def _document_ignored(schema: dict[str, Any], body: type["_Body"]) -> None:
+    """Document the values that `_Body` ignores: null for optional fields, and other fields."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if name not in required and {"type": "null"} not in field.get("anyOf", ()):
@@ -69,58 +53,77 @@ def _document_nulls(schema: dict[str, Any]) -> None:
                 **described,
                 **default,
             }
+    for name, other in body.others.items():
+        if name not in body.model_fields:
+            schema["properties"][name] = other.schema
 
 
 class _Body(BaseModel):
-    """A JSON object. An optional field that is null is treated as absent."""
+    """A JSON object. An optional field that is null is treated as absent.
 
+    Attributes:
+        others: fields that are not implemented; those with accepted values are ignored.
+    """
+
+    others: ClassVar[OtherFields] = {}
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
         frozen=True,
         allow_inf_nan=False,
-        json_schema_extra=_document_nulls,
+        json_schema_extra=_document_ignored,
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, content: Any) -> Any:
+    def _drop_ignored(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        return {
-            name: value
-            for name, value in content.items()
-            if value is not None or name not in cls.model_fields
-        }
+        kept = {}
+        for name, value in content.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = value
+            elif (other := cls.others.get(name)) is None:
+                kept[name] = value
+            elif not other.accepts(value, content):
+                raise _unsupported(name, f"is not supported; ignored values: {other.accepted}")
+        return kept
+
+
+def _unsupported(field: str, reason: str) -> PydanticCustomError:
+    return PydanticCustomError(_UNSUPPORTED, "{reason}", {"field": field, "reason": reason})
 
 
 class StreamOptions(_Body):
     """Options of a stream."""
 
+    others = IN_STREAM_OPTIONS
+
     include_usage: Annotated[
         bool, Field(description="send an event with the token usage after the last text")
+    ] = False
+    continuous_usage_stats: Annotated[
+        bool, Field(description="send the token usage so far in each event, as in vLLM")
     ] = False
 
 
 class _GenerationBody(_Body, GenerationFields):
     """Fields of the HTTP API that completions and chat completions share."""
 
+    others = IN_REQUEST
+
     model: Annotated[str | None, Field(description="default: the served model")] = None
     stream: Annotated[bool, Field(description="respond with server-sent events")] = False
     stream_options: Annotated[
         StreamOptions | None, Field(description="options of the stream; requires stream")
     ] = None
-    user: Annotated[str | None, Field(description="ignored")] = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "_GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options requires stream", param="stream_options")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def names(self) -> dict[str, str]:
@@ -156,12 +159,25 @@ class CompletionBody(_GenerationBody):
 class TextPart(_Body):
     """A text part of a message."""
 
+    others = IN_PART
+
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, content: Any) -> Any:
+        """Refuse parts of other types by name, instead of their fields."""
+        kind = content.get("type", "text") if isinstance(content, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise _unsupported("type", f"{kind[:_MAX_KIND_CHARS]!r}: only 'text' is supported")
+        return content
 
 
 class Message(_Body):
     """A message of a conversation."""
+
+    others = IN_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -207,6 +223,8 @@ class ChatBody(_GenerationBody):
 class TokenizeBody(_Body):
     """Body of ``POST /tokenize``: either a text, or a conversation for the chat template."""
 
+    others = IN_REQUEST
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -251,14 +269,6 @@ def parse_body(
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _drop_nulls(content, _UNSUPPORTED)
-    for name in _NEUTRAL.keys() & content.keys():
-        if content[name] == _NEUTRAL[name]:
-            del content[name]
-    messages = content.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            _drop_nulls(message, _UNSUPPORTED_IN_MESSAGE)
     try:
         return body.model_validate(content)
     except ValidationError as error:
@@ -282,12 +292,6 @@ def _load_json(raw: bytes) -> Any:
     raise invalid  # outside of `except`, as in `parse_body`
 
 
-def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:
-    for name in names & fields.keys():
-        if fields[name] is None:
-            del fields[name]
-
-
 def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
     if raw.count(b"[") + raw.count(b"{") <= limit:  # the common case
         return False
@@ -303,11 +307,13 @@ def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
 
 
 def _first_error(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    # An unknown field is reported first: it is the likely cause of the other errors.
-    error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    if error["type"] != "extra_forbidden":
-        return invalid_field(error)
-    param = field_path(error)
-    if error["loc"][-1] in _UNSUPPORTED | _UNSUPPORTED_IN_MESSAGE:
-        return UnsupportedField(f"{param} is not supported", param=param)
-    return UnknownField(f"{param} is not a field of this request", param=param)
+    # Unsupported and unknown fields are reported first: they may have caused the other errors.
+    for error in sorted(errors, key=lambda error: error["type"] != _UNSUPPORTED):
+        if error["type"] == _UNSUPPORTED:
+            context = error["ctx"]
+            param = field_path((*error["loc"], context["field"]))
+            return UnsupportedField(f"{param} {context['reason']}", param=param)
+        if error["type"] == "extra_forbidden":
+            param = field_path(error["loc"])
+            return UnknownField(f"{param} is not a field of this request", param=param)
+    return invalid_field(errors[0])

@@ -108,6 +108,7 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
     body = {
         "prompt": "x",
         "max_tokens": 17,
+        "min_tokens": 2,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 40,
@@ -135,6 +136,7 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
         repetition_penalty=1.1,
         logit_bias={50: -100},
         logprobs=3,
+        min_tokens=2,
     )
     assert start.sampling == expected
     assert start.max_tokens == 17
@@ -152,10 +154,10 @@ async def test_ignore_eos_generates_up_to_max_tokens(site: Site) -> None:
 
 async def test_tiny_top_p_keeps_one_token(site: Site) -> None:
     site.worker.script = say(5)
-    for top_p in (5e-324, 1e-300, 1e-6, 0.5):
+    for top_p in (0, 5e-324, 1e-300, 1e-6, 0.5):
         await site.http.post("/v1/completions", json={"prompt": "x", "top_p": top_p})
     sent = [stream.start.request.sampling.top_p for stream in site.worker.streams]
-    assert sent == [1e-6, 1e-6, 1e-6, 0.5]
+    assert sent == [1e-6, 1e-6, 1e-6, 1e-6, 0.5]
 
 
 async def test_stop_string_across_tokens_cancels_the_stream_on_the_worker(site: Site) -> None:

@@ -128,7 +128,7 @@ async def test_failed_attempt_is_a_stage_of_its_own(open_site: OpenSite) -> None
     ("refusals", "settings", "expected"),
     [
         ([(429, "queue_full")], {}, "overloaded"),
-        ([(413, "too_large")], {}, "request_too_large"),
+        ([(413, "too_large")], {}, "context_length_exceeded"),
         ([], {"deadline_s": 2.0}, "deadline_exceeded"),
     ],
 )

@@ -1,0 +1,183 @@
+"""Request fields of OpenAI's, vLLM's and SGLang's APIs that this service does not implement.
+
+Many clients send such fields with values that change nothing. Each field is declared once, with the
+values that are accepted and ignored. All other values are refused with an error that names the
+field, because the client would get another answer than it asked for. The parser, the OpenAPI
+document and the table in the README of the gateway follow from the declarations.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True)
+class OtherField:
+    """A field that is not implemented.
+
+    Attributes:
+        values: JSON values that are accepted besides null.
+        hint: whether any value is accepted, because no value changes the answer.
+        rule: function of the value and the body that says whether the value is accepted.
+        note: description of ``rule``.
+    """
+
+    values: tuple[Any, ...] = ()
+    hint: bool = False
+    rule: Callable[[Any, Mapping[str, Any]], bool] | None = None
+    note: str = ""
+
+    def accepts(self, value: Any, body: Mapping[str, Any]) -> bool:
+        """Return whether a value in a request body is accepted and ignored."""
+        if value is None or self.hint:
+            return True
+        if self.rule is not None:
+            return self.rule(value, body)
+        return any(_equal(value, accepted) for accepted in self.values)
+
+    @property
+    def accepted(self) -> str:
+        """Description of the accepted values, in Markdown."""
+        if self.hint:
+            return "any value"
+        values = ", ".join(f"`{orjson.dumps(value).decode()}`" for value in (None, *self.values))
+        return f"{values}, {self.note}" if self.note else values
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the accepted values."""
+        if self.hint:
+            return {"description": "ignored"}
+        described = {"description": f"not supported; ignored if {self.accepted}"}
+        if self.rule is not None:
+            return described
+        accepted: list[dict[str, Any]] = [{"const": value} for value in self.values]
+        return {"anyOf": [*accepted, {"type": "null"}], **described}
+
+
+OtherFields = Mapping[str, OtherField]
+
+
+def _equal(value: Any, accepted: Any) -> bool:
+    """Return whether two JSON values are equal; unlike in Python, true is not 1."""
+    if isinstance(accepted, bool) or isinstance(value, bool):
+        return value is accepted
+    return bool(value == accepted)
+
+
+def _declare(*groups: tuple[OtherField, Sequence[str]]) -> OtherFields:
+    return {name: other for other, names in groups for name in sorted(names)}
+
+
+def _only(*values: Any) -> OtherField:
+    return OtherField(values)
+
+
+_HINT = OtherField(hint=True)
+_BEST_OF_N = OtherField(
+    rule=lambda value, body: _equal(value, 1 if body.get("n") is None else body["n"]),
+    note="the value of `n`",
+)
+_DEFAULT_OF_ENDPOINT = OtherField(
+    rule=lambda value, body: value is ("messages" not in body),
+    note="`true` for completions, `false` for chats",
+)
+
+IN_REQUEST = _declare(
+    (
+        _HINT,
+        (
+            *("cache_salt", "custom_labels", "metadata", "parallel_tool_calls", "prediction"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
+            *("return_mm_kwargs", "rid", "safety_identifier", "service_tier", "session_id"),
+            *("spaces_between_special_tokens", "stream_interval", "truncation_side", "user"),
+        ),
+    ),
+    (
+        _only(),
+        (
+            *("allowed_token_ids", "audio", "chat_template", "custom_logit_processor", "ebnf"),
+            *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
+            *("guided_regex", "guided_whitespace_pattern", "input_ids", "json_schema"),
+            *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds", "prompt_logprobs"),
+            *("reasoning", "reasoning_effort", "regex", "repetition_detection", "session_params"),
+            *("structured_outputs", "task", "thinking", "truncate_prompt_tokens"),
+            *("web_search_options",),
+        ),
+    ),
+    (
+        _only(False),
+        (
+            *("continue_final_message", "early_stopping", "echo", "include_stop_str_in_output"),
+            *("no_stop_trim", "return_cached_tokens_details", "return_hidden_states"),
+            *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
+            *("return_routed_experts", "return_token_ids", "return_token_offsets"),
+            *("return_tokens_as_token_ids", "store", "use_audio_in_video", "use_beam_search"),
+            *("watermarking",),
+        ),
+    ),
+    (
+        _only(True),
+        (
+            *("add_generation_prompt", "include_reasoning", "separate_reasoning"),
+            *("skip_special_tokens", "stream_reasoning"),
+        ),
+    ),
+    (
+        _only([]),
+        ("bad_words", "documents", "functions", "stop_regex", "stop_token_ids", "tools"),
+    ),
+    (
+        _only({}),
+        (
+            *("chat_template_kwargs", "custom_params", "images_config"),
+            *("media_io_kwargs", "mm_processor_kwargs", "nvext", "vllm_xargs"),
+        ),
+    ),
+    (_only("none", "auto"), ("function_call", "tool_choice")),
+    (_only(""), ("suffix",)),
+    (_only("medium"), ("verbosity",)),
+    (_only(["text"]), ("modalities",)),
+    (_only({"type": "text"}), ("response_format",)),
+    (_only(1), ("length_penalty",)),
+    (_only(0), ("routed_experts_prompt_start", "routed_experts_start_len")),
+    (_only(-1), ("thinking_token_budget",)),
+    (_BEST_OF_N, ("best_of",)),
+    (_DEFAULT_OF_ENDPOINT, ("add_special_tokens",)),
+)
+"""Fields of a completion or chat completion."""
+
+IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))
+IN_MESSAGE = _declare(
+    (_HINT, ("id", "metadata", "name")),
+    (_only(), ("audio", "function_call", "prefix", "tool_call_id")),
+    (_only([]), ("annotations", "tool_calls")),
+    (_only(""), ("reasoning", "reasoning_content", "refusal")),
+)
+IN_PART = _declare(
+    (_HINT, ("cache_control", "prompt_cache_breakpoint")),
+    (_only([]), ("annotations",)),
+)
+
+_PLACES = {
+    "": IN_REQUEST,
+    "stream_options.": IN_STREAM_OPTIONS,
+    "messages[].": IN_MESSAGE,
+    "messages[].content[].": IN_PART,
+}
+
+
+def fields_by_accepted_values() -> dict[str, list[str]]:
+    """Return the paths of all declared fields by `OtherField.accepted`, as in the README."""
+    grouped: dict[str, list[str]] = {}
+    for place, others in _PLACES.items():
+        for name, other in others.items():
+            grouped.setdefault(other.accepted, []).append(f"`{place}{name}`")
+    return grouped
+
+
+def table_rows(groups: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the rows of the README's table."""
+    return [f"| {accepted} | {', '.join(fields)} |" for accepted, fields in groups.items()]

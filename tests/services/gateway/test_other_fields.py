@@ -1,0 +1,298 @@
+"""Fields and paths that are not implemented: ignored where they change nothing, else refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import completion_create_params as chat_create_params
+
+from services.common.errors import InvalidRequest
+from services.gateway.http.other_fields import (
+    IN_REQUEST,
+    fields_by_accepted_values,
+    table_rows,
+)
+from services.gateway.http.other_paths import NOT_SUPPORTED
+from services.gateway.http.schemas import (
+    ChatBody,
+    CompletionBody,
+    Message,
+    StreamOptions,
+    TextPart,
+    parse_body,
+)
+from tests.services.gateway.conftest import Site
+from tests.services.gateway.fakes import say
+
+USER = {"role": "user", "content": "hi"}
+README = Path(__file__).parents[3] / "services/gateway/README.md"
+
+# What benchmarks and libraries send, beside the prompt, if they are not configured otherwise.
+CLIENTS: dict[str, tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = {
+    "guidellm": (
+        CompletionBody,
+        {
+            "prompt": "x",
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_tokens": 8,
+            "stop": None,
+            "ignore_eos": True,
+        },
+    ),
+    "SGLang's bench_serving": (
+        CompletionBody,
+        {"prompt": "x", "temperature": 0.0, "best_of": 1, "stream": True, "ignore_eos": True},
+    ),
+    "vLLM's bench serve": (
+        CompletionBody,
+        {"prompt": "x", "repetition_penalty": 1.0, "logprobs": None, "stream": True},
+    ),
+    "aiperf": (
+        ChatBody,
+        {
+            "messages": [{**USER, "name": "User"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_completion_tokens": 8,
+            "min_tokens": 8,
+            "ignore_eos": True,
+        },
+    ),
+    "LangChain": (
+        ChatBody,
+        {
+            "messages": [
+                {"role": "system", "content": "x", "name": None},
+                {"role": "assistant", "content": "y", "tool_calls": [], "refusal": None},
+                USER,
+            ],
+            "n": 1,
+            "stream": False,
+            "metadata": {"run": "1"},
+            "store": False,
+            "service_tier": "default",
+            "parallel_tool_calls": False,
+        },
+    ),
+    "LlamaIndex": (ChatBody, {"messages": [USER], "logprobs": None, "top_logprobs": 0, "seed": 1}),
+    "LiteLLM": (
+        ChatBody,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+                    ],
+                }
+            ],
+            "user": "team",
+            "tools": [],
+            "functions": [],
+            "logit_bias": {},
+        },
+    ),
+    "an SDK that repeats a response": (
+        ChatBody,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "y",
+                    "refusal": None,
+                    "annotations": [],
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": None,
+                    "reasoning_content": "",
+                },
+                USER,
+            ]
+        },
+    ),
+    "editors": (
+        ChatBody,
+        {
+            "messages": [USER],
+            "prompt_cache_key": "k",
+            "safety_identifier": "u",
+            "prediction": {"type": "content", "content": "x"},
+            "tool_choice": "auto",
+            "reasoning_effort": None,
+            "verbosity": "medium",
+            "stream": True,
+            "stream_options": {"include_obfuscation": False},
+        },
+    ),
+    "clients of vLLM": (
+        ChatBody,
+        {
+            "messages": [USER],
+            "chat_template_kwargs": {},
+            "add_generation_prompt": True,
+            "add_special_tokens": False,
+            "skip_special_tokens": True,
+            "use_beam_search": False,
+            "length_penalty": 1.0,
+            "stop_token_ids": [],
+            "bad_words": [],
+            "include_stop_str_in_output": False,
+            "cache_salt": "s",
+        },
+    ),
+}
+
+CHANGING: list[dict[str, Any]] = [
+    {"store": True},
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tool_choice": "required"},
+    {"response_format": {"type": "json_object"}},
+    {"n": 2, "best_of": 3},
+    {"best_of": 2},
+    {"best_of": True},
+    {"echo": True},
+    {"echo": 0},
+    {"suffix": "x"},
+    {"modalities": ["text", "audio"]},
+    {"reasoning_effort": "low"},
+    {"verbosity": "low"},
+    {"web_search_options": {}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"add_special_tokens": True},
+    {"stop_token_ids": [1]},
+    {"length_penalty": 1.5},
+    {"stream": True, "stream_options": {"include_obfuscation": True}},
+    {"messages": [{**USER, "tool_calls": [{}]}]},
+    {"messages": [{**USER, "reasoning_content": "x"}]},
+]
+
+
+def parse(body: type[Any], content: dict[str, Any]) -> Any:
+    return parse_body(json.dumps(content).encode(), body, max_depth=16, context_length=99)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_requests_of_clients_are_parsed(client: str) -> None:
+    body, content = CLIENTS[client]
+    parse(body, content).options()
+
+
+@pytest.mark.parametrize("changes", CHANGING, ids=json.dumps)
+def test_value_that_changes_the_answer_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatBody, {"messages": [USER], **changes})
+    assert caught.value.code == "unsupported_parameter"
+    assert caught.value.param is not None
+    name = re.split(r"\W", caught.value.param)[-1]
+    assert name in json.dumps(changes)
+    assert caught.value.message.startswith(f"{caught.value.param} is not supported")
+
+
+def test_unknown_field_is_refused_even_if_it_is_null() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatBody, {"messages": [USER], "temprature": None})
+    assert (caught.value.code, caught.value.param) == ("unknown_parameter", "temprature")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal", "x" * 1000])
+def test_part_that_is_not_text_is_refused_by_its_type(kind: str) -> None:
+    parts = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "data:image/png;,"}}]
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatBody, {"messages": [USER, {"role": "user", "content": parts}]})
+    error = caught.value
+    assert (error.param, error.code) == ("messages[1].content[1].type", "unsupported_parameter")
+    assert kind[:40] in error.message
+    assert "only 'text' is supported" in error.message
+    assert len(error.message) < 200
+
+
+def test_every_field_of_the_openai_library_is_declared() -> None:
+    """A field that a newer version adds must be classified."""
+    chat = chat_create_params.CompletionCreateParamsNonStreaming
+    completion = completion_create_params.CompletionCreateParamsNonStreaming
+    messages = (ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam)
+    declared: list[tuple[Any, Any]] = [
+        (chat, ChatBody),
+        (completion, CompletionBody),
+        (ChatCompletionStreamOptionsParam, StreamOptions),
+        (ChatCompletionContentPartTextParam, TextPart),
+        *((message, Message) for message in messages),
+    ]
+    for params, body in declared:
+        fields = params.__required_keys__ | params.__optional_keys__
+        assert fields <= body.model_fields.keys() | body.others.keys()
+
+
+def test_no_field_is_both_implemented_and_declared_as_not_implemented() -> None:
+    for body in (ChatBody, CompletionBody, Message, StreamOptions, TextPart):
+        assert not body.model_fields.keys() & body.others.keys()
+
+
+def test_readme_lists_the_declared_fields() -> None:
+    text = README.read_text(encoding="utf-8")
+    table = text[text.index("| ignored values | fields |") :].split("\n\n")[0].splitlines()
+    assert table[2:] == table_rows(fields_by_accepted_values())
+
+
+async def test_openapi_document_has_the_declared_fields(site: Site) -> None:
+    schemas = (await site.http.get("/openapi.json")).json()["components"]["schemas"]
+    properties = schemas["ChatBody"]["properties"]
+    assert IN_REQUEST.keys() <= properties.keys()
+    assert properties["metadata"] == {"description": "ignored"}
+    assert properties["store"]["anyOf"] == [{"const": False}, {"type": "null"}]
+    assert "name" in schemas["Message"]["properties"]
+    assert "include_obfuscation" in schemas["StreamOptions"]["properties"]
+
+
+@pytest.mark.parametrize("path", [*NOT_SUPPORTED, "/v1/audio/speech", "/v1/responses/r1/cancel"])
+async def test_path_of_another_api_says_what_is_not_supported(site: Site, path: str) -> None:
+    response = await site.http.post(path, json={"model": "m", "input": "x"})
+    error = response.json()["error"]
+    assert response.status_code == 404
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_endpoint")
+    assert path in error["message"]
+    assert "is not supported" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/models", "/apis", "/" + "x" * 5000])
+async def test_unknown_path_is_named(site: Site, path: str) -> None:
+    response = await site.http.get(path)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "unknown_url")
+    assert path[:100] in error["message"]
+    assert "below /v1" in error["message"]
+    assert len(error["message"]) < 300
+
+
+async def test_continuous_usage_is_in_every_event(site: Site) -> None:
+    site.worker.script = say(*site.encode("one two three"))
+    count, prompt = len(site.encode("one two three")), len(site.encode("x"))
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "n": 1}),
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+    ):
+        for final in (True, False):
+            options = {"continuous_usage_stats": True, "include_usage": final}
+            sent = {**body, "stream": True, "stream_options": options}
+            text = (await site.http.post(path, json=sent)).text
+            events = [json.loads(e[6:]) for e in text.split("\n\n") if e.startswith("data: {")]
+            counts = [event["usage"]["completion_tokens"] for event in events]
+            assert counts == sorted(counts)
+            assert set(counts) >= set(range(1, count + 1))
+            assert (events[-1]["choices"] == []) == final
+            for usage in (event["usage"] for event in events):
+                total = usage["prompt_tokens"] + usage["completion_tokens"]
+                assert usage["total_tokens"] == total
+                assert path != "/v1/completions" or usage["prompt_tokens"] == prompt
