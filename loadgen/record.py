@@ -23,6 +23,8 @@ class Failure(StrEnum):
     """Any other status except 200, or an error event in the answer."""
     MALFORMED = "malformed"
     """An invalid answer: not HTTP, not an event stream, not JSON, or without a token."""
+    NO_TEXT = "no_text"
+    """An answer with tokens, but without text in a field that the load generator knows."""
 
 
 @dataclass(slots=True)

@@ -23,11 +23,14 @@ from loadgen.target.base import (
     until_cancelled,
 )
 from loadgen.target.events import EventError, Events
+from loadgen.target.text import text_of, unknown_fields
 
 _BUSY = (429, 503)
 _MAX_DETAIL = 300
 """Maximum characters of an error message that are recorded."""
 _READ_BYTES = 1 << 16
+_MAX_UNKNOWN = 8
+"""Number of unknown fields after which an answer's fields are not collected any more."""
 
 _PATHS = {Endpoint.COMPLETIONS: "/completions", Endpoint.CHAT: "/chat/completions"}
 
@@ -138,6 +141,7 @@ class _Answer:
     def __init__(self, scheduled: ScheduledRequest, record: Record, *, keep: bool) -> None:
         self._scheduled, self._record, self._keep = scheduled, record, keep
         self._finished = self._done = False
+        self._unknown: set[str] = set()
 
     def take(self, data: bytes, at: float) -> None:
         """Process the data of one event that arrived at time ``at``."""
@@ -161,19 +165,28 @@ class _Answer:
     def _choice(self, choice: dict[str, Any], at: float) -> None:
         if choice.get("finish_reason") is not None:
             self._finished = True
-        text = choice["text"] if "text" in choice else choice["delta"].get("content")
-        if text:
+        if text := text_of(choice):
             if self._keep:
                 self._record.text += text
             add_chunk(self._record, self._scheduled, at, 1)
+        elif len(self._unknown) < _MAX_UNKNOWN:
+            self._unknown |= unknown_fields(choice)
 
     def end(self) -> None:
-        """Raise `RequestFailed` if the stream is not complete."""
+        """Raise `RequestFailed` if the stream is not complete, or its text is not found."""
         if not self._done:
             raise RequestFailed(Failure.INTERRUPTED, "the answer ended without its final event")
         if not self._finished and not self._record.times:
             raise RequestFailed(
                 Failure.MALFORMED, "an answer without a token and without a finish reason"
+            )
+        reported = self._record.reported_tokens or 0
+        if not self._record.times and (self._unknown or reported > 1):  # 1: an end token
+            fields = ", ".join(sorted(self._unknown)) or "none"
+            raise RequestFailed(
+                Failure.NO_TEXT,
+                f"no event has text in a known field, but the server reports {reported} tokens; "
+                f"unknown fields: {fields}"[:_MAX_DETAIL],
             )
 
 
