@@ -8,7 +8,7 @@ that no token is repeated or changed.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
@@ -20,14 +20,16 @@ from services.common.errors import (
     Overloaded,
     Unavailable,
 )
-from services.common.placement import ModelInfo, Outcome, Placement, WorkerAddress
+from services.common.placement import Outcome, Placement, WorkerAddress
 from services.common.tokenizer import Tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
+from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
 from services.gateway.progress import MAX_VOCAB_SIZE, Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.retries import Retries, backoff_s
+from services.gateway.router_client import RoutedPlacement
 from services.gateway.sessions import SessionPool, WorkerFailure, WorkerStream
 from services.gateway.settings import GatewaySettings
 from services.gateway.spans import attempt_span, end_attempt, generation_span
@@ -94,20 +96,15 @@ class Generator:
         with span, timeline.ending():
             while not text.done:
                 timeline.route()
-                replayed = len(progress.replayed)
-                with await self._placer.place(
-                    request, siblings, retries, span, replayed=replayed
-                ) as routed:
+                replayed, delivered = len(progress.replayed), progress.count
+                placing = self._placer.place(request, siblings, retries, span, replayed=replayed)
+                with await placing as routed:
                     timeline.placed(routed.placement)
-                    worker, delivered = routed.placement.decode, progress.count
-                    model = routed.placement.model
+                    worker, model = routed.placement.decode, routed.placement.model
                     vocab_size = model.vocab_size if model else MAX_VOCAB_SIZE
                     attempt, stream = attempt_span(span, routed, retries.number), None
                     try:
-                        self._check_tokenizer(model)
-                        stream = self._start(
-                            request, routed.placement, progress, retries, attempt.headers
-                        )
+                        stream = self._start(request, routed.placement, progress, retries, attempt)
                         while not text.done:
                             received = await stream.next()
                             progress.accept(received, worker.worker_id, vocab_size)
@@ -118,11 +115,7 @@ class Generator:
                     except WorkerFailure as failure:
                         attempt.fail(failure.reason, failure.message)
                         timeline.fail(failure.reason)
-                        refused = failure.code in _REFUSALS
-                        routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
-                        failed, routed.blame = _failed_worker(failure, routed.placement)
-                        progressed = progress.count > delivered
-                        retries.add(failure, failed or worker, progressed=progressed)
+                        _record_failure(failure, routed, retries, progress.count > delivered)
                         if not progress.finish_reason():
                             self._check_retry(failure, progress, retries)
                     finally:
@@ -142,9 +135,15 @@ class Generator:
         placement: Placement,
         progress: Progress,
         retries: Retries,
-        trace: Mapping[str, str],
+        attempt: Span,
     ) -> WorkerStream:
-        """Start a stream on the decode worker of a placement."""
+        """Start a stream on the decode worker of a placement.
+
+        Raises:
+            Unavailable: if the tokenizer does not fit the worker's model.
+        """
+        if (model := placement.model) and (fault := self._identity.mismatch(model)):
+            raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
         message = start_stream_message(
             request,
             placement,
@@ -152,14 +151,9 @@ class Generator:
             replayed=progress.replayed,
             stop_token_ids=progress.stop_token_ids,
             deadline_s=request.context.deadline - time.monotonic(),
-            trace=trace,
+            trace=attempt.headers,
         )
         return self._sessions.get(placement.decode).start(message)
-
-    def _check_tokenizer(self, model: ModelInfo | None) -> None:
-        """Raise `Unavailable` if the tokenizer does not fit the model of a placement."""
-        if model and (fault := self._identity.mismatch(model)):
-            raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
 
     def _check_retry(self, failure: WorkerFailure, progress: Progress, retries: Retries) -> None:
         """Check that the request may be retried, and count the failover.
@@ -205,6 +199,16 @@ def _assemble(
     if received[-1].HasField("stages"):
         timeline.record_stages(received[-1].stages)
     return text.push(tokens, ended)
+
+
+def _record_failure(
+    failure: WorkerFailure, routed: RoutedPlacement, retries: Retries, progressed: bool
+) -> None:
+    """Set the outcome of a failed attempt and count it; ``progressed``: it delivered tokens."""
+    refused = failure.code in _REFUSALS
+    routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
+    failed, routed.blame = _failed_worker(failure, routed.placement)
+    retries.add(failure, failed or routed.placement.decode, progressed=progressed)
 
 
 def _failed_worker(

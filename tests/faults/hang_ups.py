@@ -180,8 +180,8 @@ def faults_of(running: Running, seconds: float, seed: int, concurrency: int) -> 
     for name, count in sorted(clients.ended.items()):
         say(f"{count:6} {name}")
     say(
-        f"slowest answer {clients.slowest_s:.2f} s, queues empty after {took_s:.2f} s, next request "
-        f"{next_s:.2f} s, usual {usual_s:.2f} s"
+        f"slowest answer {clients.slowest_s:.2f} s, queues empty after {took_s:.2f} s, "
+        f"next request {next_s:.2f} s, usual {usual_s:.2f} s"
     )
     found = [f"{name} leaked: {count:g}" for name, count in leaked.items()] + clients.wrong[:20]
     if clients.slowest_s > SLOWEST_S:
