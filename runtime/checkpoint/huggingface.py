@@ -11,9 +11,11 @@ from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, read_json
 from runtime.checkpoint.weights import Checkpoint
+from runtime.errors import CheckpointError
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_ADAPTER = "adapter_config.json"
 
 
 def load_huggingface(
@@ -25,15 +27,26 @@ def load_huggingface(
         CheckpointError: the architecture is not supported, tensors are missing or misshapen, or
             weights are pickled.
     """
-    hf_config = read_json(directory / CONFIG)
-    config = parse_config(hf_config, read_generation(directory))
+    hf_config, generation = read_configs(directory)
+    config = parse_config(hf_config, generation)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
     source = SafetensorsDirectory(directory)
     model_hash = hash_files([directory / CONFIG, *source.files])
     return assemble(config, source, optional, model_hash, dtype, device)
 
 
-def read_generation(directory: Path) -> Mapping[str, Any]:
-    """Return the content of ``generation_config.json``, empty if there is no such file."""
-    path = directory / _GENERATION
-    return read_json(path) if path.is_file() else {}
+def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the contents of ``config.json`` and ``generation_config.json``, which may be missing.
+
+    Raises:
+        CheckpointError: a file is malformed, or the directory has an adapter.
+    """
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(f"{directory} is not a model directory: no {CONFIG}")
+    if (directory / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"{directory} has {_ADAPTER}, and adapters are not supported: merge the adapter into "
+            f"the model, or remove the file to use the model without it"
+        )
+    generation = directory / _GENERATION
+    return read_json(directory / CONFIG), read_json(generation) if generation.is_file() else {}

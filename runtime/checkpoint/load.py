@@ -6,7 +6,7 @@ import torch
 
 from runtime.checkpoint.canonical import METADATA, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
-from runtime.checkpoint.huggingface import CONFIG, load_huggingface
+from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
 from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
@@ -31,15 +31,15 @@ def load_checkpoint(
     if path.is_dir():
         if (path / METADATA).is_file():
             return load_canonical(path, dtype, device)
-        if (path / CONFIG).is_file():
-            return load_huggingface(path, dtype, device)
-        raise CheckpointError(f"{path} is not a model directory: no {CONFIG} and no {METADATA}")
+        return load_huggingface(path, dtype, device)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if _starts_with(path, MAGIC):
         return load_gguf(path, dtype, device)
     if is_pickle(path):
-        raise CheckpointError(f"{path} is pickled, which is never read: save it as safetensors")
+        raise CheckpointError(
+            f"{path} is pickled, which servers never read: convert it with `headrace convert`"
+        )
     raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")
 
 

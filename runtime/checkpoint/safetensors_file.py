@@ -40,7 +40,7 @@ class SafetensorsDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.files = _weight_files(directory)
+        self.files = _safetensors_files(directory)
         self._opened: dict[str, Any] = {}
         for path in self.files:
             try:
@@ -111,26 +111,37 @@ class ShardWriter:
         self._pending, self._storages, self._bytes = {}, set(), 0
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
-    index = directory / INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map")
-        return tuple(_shard(directory, name) for name in sorted(set(map(str, weight_map.values()))))
-    if (directory / SINGLE).is_file():
-        return (directory / SINGLE,)
+def weight_files(directory: Path, single: str, index: str) -> tuple[Path, ...]:
+    """Return the file ``single``, else the shards that ``index`` lists, else nothing.
+
+    As in transformers, an index beside a single file is ignored: it is a rest of an older save.
+
+    Raises:
+        CheckpointError: the index is malformed, or a shard is missing.
+    """
+    if (directory / single).is_file():
+        return (directory / single,)
+    if not (directory / index).is_file():
+        return ()
+    weight_map = read_json(directory / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{directory / index} has no weight_map")
+    paths = tuple(directory / name for name in sorted(set(map(str, weight_map.values()))))
+    for path in paths:
+        if path.parent != directory or not path.is_file():
+            raise CheckpointError(
+                f"{index} lists the shard {path.name!r}, which is not in {directory}"
+            )
+    return paths
+
+
+def _safetensors_files(directory: Path) -> tuple[Path, ...]:
+    if files := weight_files(directory, SINGLE, INDEX):
+        return files
     pickled = sorted(path.name for path in directory.iterdir() if is_pickle(path))
     if pickled:
         raise CheckpointError(
-            f"{directory} has pickled weights only ({pickled[0]}), which are never read: "
-            "save the model as safetensors"
+            f"{directory} has pickled weights only ({pickled[0]}), which servers never read: "
+            "convert it with `headrace convert`"
         )
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}")
-
-
-def _shard(directory: Path, name: str) -> Path:
-    path = directory / name
-    if path.parent != directory or not path.is_file():
-        raise CheckpointError(f"{INDEX} lists the shard {name!r}, which is not in {directory}")
-    return path

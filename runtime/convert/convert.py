@@ -1,6 +1,6 @@
 """Convert another project's checkpoint to a canonical one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,24 @@ from runtime.checkpoint.assemble import assemble, optional_tensors_of
 from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.family import architectures
 from runtime.checkpoint.hashing import hash_tensors
-from runtime.checkpoint.huggingface import CONFIG, read_generation
-from runtime.checkpoint.huggingface_config import parse_config
+from runtime.checkpoint.huggingface import CONFIG, read_configs
+from runtime.checkpoint.huggingface_config import family_of_config, parse_config
 from runtime.checkpoint.load import load_checkpoint
 from runtime.checkpoint.safetensors_file import (
     INDEX,
     SINGLE,
     SafetensorsDirectory,
     is_pickle,
-    read_json,
+    weight_files,
 )
 from runtime.checkpoint.sharing import Groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, parameters_kept
 from runtime.convert.formats import SourceFormat, to_canonical
 from runtime.convert.pickled import read_pickled
-from runtime.convert.stubs import Stub, tensors_of
+from runtime.convert.stubs import Stub, is_module, tensors_of, unwrapped
 from runtime.errors import CheckpointError
 
+_PICKLED = "pytorch_model.bin"
 _PREFIXES = ("ASVD", "Share")
 """Prefixes that ASVD and Basis Sharing add to architecture names."""
 
@@ -76,11 +77,15 @@ def _convert(path: Path) -> tuple[Checkpoint, Source]:
     hf_config, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
     named = to_canonical(tensors)
     stored = _stored_dtype(named.tensors)
-    config = parse_config(_with_known_architecture(hf_config), generation)
+    hf_config = _with_known_architecture(hf_config)
+    config = parse_config(hf_config, generation)
     if named.head_was_factorized:
         config = replace(config, tied_embeddings=False)
     source = _TensorsInMemory(named.tensors)
-    optional = optional_tensors_of(config, source)
+    if named.format is SourceFormat.DENSE:
+        optional = family_of_config(hf_config).optional_tensors(hf_config)
+    else:  # their modules may have biases that the config does not have
+        optional = optional_tensors_of(config, source)
     made = assemble(config, source, optional, "", None, "cpu")
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
     made = replace(made, keep=round(parameters_kept(made), 4))
@@ -121,11 +126,13 @@ Content = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Tensor]]
 
 
 def _read_model(path: Path) -> Content:
-    """Read a pickled ``{"model": …, "tokenizer": …}``."""
-    content = read_pickled(path)
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, Stub):
-        raise CheckpointError(f"{path} is not a pickled model: it has no module under 'model'")
+    """Read a pickled module, such as the one in ``{"model": …, "tokenizer": …}``."""
+    model = unwrapped(read_pickled(path))
+    if not is_module(model):
+        raise CheckpointError(
+            f"{path} has no module and therefore no config: name it {_PICKLED} and pass a folder "
+            f"with it, {CONFIG} and the tokenizer"
+        )
     config = model.state.get("config")
     if not isinstance(config, Stub):
         raise CheckpointError(f"the model in {path} has no config")
@@ -145,9 +152,7 @@ def _json_values(config: Stub) -> dict[str, Any]:
 
 
 def _read_directory(directory: Path) -> Content:
-    if not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory} is not a model directory: no {CONFIG}")
-    hf_config, generation = read_json(directory / CONFIG), read_generation(directory)
+    hf_config, generation = read_configs(directory)
     pickles = _pickles(directory)
     if not pickles:
         source = SafetensorsDirectory(directory)
@@ -161,28 +166,37 @@ def _read_directory(directory: Path) -> Content:
     return hf_config, generation, tensors
 
 
-def _pickles(directory: Path) -> list[Path]:
-    """Return the pickled weight files of a directory, or none if it has safetensors."""
-    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
-        return []
-    index = directory / "pytorch_model.bin.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index} has no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{index} lists files outside of {directory}")
-        return [directory / name for name in names]
-    return sorted(directory.glob("pytorch_model*.bin"))
+def _pickles(directory: Path) -> Sequence[Path]:
+    """Return the pickled weight files of a directory, or none if it has safetensors.
+
+    Raises:
+        CheckpointError: the directory has pickles under other names only.
+    """
+    if weight_files(directory, SINGLE, INDEX):
+        return ()
+    indexed = weight_files(directory, _PICKLED, f"{_PICKLED}.index.json")
+    found = indexed or sorted(directory.glob("pytorch_model*.bin"))
+    others = sorted(path.name for path in directory.iterdir() if is_pickle(path))
+    if others and not found:
+        raise CheckpointError(
+            f"{directory} has neither safetensors nor {_PICKLED}: to convert {others[0]}, pass "
+            "that file, or rename it if it holds a state dict"
+        )
+    return found
 
 
 def _with_known_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the prefixes of `_PREFIXES` removed from architecture names."""
+    """Return the config with the prefixes of `_PREFIXES` removed from architecture names.
+
+    The ``model_type`` of such an architecture is another one than that of the original, and is
+    removed too.
+    """
     names = hf_config.get("architectures")
     if not isinstance(names, list):
         return dict(hf_config)
-    return {**hf_config, "architectures": [_without_prefix(str(name)) for name in names]}
+    known = [_without_prefix(str(name)) for name in names]
+    kept = {key: value for key, value in hf_config.items() if key != "model_type" or known == names}
+    return {**kept, "architectures": known}
 
 
 def _without_prefix(architecture: str) -> str:

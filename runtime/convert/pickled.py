@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 }
-_CONTAINERS = {"dict": dict, "list": list, "set": set, "tuple": tuple}
+_CONTAINERS = {"dict": dict, "list": list, "set": set, "frozenset": frozenset, "tuple": tuple}
 _MAX_PICKLE_BYTES = 1 << 28
 _MAX_NUMBER = 1 << 48
 """Upper bound of sizes, strides and offsets of tensors in elements, exclusive."""
@@ -45,8 +45,9 @@ _MAX_NUMBER = 1 << 48
 def read_pickled(path: Path) -> Any:
     """Return the object that `torch.save` wrote to ``path``.
 
-    Tensors are on the CPU and memory-mapped, and those that shared memory share it again. Objects
-    of unknown classes are `Stub` instances.
+    Tensors are on the CPU and memory-mapped, and those that shared memory share it again. An
+    `OrderedDict`, such as a state dict, is read as a dict. Objects of unknown classes are `Stub`
+    instances.
 
     Raises:
         CheckpointError: the file is damaged, or is not a zip file as written by torch 1.6 and
@@ -61,8 +62,10 @@ def read_pickled(path: Path) -> Any:
                 return _Reader(file, archive, root, path).load()
     except zipfile.BadZipFile as error:
         raise CheckpointError(
-            f"{path} is not a zip file: save it again with torch 1.6 or later"
+            f"{path} is damaged or older than torch 1.6 ({error}): save it again with torch.save"
         ) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist") from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise any exception
@@ -163,7 +166,7 @@ def _build(reader: Any) -> None:
     state, built = reader.stack.pop(), reader.stack[-1]
     if isinstance(built, Stub):
         built.__setstate__(state)
-    elif not isinstance(built, OrderedDict | Tensor):  # their extra attributes are ignored
+    elif not isinstance(built, dict | Tensor):  # extra attributes, such as `_metadata`, are ignored
         raise CheckpointError("the pickle sets the state of an object that has none")
 
 
@@ -171,7 +174,7 @@ def _reduce(reader: Any) -> None:
     arguments, called = reader.stack.pop(), reader.stack[-1]
     if not isinstance(arguments, tuple) or not _may_be_called(called):
         raise CheckpointError("the pickle calls an unknown function")
-    reader.stack[-1] = called(*arguments)
+    reader.stack[-1] = _HASHED.get(called, called)(*arguments)
 
 
 def _make(reader: Any) -> None:
@@ -243,7 +246,7 @@ def _put(target: Any, items: list[Any]) -> None:
         raise CheckpointError("the pickle sets items of an object without items")
     into = target.items if isinstance(target, Stub) else target
     for key, value in zip(items[::2], items[1::2], strict=True):
-        dict.__setitem__(into, _plain(key), value)
+        into[_plain(key)] = value
 
 
 def _plain(key: Any) -> Any:
@@ -267,8 +270,20 @@ def _is_count(value: Any) -> bool:
 
 def _may_be_called(called: Any) -> bool:
     if isinstance(called, type):
-        return called in (dict, list, set, tuple, OrderedDict) or issubclass(called, Stub)
+        return called in _CONTAINERS.values() or issubclass(called, Stub)
     return any(called is known for known in _KNOWN.values())
+
+
+def _dict_of(pairs: Iterable[tuple[Any, Any]] = ()) -> dict[Any, Any]:
+    return {_plain(key): value for key, value in pairs}
+
+
+def _set_of(items: Iterable[Any] = ()) -> set[Any]:
+    return {_plain(item) for item in items}
+
+
+_HASHED: dict[Any, Any] = {dict: _dict_of, set: _set_of, frozenset: _set_of}
+"""Replacements of containers that hash their arguments."""
 
 
 def _rebuild_tensor(
@@ -314,7 +329,7 @@ def _new_object(kind: Any, *_: Any) -> Any:
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): dict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,

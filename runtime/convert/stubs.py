@@ -8,6 +8,8 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 
 _MAX_MODULES, _MAX_DEPTH = 1 << 17, 64
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys of a state dict or module in a dict that has other values too."""
 
 
 class Stub:
@@ -52,14 +54,36 @@ class Stub:
 def tensors_of(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a state dict or of a pickled module by their dotted names.
 
+    Args:
+        value: a module, a state dict, or a dict with either under one of the names in `_WRAPPERS`.
+
     Raises:
-        CheckpointError: ``value`` is neither, or contains a tensor of an unsupported type.
+        CheckpointError: ``value`` is none of these, has no tensors, or contains a tensor of an
+            unsupported type.
     """
-    if isinstance(value, Stub) and "_modules" in value.state:
-        return dict(_parameters(value, "", [_MAX_MODULES]))
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+    found = unwrapped(value)
+    if is_module(found):
+        tensors = dict(_parameters(found, "", [_MAX_MODULES]))
+    elif isinstance(found, dict) and all(isinstance(name, str) for name in found):
+        tensors = {name: tensor for name, tensor in found.items() if _is_tensor(name, tensor)}
+    else:
         raise CheckpointError("the pickle holds neither a state dict nor a module")
-    return {name: tensor for name, tensor in value.items() if _is_tensor(name, tensor)}
+    if not tensors:
+        raise CheckpointError("the pickle holds no tensors")
+    return tensors
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the state dict or module that training scripts save beside other values."""
+    for _ in range(_MAX_DEPTH):
+        inner = [value.get(key) for key in _WRAPPERS] if isinstance(value, dict) else []
+        value = next((one for one in inner if isinstance(one, dict) or is_module(one)), value)
+    return value
+
+
+def is_module(value: Any) -> bool:
+    """Return whether ``value`` is a pickled `torch.nn.Module`."""
+    return isinstance(value, Stub) and "_modules" in value.state
 
 
 def _is_tensor(name: str, value: Any) -> bool:
@@ -96,7 +120,7 @@ def _parameters(module: Stub, prefix: str, left: list[int]) -> Iterator[tuple[st
 
 def _entries(mapping: Any) -> Iterator[tuple[str, Any]]:
     items = mapping.items if isinstance(mapping, Stub) else mapping
-    for name, value in dict.items(items) if isinstance(items, dict) else ():
+    for name, value in items.items() if isinstance(items, dict) else ():
         if not isinstance(name, str):
             raise CheckpointError("a module has a name that is not a string")
         yield name, value

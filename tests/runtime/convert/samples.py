@@ -1,7 +1,7 @@
 """Checkpoints in the formats of other factorization projects."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,10 +58,16 @@ def huggingface(checkpoint: Checkpoint) -> LlamaConfig:
     )
 
 
-def save_model(checkpoint: Checkpoint, tensors: Iterator[tuple[str, Tensor]], path: Path) -> None:
+def module_of(tensors: Iterable[tuple[str, Tensor]]) -> Node:
+    """Return a module with these parameters."""
     model = Node()
     for name, tensor in tensors:
         model.put(name, tensor)
+    return model
+
+
+def save_model(checkpoint: Checkpoint, tensors: Iterator[tuple[str, Tensor]], path: Path) -> None:
+    model = module_of(tensors)
     model.config = huggingface(checkpoint)
     model.register_buffer("rotary", torch.ones(3), persistent=False)
     torch.save({"model": model, "tokenizer": Tokenizer()}, path)
@@ -79,13 +85,11 @@ def save_folder(
     folder.mkdir(parents=True)
     config = {**to_huggingface(checkpoint.config), "architectures": [architecture], **facts}
     (folder / "config.json").write_text(json.dumps(config))
-    found = dict(tensors)
     if pickled:
-        torch.save(found, folder / "pytorch_model.bin")
+        torch.save(module_of(tensors).state_dict(), folder / "pytorch_model.bin")
     else:
-        save_file(
-            {n: t.clone().contiguous() for n, t in found.items()}, folder / "model.safetensors"
-        )
+        separate = {name: tensor.clone().contiguous() for name, tensor in tensors}
+        save_file(separate, folder / "model.safetensors")
 
 
 def renamed(checkpoint: Checkpoint, rename: Rename) -> Iterator[tuple[str, Tensor]]:

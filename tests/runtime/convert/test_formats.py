@@ -22,6 +22,7 @@ from tests.runtime.convert.samples import (
     asvd,
     basis_sharing,
     dobi,
+    module_of,
     renamed,
     save_folder,
     save_model,
@@ -162,14 +163,16 @@ def test_parameters_with_attributes_are_read(tmp_path: Path) -> None:
         if name.endswith("_proj.bias"):
             owner = svd_llm(name.removesuffix(".bias"), "u")
             tensors[f"{owner}.bias"] = tensors.pop(name)
-    for number, name in enumerate(tensors):
-        if number % 2:
-            tensors[name] = nn.Parameter(tensors[name], requires_grad=False)
-        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     facts: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
-    save_folder(expected, iter(tensors.items()), tmp_path / "m", pickled=True, **facts)
-    made, _ = convert(tmp_path / "m")
-    assert_same(made, expected)
+    save_folder(expected, iter(()), tmp_path / "m", pickled=True, **facts)
+    for pickled in (nn.Module.state_dict, lambda model: model.state_dict(keep_vars=True)):
+        model = module_of(tensors.items())
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(number % 2 == 0)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        torch.save(pickled(model), tmp_path / "m" / "pytorch_model.bin")
+        made, _ = convert(tmp_path / "m")
+        assert_same(made, expected)
 
 
 def test_ignored_tensors_do_not_affect_the_stored_dtype(tmp_path: Path) -> None:

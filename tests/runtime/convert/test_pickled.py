@@ -89,9 +89,17 @@ def craft(path: Path, program: bytes, storage: bytes = b"", *, packed: bool = Fa
     return path
 
 
+NESTED = b")" + b"\x85" * 100_000
+"""A tuple in a tuple and so on, whose hash recurses without a bound."""
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        b"\x80\x02c__builtin__\nset\n](" + NESTED + b"e\x85R.",
+        b"\x80\x02c__builtin__\nfrozenset\n](" + NESTED + b"e\x85R.",
+        b"\x80\x02c__builtin__\ndict\n](" + NESTED + b"K\x01\x86e\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\n](" + NESTED + b"K\x01\x86e\x85R.",
         b"\x80\x02}(" + b"(" + b"\x85" * 100_000 + b"K\x01u.",  # a key of nested tuples
         b"\x80\x02}\x8a\x09" + b"\xff" * 8 + b"\x00K\x01s.",  # a key above 2^48
         b"\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x01\x00\x00\x00aK\x01sb.",  # BUILD
