@@ -6,13 +6,13 @@ has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.family import CheckpointFamily, LinearTensor, family_of
+from runtime.checkpoint.family import CheckpointFamily, LinearTensor, TensorNames, family_of
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -49,6 +49,8 @@ def assemble(
 ) -> Checkpoint:
     """Read and check all tensors of a model.
 
+    The tensors determine ``tied_embeddings`` of the returned config, see `_Reader`.
+
     Args:
         optional: biases and optional vectors that each layer must have, by name within the layer.
             For formats whose config does not list them, use `optional_tensors_of`.
@@ -61,11 +63,11 @@ def assemble(
     family = family_of(config.architecture)
     names = family.tensor_names
     reader = _Reader(source, optional, dtype, torch.device(device))
-    embedding = reader.tensor(names.embedding, (config.vocab_size, config.hidden_size))
-    lm_head = embedding if config.tied_embeddings else reader.tensor(names.lm_head, embedding.shape)
+    embedding, lm_head = reader.embedding_and_head(names, config)
     layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
     final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
-    reader.refuse_unread({names.lm_head} if config.tied_embeddings else set())
+    reader.refuse_unread()
+    config = replace(config, tied_embeddings=lm_head is embedding)
     return Checkpoint(config, embedding, layers, final_norm, lm_head, model_hash)
 
 
@@ -184,6 +186,20 @@ class _Reader:
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
         return tensor.to(device=self._device, dtype=self._dtype or tensor.dtype)
 
+    def embedding_and_head(self, names: TensorNames, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """Return the embedding and the LM head, which are one tensor if they are tied.
+
+        As in transformers, ``tied_embeddings`` of the config determines only where to find a matrix
+        that is not stored. If both are stored, they are tied if they are equal.
+        """
+        shape = (config.vocab_size, config.hidden_size)
+        if not config.tied_embeddings:
+            return self.tensor(names.embedding, shape), self.tensor(names.lm_head, shape)
+        stored = [name for name in (names.embedding, names.lm_head) if name in self._unread]
+        embedding, *others = [self.tensor(name, shape) for name in stored or (names.embedding,)]
+        untied = [head for head in others if not torch.equal(head, embedding)]
+        return embedding, untied[0] if untied else embedding
+
     def linear(self, prefix: str, entry: LinearTensor) -> Linear:
         """Read a linear, dense or factorized, and its bias if it has one."""
         name, bias_name = prefix + entry.name, f"{entry.name}.bias"
@@ -206,10 +222,10 @@ class _Reader:
                 parts[field] = self.tensor(prefix + vector.name, (vector.size,))
         return family.layer_type(**parts)
 
-    def refuse_unread(self, ignorable: set[str]) -> None:
-        """Raise if the file has unread tensors that are neither ``ignorable`` nor RoPE buffers."""
+    def refuse_unread(self) -> None:
+        """Raise if the file has unread tensors that are not RoPE buffers."""
         unexpected = sorted(
-            name for name in self._unread - ignorable if not name.endswith("rotary_emb.inv_freq")
+            name for name in self._unread if not name.endswith("rotary_emb.inv_freq")
         )
         if unexpected:
             shown = ", ".join(unexpected[:4]) + (" …" if len(unexpected) > 4 else "")

@@ -1,7 +1,7 @@
 """Validated access to numbers and token ids in a checkpoint's config or metadata."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from runtime.config import RopeConfig
@@ -28,6 +28,37 @@ def count(values: Mapping[str, Any], key: str, default: int | None = None) -> in
     if not value.is_integer() or value < 1:
         raise CheckpointError(f"the config has {key} = {value}, expected a positive integer")
     return int(value)
+
+
+def flag(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Return the boolean under ``key``, or ``default`` if it is absent or null.
+
+    Raises:
+        CheckpointError: the value is not a boolean.
+    """
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"the config has {key} = {value!r}, expected true or false")
+    return default if value is None else value
+
+
+def refuse_unsupported(
+    values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]], known: Collection[str] = ()
+) -> None:
+    """Raise if a value changes the computation in a way that is not supported.
+
+    Args:
+        neutral: keys that change the computation, with the values that do not. Null never does.
+        known: if not empty, all other keys that have any value are refused too.
+
+    Raises:
+        CheckpointError: it names the key.
+    """
+    for key, value in values.items():
+        if value is None or key in known or not (known or key in neutral):
+            continue
+        if value not in neutral.get(key, ()):
+            raise CheckpointError(f"the config has {key} = {value!r}, which is not supported")
 
 
 def checked_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:

@@ -4,10 +4,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.checkpoint.config_values import count, number, token_ids
+from runtime.checkpoint.config_values import count, number, refuse_unsupported, token_ids
 from runtime.checkpoint.family import CheckpointFamily, family_of
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
+
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "frequency_divisors"),
+    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    *("finetuned", "mrope_section", "mrope_interleaved"),
+)
+"""Keys of the rope parameters. The last three do not change the positions of text."""
 
 
 def parse_config(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -55,8 +63,7 @@ def parse_context_length(hf_config: Mapping[str, Any]) -> int:
     length = count(hf_config, "max_position_embeddings")
     rope = _rope_values(hf_config)
     if _rope_type(rope) == "yarn" and rope.get("factor") is not None:
-        original = count(rope, "original_max_position_embeddings", length)
-        length = max(length, int(original * number(rope, "factor")))
+        length = max(length, int(_original_context(hf_config, rope) * number(rope, "factor")))
     return length
 
 
@@ -65,12 +72,7 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
     rope = _rope_values(hf_config)
     theta = number(rope, "rope_theta", number(hf_config, "rope_theta", 10_000.0))
     divisors = _divisors(rope)
-    context = count(hf_config, "max_position_embeddings")
-    original = count(
-        hf_config,
-        "original_max_position_embeddings",
-        count(rope, "original_max_position_embeddings", context),
-    )
+    original = _original_context(hf_config, rope)
     match _rope_type(rope):
         case "default":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
@@ -91,6 +93,7 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
                 high_freq_factor=number(rope, "high_freq_factor"),
             )
         case "yarn":
+            context = count(hf_config, "max_position_embeddings")
             factor = number(rope, "factor", context / original)
             return RopeConfig(
                 theta=theta,
@@ -131,14 +134,25 @@ def rope_to_huggingface(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _rope_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``rope_parameters`` (transformers 5) or ``rope_scaling``, empty if absent."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    """Return ``rope_scaling`` or ``rope_parameters`` (transformers 5), empty if both are absent.
+
+    transformers uses ``rope_scaling`` if a config has both.
+    """
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError("rope parameters that differ between layers are not supported")
+    refuse_unsupported(rope, {"attn_factor": (1,), "extrapolation_factor": (1,)}, _ROPE_KEYS)
     partial = number(rope, "partial_rotary_factor", number(hf_config, "partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError("rotary embedding of only part of the head is not supported")
     return rope
+
+
+def _original_context(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """Return the context length before scaling. The key beside the rope parameters has priority."""
+    key = "original_max_position_embeddings"
+    context = count(hf_config, "max_position_embeddings")
+    return count(hf_config, key, count(rope, key, context))
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

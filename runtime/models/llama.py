@@ -10,24 +10,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from runtime.checkpoint.config_values import checked_rope, count, number
 from runtime.checkpoint.family import GGUFFormat, LayerLayout, LinearTensor, VectorTensor
-from runtime.checkpoint.huggingface_config import (
-    architecture_of,
-    parse_context_length,
-    parse_eos,
-    parse_rope,
-    rope_to_huggingface,
-)
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
-from runtime.errors import CheckpointError
 from runtime.models.family import SWIGLU, LayerBuilder, LayerParts, ModelFamily
-
-_LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
-_QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_MISTRAL_WINDOW = 4096
-_QWEN3_HEAD_DIM = 128
+from runtime.models.llama_config import (
+    ARCHITECTURES,
+    biased_linears,
+    has_qk_norm,
+    llama_to_huggingface,
+    parse_llama,
+)
 
 PROJECTIONS: dict[str, str] = {
     "q": "self_attn.q_proj",
@@ -56,12 +49,12 @@ class LlamaFamily(ModelFamily[LlamaParts]):
     """The family of Llama, Mistral, Qwen2 and Qwen3 models."""
 
     name = "Llama"
-    architectures = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+    architectures = tuple(ARCHITECTURES)
     layer_type = LayerWeights
     packed_gemm = True
     gguf: ClassVar[GGUFFormat] = GGUFFormat(
         general_architecture="llama",
-        architecture=_LLAMA,
+        architecture="LlamaForCausalLM",
         layer_names={
             "input_norm": "attn_norm.weight",
             "post_norm": "ffn_norm.weight",
@@ -99,73 +92,17 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         )
 
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
-        architecture, biased, names = architecture_of(hf_config), "", set()
-        if architecture == _QWEN2:
-            biased += "q k v"
-        elif hf_config.get("attention_bias") is True:
-            biased += "q k v o"
-        if hf_config.get("mlp_bias") is True:
-            biased += " gate up down"
-        if architecture == _QWEN3:
-            names = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        return frozenset(names | {f"{PROJECTIONS[field]}.bias" for field in biased.split()})
+        biases = {f"{PROJECTIONS[field]}.bias" for field in biased_linears(hf_config)}
+        norms = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+        return frozenset(biases | norms if has_qk_norm(hf_config) else biases)
 
     def parse_config(
         self, hf_config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> ModelConfig:
-        """See `CheckpointFamily.parse_config`.
-
-        Sliding-window attention is not implemented. Within the window it equals full attention, so
-        ``context_length`` is limited to the window of models that use one.
-        """
-        if hf_config.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(
-                f"activation {hf_config['hidden_act']!r} is not supported, only 'silu'"
-            )
-        architecture = str(architecture_of(hf_config))
-        heads = count(hf_config, "num_attention_heads")
-        hidden = count(hf_config, "hidden_size")
-        kv_heads = count(hf_config, "num_key_value_heads", heads)
-        derived = _QWEN3_HEAD_DIM if architecture == _QWEN3 else hidden // heads
-        head_dim = count(hf_config, "head_dim", derived)
-        if heads % kv_heads:
-            raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
-        if head_dim % 2:
-            raise CheckpointError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=count(hf_config, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=count(hf_config, "intermediate_size"),
-            num_layers=count(hf_config, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            context_length=_context_length(hf_config),
-            rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6),
-            tied_embeddings=hf_config.get("tie_word_embeddings") is True,
-            rope=checked_rope(parse_rope(hf_config), head_dim),
-            eos_token_ids=parse_eos(hf_config, generation),
-        )
+        return parse_llama(hf_config, generation)
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "architectures": [config.architecture],
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "max_position_embeddings": config.context_length,
-            "sliding_window": None,
-            "rms_norm_eps": config.rms_norm_eps,
-            "hidden_act": "silu",
-            "tie_word_embeddings": config.tied_embeddings,
-            "rope_parameters": rope_to_huggingface(config.rope),
-            "eos_token_id": list(config.eos_token_ids),
-        }
+        return llama_to_huggingface(config)
 
     def parts(self, build: LayerBuilder) -> LlamaParts:
         head_norms = None
@@ -190,15 +127,6 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         (hidden,) = carried
         hidden = parts.o(attended, hidden)
         return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
-
-
-def _context_length(hf_config: Mapping[str, Any]) -> int:
-    length = parse_context_length(hf_config)
-    if architecture_of(hf_config) == _MISTRAL:
-        slides = hf_config.get("sliding_window", _MISTRAL_WINDOW) is not None
-    else:
-        slides = hf_config.get("use_sliding_window") is True and "sliding_window" in hf_config
-    return min(length, count(hf_config, "sliding_window", _MISTRAL_WINDOW)) if slides else length
 
 
 LLAMA = LlamaFamily()

@@ -73,20 +73,17 @@ def test_eos_tokens_of_both_config_files_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "context"),
+    ("change", "context"),
     [
-        ("mistral", {"sliding_window": 33}, 33),
-        ("mistral", {"sliding_window": None}, 96),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 33}, 96),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 33}, 33),
-        ("qwen2-yarn", {}, 96),
-        ("qwen2-yarn", {"max_position_embeddings": 24}, 96),
+        ({}, 96),
+        ({"max_position_embeddings": 24}, 96),
+        ({"max_position_embeddings": 24, "original_max_position_embeddings": 12}, 48),
     ],
 )
-def test_context_length_is_limited_to_the_sliding_window(
-    name: str, change: dict[str, Any], context: int, tmp_path: Path
+def test_context_length_includes_the_extension_of_yarn(
+    change: dict[str, Any], context: int, tmp_path: Path
 ) -> None:
-    save_random(name, tmp_path)
+    save_random("qwen2-yarn", tmp_path)
     change_config(tmp_path, **change)
     assert load_checkpoint(tmp_path).config.context_length == context
 
