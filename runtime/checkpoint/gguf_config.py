@@ -5,7 +5,13 @@ from typing import Any
 
 from gguf import GGUFReader, ReaderTensor
 
-from runtime.checkpoint.config_values import checked_rope, count, number, token_ids
+from runtime.checkpoint.config_values import (
+    checked_rope,
+    count,
+    number,
+    refuse_unsupported,
+    token_ids,
+)
 from runtime.checkpoint.family import CheckpointFamily, GGUFFormat, family_of_gguf
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
@@ -15,6 +21,20 @@ OUTPUT_NAME = "output.weight"
 ROPE_DIVISORS = "rope_freqs.weight"
 
 _ARCHITECTURE = "general.architecture"
+_FILE_KEYS = ("general.type", "split.count")
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "general.type": ("model",),
+    "split.count": (0, 1),
+    **dict.fromkeys(("expert_count", "attention.scale", "attention.clamp_kqv"), (0,)),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0,)),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.alpha": (0, 1),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change the computation or the files of some model, with the values that do not."""
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
@@ -34,10 +54,8 @@ def read_config(
     prefix = f"{file_format.general_architecture}."
     metadata = {
         key.removeprefix(prefix): value
-        for key, value in _metadata(file, prefix, *_EOS_KEYS).items()
+        for key, value in _metadata(file, prefix, *_EOS_KEYS, *_FILE_KEYS).items()
     }
-    if metadata.get("expert_count"):
-        raise CheckpointError("GGUF mixture-of-experts models are not supported")
     heads = count(metadata, "attention.head_count")
     hidden = count(metadata, "embedding_length")
     kv_heads = count(metadata, "attention.head_count_kv", heads)
@@ -46,16 +64,18 @@ def read_config(
         raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
     if count(metadata, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         raise CheckpointError("rotary embedding of only part of the head is not supported")
+    refuse_unsupported(metadata, {**_NEUTRAL, "attention.value_length": (head_dim,)})
+    length = count(metadata, "context_length")
     return ModelConfig(
         architecture=file_format.architecture,
-        vocab_size=_vocabulary(tensors),
+        vocab_size=_vocabulary(metadata, tensors),
         hidden_size=hidden,
         intermediate_size=count(metadata, "feed_forward_length"),
         num_layers=_layers(metadata, tensors),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=count(metadata, "context_length"),
+        context_length=min(length, count(metadata, "attention.sliding_window", length)),
         rms_norm_eps=number(metadata, "attention.layer_norm_rms_epsilon"),
         tied_embeddings=OUTPUT_NAME not in tensors,
         rope=checked_rope(_rope(metadata, tensors), head_dim),
@@ -74,11 +94,16 @@ def _metadata(file: GGUFReader, *prefixes: str) -> dict[str, Any]:
         raise CheckpointError(f"the GGUF metadata cannot be read: {error}") from error
 
 
-def _vocabulary(tensors: Mapping[str, ReaderTensor]) -> int:
+def _vocabulary(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> int:
     embedding = tensors.get(EMBEDDING_NAME)
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"the checkpoint has no matrix {EMBEDDING_NAME}")
-    return int(embedding.shape[1])
+    rows = int(embedding.shape[1])
+    if count(metadata, "vocab_size", rows) != rows:
+        raise CheckpointError(
+            f"{EMBEDDING_NAME} has {rows} rows, but vocab_size is {metadata['vocab_size']}"
+        )
+    return rows
 
 
 def _layers(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> int:
@@ -89,22 +114,19 @@ def _layers(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
 
 
 def _rope(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> RopeConfig:
+    """Return the rotary embedding. As in llama.cpp, a factor without a type scales linearly."""
     theta = number(metadata, "rope.freq_base", 10_000.0)
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in tensors:
         divisors = tuple(float(divisor) for divisor in tensors[ROPE_DIVISORS].data.ravel())
-    match metadata.get("rope.scaling.type", "none"):
-        case "none":
-            return RopeConfig(theta=theta, frequency_divisors=divisors)
-        case "linear":
-            return RopeConfig(
-                theta=theta,
-                scaling="linear",
-                factor=number(metadata, "rope.scaling.factor"),
-                frequency_divisors=divisors,
-            )
-        case other:
-            raise CheckpointError(f"GGUF rope scaling {other!r} is not supported")
+    scaling = metadata.get("rope.scaling.type", "linear")
+    if scaling not in ("none", "linear"):
+        raise CheckpointError(f"GGUF rope scaling {scaling!r} is not supported")
+    old_key = number(metadata, "rope.scale_linear", 0.0)
+    factor = number(metadata, "rope.scaling.factor", old_key) or 1.0  # 0 stands for no scaling
+    if scaling == "none" or factor == 1.0:
+        return RopeConfig(theta=theta, frequency_divisors=divisors)
+    return RopeConfig(theta, scaling="linear", factor=factor, frequency_divisors=divisors)
 
 
 def _eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
