@@ -90,6 +90,13 @@ class SequencePages:
         if need.stored > total.stored:
             raise OutOfPages(f"{tokens} tokens need {need.stored} of {total.stored} stored pages")
 
+    def suffice_for_step(self, running: int) -> bool:
+        """Return whether the free pages suffice for a step of any ``running`` sequences.
+
+        A sequence lacks at most one page of each kind that the KV format has.
+        """
+        return PageCount(running, running * bool(self.stored)).fits(self.free)
+
     def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return the running sequences that lack a page for their next step.
 

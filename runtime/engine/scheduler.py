@@ -106,12 +106,11 @@ class Scheduler:
     @property
     def must_preempt(self) -> bool:
         """Whether the next decode step needs more pages than are free."""
-        free, most = self.pages.free, len(self._running)
-        if PageCount(most, most).fits(free):  # a sequence needs at most one page of each kind
+        if self.pages.suffice_for_step(len(self._running)):
             return False
         missing = [self.pages.missing(s) for s in self.pages.lacking(self.continuing)]
         total = PageCount(sum(one.exact for one in missing), sum(one.stored for one in missing))
-        return not total.fits(free)
+        return not total.fits(self.pages.free)
 
     @property
     def has_work(self) -> bool:
