@@ -73,8 +73,9 @@ class CompressedLayer(Protocol):
 class CompressedFormat(Protocol):
     """A lossy representation of K and V in pages.
 
-    A format that ignores ``first_positions``, because it encodes K after RoPE, has the attribute
-    ``keeps_rope = True``. The tokens of a page may then have any positions (`runtime.kv.eviction`).
+    A format states in the optional attribute ``keeps_rope`` whether it ignores ``first_positions``,
+    because it encodes K after RoPE. If True, the tokens of a page may have any positions
+    (`runtime.kv.eviction`).
 
     Attributes:
         name: stable name of the format.

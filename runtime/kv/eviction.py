@@ -35,13 +35,17 @@ def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
 
     Formats that undo RoPE derive the positions of a page's tokens from its index. After an
     eviction, these positions are not consecutive. A format without the attribute ``keeps_rope`` is
-    refused.
+    refused too.
     """
-    if not getattr(kv_format, "keeps_rope", False):
-        raise KVFormatError(
-            f"KV format {kv_format.name} does not support kv_eviction: it undoes RoPE by the "
-            "positions of a page, which are not consecutive after an eviction"
+    keeps_rope = getattr(kv_format, "keeps_rope", None)
+    if keeps_rope:
+        return
+    reason = "it has no attribute keeps_rope"
+    if keeps_rope is not None:
+        reason = (
+            "it undoes RoPE by the positions of a page, which are not consecutive after an eviction"
         )
+    raise KVFormatError(f"KV format {kv_format.name} does not support kv_eviction: {reason}")
 
 
 def gumbel_noise(positions: int, kv_heads: int) -> NDArray[np.float32]:

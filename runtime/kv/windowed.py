@@ -151,7 +151,7 @@ class WindowedFormat:
         self._exact, self._compressed = exact, compressed
         self.name, self.version = compressed.name, compressed.version
         self.artifact_hash = compressed.artifact_hash
-        self.keeps_rope = bool(getattr(compressed, "keeps_rope", False))
+        self.keeps_rope = getattr(compressed, "keeps_rope", None)
         self.graph_safe = exact.graph_safe and bool(getattr(compressed, "fused", False))
 
     @property

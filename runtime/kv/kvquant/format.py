@@ -107,6 +107,7 @@ class QuantizedPages:
         device: torch.device | str,
     ) -> None:
         self.name, self.version, self.artifact_hash = name, version, artifact.hash
+        self.keeps_rope = getattr(latents, "keeps_rope", None)
         self._heads = config.num_kv_heads
         artifact.check_layers(config.num_layers, "k_code")
         options = artifact.options.get(OPTION, artifact.options)

@@ -104,6 +104,7 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
     name = NAME
     version = VERSION
+    keeps_rope = False
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         found, kv_heads = self._layers[layer], self._config.num_kv_heads

@@ -157,6 +157,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
     name = NAME
     version = VERSION
+    keeps_rope = False
 
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""

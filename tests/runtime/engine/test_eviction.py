@@ -20,6 +20,7 @@ from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
+from tests.runtime.kv.calibrated import quantized_spec
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
 from tests.runtime.tiny import CONFIG, Record, drive, replayed, request_of, tiny_checkpoint
 from tests.runtime.tiny import engine_of as tiny_engine
@@ -138,13 +139,15 @@ def test_output_equals_a_plain_loop(model: Model, replay: int) -> None:
     assert all_free(engine)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4", "stream8", "fdc"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "stream8", "fdc", "kvquant"])
 def test_formats_store_what_is_kept(name: str, tmp_path: Path) -> None:
     if name == "fdc":
         text = [activations(orthonormal(h, 16, 16, seed=h), h) for h in (6, 2, 2)]
         moments = [moments_of(CONFIG, (text[0], text[1], text[2]))] * 2
         fdc.calibrate(moments, fdc.FdcOptions(rank=16), "tiny-0").save(tmp_path / "fdc")
         name = f"fdc:{tmp_path / 'fdc'}"
+    elif name == "kvquant":
+        name = quantized_spec(name, tmp_path)
     model = Model(tiny_checkpoint(), kv_format=name)
     request = request_of("r", 190, 60, sampling=SEEDED)
     engine = engine_of(model)

@@ -19,6 +19,7 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.registry import COMPRESSED, create_format
 from runtime.kv.shard import ShardFormat
 from runtime.kv.windowed import WindowedFormat
+from tests.runtime.kv import quantized
 from tests.runtime.kv.lowrank import CONFIG as SHAPE
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
 from tests.runtime.tiny import CONFIG
@@ -152,10 +153,26 @@ def test_formats_that_undo_rope_are_refused(name: str) -> None:
         check_eviction(windowed)
 
 
+@pytest.mark.parametrize(
+    ("name", "supported"),
+    [("kvquant", True), ("kvquant-before", False), ("fdc", True), ("palu", False)],
+)
+def test_quantized_formats_support_eviction_if_they_keep_rope(name: str, supported: bool) -> None:
+    """The latents of `fdc` and `palu` are quantized."""
+    exact = DenseFormat.create(SHAPE, torch.device("cpu"), torch.float32)
+    compressed = quantized.create(name, bits=4)
+    for made in (compressed, WindowedFormat(exact, compressed)):
+        if supported:
+            check_eviction(made)
+            continue
+        with pytest.raises(KVFormatError, match="does not support kv_eviction: it undoes RoPE"):
+            check_eviction(made)
+
+
 class Foreign:
     name = "foreign"
 
 
-def test_other_formats_are_refused_by_name() -> None:
-    with pytest.raises(KVFormatError, match="foreign does not support kv_eviction"):
+def test_formats_that_do_not_state_keeps_rope_are_refused() -> None:
+    with pytest.raises(KVFormatError, match=r"foreign does not support .* no attribute keeps_rope"):
         check_eviction(Foreign())  # type: ignore[arg-type]
