@@ -10,6 +10,8 @@ from runtime.errors import CheckpointError
 _MAX_MODULES, _MAX_DEPTH = 1 << 17, 64
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys of a state dict or module in a dict that has other values too."""
+_PREFIXES = ("_orig_mod.", "module.")
+"""Prefixes of all names in modules from `torch.compile` and `DistributedDataParallel`."""
 
 
 class Stub:
@@ -70,6 +72,9 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
         raise CheckpointError("the pickle holds neither a state dict nor a module")
     if not tensors:
         raise CheckpointError("the pickle holds no tensors")
+    for prefix in _PREFIXES * 2:  # in either order
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
 
 

@@ -101,6 +101,20 @@ def test_wrapped_state_dicts_and_modules_are_read(
     assert_logits(convert(tmp_path)[0], model)
 
 
+@pytest.mark.parametrize(
+    "wrappers", [("_orig_mod",), ("module",), ("module", "_orig_mod"), ("_orig_mod", "module")]
+)
+def test_prefixes_of_compiled_and_distributed_modules_are_removed(
+    wrappers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`torch.compile` and `DistributedDataParallel` hold the module under these names."""
+    model = outer = saved("llama", tmp_path)
+    for name in wrappers:
+        outer = nn.ModuleDict({name: outer})
+    torch.save(outer.state_dict(), tmp_path / PICKLED)
+    assert_logits(convert(tmp_path)[0], model)
+
+
 class Settings:
     """An object of an unknown class beside a state dict."""
 
@@ -163,6 +177,7 @@ def test_biases_follow_the_config_in_dense_folders(tmp_path: Path) -> None:
         ([torch.ones(2)], "neither a state dict nor a module"),
         (torch.ones(2), "neither a state dict nor a module"),
         ({"x": torch.ones(2).to_sparse()}, "x is a _rebuild_sparse_tensor"),
+        ({"x": torch.ones(2, device="meta")}, "x is a _rebuild_meta_tensor_no_storage"),
         ({"x": torch.ones(2).to(torch.float8_e4m3fn)}, "storage of an unknown type"),
     ],
 )
