@@ -31,9 +31,9 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
 from services.common.placement import Placement, WorkerAddress
-from services.common.tokenizer import load_tokenizer
 from services.gateway.service import loop_factory, serve
 from services.gateway.settings import GatewaySettings
+from services.tokenizer.loading import load_tokenizer
 
 GOAL = 5_000.0  # required throughput with 64 clients on one core, tokens/s
 

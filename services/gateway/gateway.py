@@ -21,8 +21,6 @@ from services.common.errors import (
 )
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import ModelReadiness, WorkerList
-from services.common.tokenizer import Tokenizer, load_tokenizer
-from services.common.tokenizer_identity import TokenizerIdentity
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant
@@ -35,6 +33,9 @@ from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextDelta
 from services.gateway.timeline import RecentRequests
+from services.tokenizer.identity import TokenizerIdentity
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 

@@ -21,8 +21,6 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.placement import Outcome, Placement, WorkerAddress
-from services.common.tokenizer import Tokenizer
-from services.common.tokenizer_identity import TokenizerIdentity
 from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
@@ -36,6 +34,8 @@ from services.gateway.spans import attempt_span, end_attempt, generation_span
 from services.gateway.text import TextAssembler, TextDelta
 from services.gateway.timeline import RecentRequests, RequestTimeline
 from services.gateway.wire import start_stream_message
+from services.tokenizer.identity import TokenizerIdentity
+from services.tokenizer.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 

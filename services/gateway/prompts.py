@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest, Overloaded
-from services.common.tokenizer import Tokenizer
 from services.gateway.requests import ContextLengthExceeded, check_message_count
+from services.tokenizer.tokenizer import Tokenizer
 
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from headrace.v1 import sampling_pb2
-from services.common.tokenizer import IncrementalDetokenizer, Tokenizer
+from services.tokenizer.tokenizer import IncrementalDetokenizer, Tokenizer
 
 FinishReason: TypeAlias = "sampling_pb2.FinishReason.ValueType"
 

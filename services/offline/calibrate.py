@@ -12,10 +12,10 @@ import codec
 from runtime.compress import documentation
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
 from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, load_model, prefill_sample
 from services.offline.texts import read_texts
+from services.tokenizer.loading import load_tokenizer
 from services.worker.device import torch_device
 
 # Not `preexec_fn`: it forks this process, which may have threads of gRPC.

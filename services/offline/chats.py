@@ -11,7 +11,7 @@ from runtime.quality.attention import TeacherForced
 from runtime.quality.generate import outputs_of
 from runtime.quality.measure import logits_of
 from runtime.quality.metrics import Scores, compare
-from services.common.tokenizer import Tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 
 _QUESTIONS = Path(__file__).with_name("questions.txt")
 _HELD_OUT = 3  # every third question is held out

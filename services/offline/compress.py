@@ -17,10 +17,11 @@ from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.offline.chats import ChatFidelity, answer, as_text, compare_chats, questions
 from services.offline.output import refuse_existing, write_model
 from services.offline.real_kv import load_model
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 from services.worker.device import torch_device
 
 Choice = TypeVar("Choice", bound=StrEnum)

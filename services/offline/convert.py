@@ -13,8 +13,8 @@ from runtime.checkpoint.safetensors_file import is_pickle, read_json
 from runtime.convert import Source
 from runtime.convert import convert as read
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
 from services.offline.output import refuse_existing, write_model
+from services.tokenizer.loading import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -24,10 +24,11 @@ from runtime.quality.measure import bytes_per_token
 from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.offline.calibrate_flags import Given, flag_of
 from services.offline.output import atomic_file
 from services.offline.texts import read_texts
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 from services.worker.device import torch_device
 from services.worker.loading import PAGE_SIZE
 

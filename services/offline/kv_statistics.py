@@ -10,9 +10,9 @@ from rich.console import Console
 import codec
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded
 from services.offline.real_kv import load_model, prefill_sample
+from services.tokenizer.loading import load_tokenizer
 from services.worker.device import torch_device
 
 

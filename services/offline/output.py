@@ -13,7 +13,7 @@ from rich.progress import FileSizeColumn, Progress, SpinnerColumn, TextColumn
 
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from services.common.errors import SettingsError
-from services.common.tokenizer import Tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 
 
 @contextmanager

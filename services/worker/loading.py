@@ -23,7 +23,7 @@ from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
-from services.common.tokenizer_identity import tokenizer_hash
+from services.tokenizer.identity import tokenizer_hash
 from services.transfer import frame
 from services.transfer.codecs import Books, SegmentCodecs, group_tensors
 from services.transfer.manifest import sent_pages

@@ -25,7 +25,7 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.tokenizer.loading import load_tokenizer
 from tests.e2e.deployment import Running, deployed
 
 if TYPE_CHECKING:  # defined in the type stubs only

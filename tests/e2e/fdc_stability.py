@@ -26,7 +26,8 @@ from runtime.kv.fdc import FdcFormat, FdcOptions, calibrate
 from runtime.models.model import Model
 from runtime.quality.search import Evaluator
 from services.common.model_source import DEFAULT_MODEL, resolve_model
-from services.common.tokenizer import Tokenizer, load_tokenizer
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 from services.worker.loading import PAGE_SIZE
 
 ROW = 1024

@@ -24,9 +24,9 @@ from runtime.engine import Add, Command, Computed, Engine, StepOutput
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
+from services.tokenizer.loading import load_tokenizer
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval

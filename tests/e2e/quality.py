@@ -25,7 +25,7 @@ from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
 from runtime.models.model import Backend, Model, unsupported_by_gemm
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.tokenizer.loading import load_tokenizer
 from services.worker.loading import PAGE_SIZE
 
 PROMPTS, MAX_PROMPT_TOKENS, OUTPUT = 20, 300, 64

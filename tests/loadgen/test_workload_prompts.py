@@ -22,7 +22,7 @@ from loadgen.workload.prompts import PromptWriter, SharedPrefix, Synthetic
 from loadgen.workload.tokenizer import LocalTokenizer, RemoteTokenizer
 from loadgen.workload.vocabulary import Vocabulary
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.tokenizer.loading import load_tokenizer
 
 
 def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:

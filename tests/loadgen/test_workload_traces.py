@@ -17,7 +17,7 @@ from loadgen.workload.sharegpt import ShareGPT
 from loadgen.workload.tokenizer import LocalTokenizer
 from loadgen.workload.traces import MooncakeTrace, PromptFile
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.tokenizer.loading import load_tokenizer
 
 
 @pytest.fixture(scope="module")

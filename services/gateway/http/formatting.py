@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from headrace.v1 import sampling_pb2
-from services.common.tokenizer import Tokenizer
 from services.gateway.text import FINISH_REASONS, TextDelta
+from services.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from services.common.cache import cache_dir
 from services.common.errors import SettingsError
 from services.common.model_source import DEFAULT_MODEL, resolve_model
-from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.local.artifacts import CODEBOOKS, artifact_folder
 from services.local.lock import locked
 from services.local.seal import seal
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 
 _FOLDER = "bench-models-2"  # 2: the version of `runtime.checkpoint.canonical.FORMAT`
 WRITE_S = 900.0

@@ -15,7 +15,7 @@ from runtime.kv import fdc, palu, shard
 from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
 from services.common.model_source import ModelSourceError, resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.tokenizer.loading import load_tokenizer
 from tests.runtime.kv.lowrank import PAGE, QKV, pages_of, relative_error, round_trip
 
 pytestmark = pytest.mark.slow

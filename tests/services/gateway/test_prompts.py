@@ -11,9 +11,9 @@ from grpc import aio
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
-from services.common.chat_template import ChatTemplate
 from services.common.token_ids import unpack_tokens
 from services.gateway.http.schemas import parse_body
+from services.tokenizer.chat_template import ChatTemplate
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import say
 

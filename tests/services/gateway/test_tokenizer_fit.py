@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
-from services.common.tokenizer_identity import tokenizer_hash
+from services.tokenizer.identity import tokenizer_hash
+from services.tokenizer.loading import load_tokenizer
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.failures import completion, outcomes
 from tests.services.gateway.fakes import say

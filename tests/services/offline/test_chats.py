@@ -9,7 +9,6 @@ from runtime.models.model import Model
 from runtime.quality.generate import outputs_of
 from runtime.quality.metrics import compare
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
 from services.offline import chats
 from services.offline.chats import (
     Chat,
@@ -19,6 +18,7 @@ from services.offline.chats import (
     is_loop,
     questions,
 )
+from services.tokenizer.loading import load_tokenizer
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 END = 2

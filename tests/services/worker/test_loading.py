@@ -14,10 +14,10 @@ from runtime.kv.int4 import Int4Format
 from runtime.models.model import Model
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
-from services.common.tokenizer_identity import TokenizerIdentity
 from services.offline.tune import tune
 from services.prefill.settings import PrefillSettings
+from services.tokenizer.identity import TokenizerIdentity
+from services.tokenizer.loading import load_tokenizer
 from services.worker import loading as worker
 from services.worker.loading import PAGE_SIZE, load_worker
 from services.worker.settings import WorkerSettings

@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from services.common.chat_template import ChatTemplateError
 from services.common.errors import SettingsError
-from services.common.gguf_metadata import read_metadata
 from services.common.model_source import ModelSourceError, model_name, resolve_model
-from services.common.tokenizer import (
-    IncrementalDetokenizer,
-    Tokenizer,
-    TokenizerError,
-    load_tokenizer,
-)
+from services.tokenizer.chat_template import ChatTemplateError
+from services.tokenizer.gguf_metadata import read_metadata
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.pieces import TokenizerError
+from services.tokenizer.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
     "",

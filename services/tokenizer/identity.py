@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from services.common.placement import ModelInfo
-from services.common.token_pieces import TokenizerError
-from services.common.tokenizer import Tokenizer, load_tokenizer
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.pieces import TokenizerError
+from services.tokenizer.tokenizer import Tokenizer
 
 _PADDING = re.compile(rb"\[PAD\d+\]")
 

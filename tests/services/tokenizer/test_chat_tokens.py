@@ -11,8 +11,9 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.common.model_source import resolve_model
-from services.common.tokenizer import Tokenizer, load_tokenizer
-from tests.services.common.test_tokenizer import write_sentencepiece
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
+from tests.services.tokenizer.test_tokenizer import write_sentencepiece
 
 PIECES = [
     *(

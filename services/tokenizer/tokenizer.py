@@ -1,0 +1,158 @@
+"""Tokenizers: text to token ids and back, and conversations to prompts.
+
+Decoding looks up the bytes of each token in a table and decodes the concatenated bytes as UTF-8.
+Two kinds of vocabulary are supported: byte-level with GPT-2's alphabet, and SentencePiece with byte
+fallback. Because both use the table, incremental and full decoding give the same text.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.content_guard import ContentGuard
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the BOS and EOS tokens, and texts of special tokens by names such as ``bos_token``."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    names: dict[str, str]
+
+
+class Tokenizer:
+    """A tokenizer, created by `services.tokenizer.loading`. Thread-safe.
+
+    Args:
+        strips_space: whether `decode` removes a leading space.
+
+    Attributes:
+        pieces: bytes of each token.
+        visible_pieces: like ``pieces``, but with empty bytes for special tokens.
+        context_length: context length of the model in tokens, if its files state it.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        *,
+        pieces: Sequence[bytes],
+        strips_space: bool = False,
+        chat_template: ChatTemplate | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._strips_space = strips_space
+        self.pieces = tuple(pieces)
+        self.eos_ids = special.eos
+        self.bos_id = special.bos
+        self.special_names = special.names
+        self.chat_template = chat_template
+        self.context_length = context_length
+        self.special_ids = frozenset(
+            id for id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        hidden = list(self.pieces)
+        for id in self.special_ids:
+            hidden[id] = b""
+        self.visible_pieces = tuple(hidden)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            add_special: add the special tokens that the model expects, such as BOS.
+            parse_special: convert text such as ``<|im_end|>`` to the special token of that name
+                instead of treating it as plain text.
+        """
+        if parse_special:
+            return _encode(self._backend, text, add_special=add_special)
+        return _encode(self._guard.backend, self._guard.protect(text), add_special=add_special)
+
+    def encode_rendered(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt from `render_chat`."""
+        return _encode(self._guard.backend, prompt, add_special=False)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
+        detokenizer = IncrementalDetokenizer(self, skip_special=skip_special)
+        text = detokenizer.push(ids) + detokenizer.finish()
+        return text.removeprefix(" ") if self._strips_space else text
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the prompt of a conversation, up to the start of the assistant's message.
+
+        The result is for `encode_rendered`: names of special tokens in the content are protected,
+        as `ContentGuard` describes. The prompt of any other conversation is that of the template.
+
+        Args:
+            messages: mappings with ``role`` and ``content``.
+
+        Raises:
+            ChatTemplateError: if the model has no template, or it rejects the messages.
+        """
+        template = self.chat_template or ChatTemplate.missing()
+        protect = self._guard.protect
+        guarded = [{**message, "content": protect(message["content"])} for message in messages]
+        return template.render(guarded, self.special_names)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer files of a Hugging Face directory, which `load_tokenizer` can read.
+
+        Raises:
+            OSError: if the directory cannot be written.
+        """
+        config: dict[str, Any] = dict(self.special_names)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template.source
+        (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        text = json.dumps(config, indent=1, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    @cached_property
+    def _guard(self) -> ContentGuard:
+        ends = (self._backend.id_to_token(id) or "" for id in self.eos_ids)
+        return ContentGuard(self._backend, (*ends, *self.special_names.values()))
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
+    # thread would block the event loop.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
+    return list(encoding.ids)
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing sequence and returns complete characters only.
+
+    The concatenated results of `push` and `finish` are the text of the sequence. Unlike in
+    `Tokenizer.decode`, a leading space is kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._pieces = tokenizer.visible_pieces if skip_special else tokenizer.pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Append ids and return the new complete characters; skip ids outside the vocabulary."""
+        pieces, size = self._pieces, len(self._pieces)
+        return self._utf8.decode(b"".join([pieces[id] for id in ids if id < size]))
+
+    def finish(self) -> str:
+        """Return U+FFFD if the last character is incomplete, else an empty string."""
+        return self._utf8.decode(b"", final=True)
