@@ -65,6 +65,8 @@ class ServedModel:
         """
         path = resolve_model(settings.model)
         tokenizer = load_tokenizer(path)
+        if tokenizer.chat_template is not None and tokenizer.chat_template.problem:
+            log.warning("chats will be refused", reason=tokenizer.chat_template.problem)
         tokenizer.encode_rendered("")  # builds what would otherwise delay the first chat
         context_length = settings.context_length or tokenizer.context_length
         if context_length is None:

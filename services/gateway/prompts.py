@@ -110,7 +110,9 @@ class PromptEncoder:
                     f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
                 )
             known.append({**message, "role": role})
-            characters += len(message["content"])
+            content = message["content"]
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            characters += sum(map(len, texts))
         self._check_length(characters, "messages")
         return self._tokenizer.render_chat(known)
 

@@ -1,16 +1,17 @@
-"""Chat templates: sandboxed Jinja with the functions that model templates expect."""
+"""Chat templates: conversations to prompts, as transformers renders them."""
 
-import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
-from services.common.errors import InvalidRequest, SettingsError
+from services.common.errors import InvalidRequest
+from services.tokenizer.template_environment import TemplateEnvironment
+from services.tokenizer.tracked_text import TrackedText
+
+_DEFAULT = "default"  # name of the template that is used, where a model has several
 
 
 class ChatTemplateError(InvalidRequest):
@@ -18,32 +19,48 @@ class ChatTemplateError(InvalidRequest):
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template. An invalid one can be created, but not rendered.
 
-    Raises:
-        SettingsError: if the source is not a valid template.
+    Args:
+        source: Jinja source.
+
+    Attributes:
+        source: Jinja source.
+        problem: why the template is not valid, or None.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
+        self.problem: str | None = None
+        environment = TemplateEnvironment()
         try:
-            self._template = _environment().from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
-            raise SettingsError(f"the chat template is not valid: {error}") from error
+            self.problem = f"the chat template is not valid: {error}"
+            return
+        self._takes_parts = _loops_over_parts(tree)
+        self._takes_text = not self._takes_parts or any(
+            test.name == "string" for test in tree.find_all(nodes.Test)
+        )
 
     @classmethod
-    def from_directory(cls, path: Path, config: dict[str, Any]) -> Self | None:
+    def from_directory(cls, path: Path, config: Mapping[str, Any]) -> Self | None:
         """Return the template of a Hugging Face directory, or None if it has none.
 
-        ``chat_template.jinja`` takes precedence over ``config``, the content of
-        ``tokenizer_config.json``.
+        Template files (``chat_template.jinja``, ``additional_chat_templates/*.jinja``) take
+        precedence over ``config``, the content of ``tokenizer_config.json``. Of several templates,
+        the one named ``default`` is used.
         """
-        file = path / "chat_template.jinja"
-        if file.is_file():
-            return cls(file.read_text(encoding="utf-8"))
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several templates, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        files = {_DEFAULT: path / "chat_template.jinja"}
+        files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+        sources: Any = {
+            name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+        }
+        sources = sources or config.get("chat_template")
+        if isinstance(sources, list):
+            sources = {entry["name"]: entry["template"] for entry in sources}
+        source = sources.get(_DEFAULT) if isinstance(sources, dict) else sources
         return cls(source) if source else None
 
     @staticmethod
@@ -54,43 +71,96 @@ class ChatTemplate:
             param="messages",
         )
 
-    def render(self, messages: Sequence[dict[str, Any]], names: dict[str, str]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
         """Return the prompt, up to the start of the assistant's message.
 
+        The result is a `TrackedText`: literals of the template, ``names`` and roles count as
+        written by the template.
+
         Args:
-            messages: mappings with ``role`` and ``content``.
+            messages: mappings with ``role`` and ``content``. The roles must be valid ones. The
+                content is a string or a list of text parts, ``{"type": "text", "text": …}``.
             names: special tokens as text, by their name in the template, such as ``bos_token``.
 
         Raises:
-            ChatTemplateError: if the template rejects the messages.
+            ChatTemplateError: if the template is not valid, or rejects the messages.
         """
+        if self.problem:
+            raise ChatTemplateError(self.problem, param="messages")
+        own = TrackedText.from_template
         try:
             return self._template.render(
-                messages=list(messages),
+                messages=[
+                    {**m, "role": own(m["role"]), "content": self._content(m["content"])}
+                    for m in messages
+                ],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **names,
+                **{name: own(token) for name, token in names.items()},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, LookupError),
+            *(ArithmeticError, AttributeError, RecursionError),
+        ) as error:
             raise ChatTemplateError(
                 f"the chat template rejects the messages: {error}", param="messages"
             ) from error
 
+    def _content(self, content: Any) -> Any:
+        """Return the content of a message in a form that the template takes.
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        As in vLLM, a template that loops over the parts of a content gets a list, and any other
+        gets the texts of the parts that are not empty, separated by newlines.
+        """
+        if isinstance(content, str):
+            return content if self._takes_text else [{"type": "text", "text": content}]
+        if self._takes_parts:
+            return content
+        return "\n".join(part["text"] for part in content if part["text"])
+
+
+def _loops_over_parts(tree: nodes.Template) -> bool:
+    """Return whether a template loops over the parts of a content, by the criteria of vLLM."""
+    lists = {"messages"}
+    size = 0
+    while len(lists) > size:  # until no variable is added
+        size = len(lists)
+        lists |= {
+            assign.target.name
+            for assign in tree.find_all(nodes.Assign)
+            if isinstance(assign.target, nodes.Name) and _name_of(assign.node) in lists
+        }
+    loops = [loop for loop in tree.find_all(nodes.For) if isinstance(loop.target, nodes.Name)]
+    messages = {_name_of(loop.target) for loop in loops if _name_of(loop.iter) in lists}
+    return any(
+        _name_of(loop.iter) == "content" or _content_owner(loop.iter) in messages for loop in loops
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _without_filters(node: Any) -> Any:
+    """Return an expression without filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    return node
 
 
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _name_of(node: Any) -> str | None:
+    node = _without_filters(node)
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _content_owner(node: Any) -> str | None:
+    """Return ``x`` for the expressions ``x.content`` and ``x['content']``."""
+    node = _without_filters(node)
+    if isinstance(node, nodes.Getattr):
+        found = node.attr == "content"
+    else:
+        found = (
+            isinstance(node, nodes.Getitem)
+            and isinstance(node.arg, nodes.Const)
+            and node.arg.value == "content"
+        )
+    return node.node.name if found and isinstance(node.node, nodes.Name) else None

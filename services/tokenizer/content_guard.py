@@ -2,15 +2,19 @@
 
 A chat template writes special tokens and the client's content into one prompt. Content with a name
 such as ``<|im_end|>`` could then end its own turn and forge another. `ContentGuard.protect` inserts
-marks between the characters of such names. The guarded tokenizer looks for special tokens first,
-then removes the marks, so a protected name is encoded as ordinary text. Texts without such names
-get the same ids as from the original tokenizer.
+marks between the characters of names that the template did not write. The guarded tokenizer looks
+for special tokens first, then removes the marks, so a protected name is encoded as ordinary text.
+Texts without such names get the same ids as from the original tokenizer.
 """
 
 import json
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import tokenizers
+
+from services.tokenizer.tracked_text import mask_of
 
 _ESCAPE = "\ufdd0"  # a Unicode noncharacter
 _MARK = _ESCAPE + "0"
@@ -19,6 +23,8 @@ _UNESCAPE = [
     {"type": "Replace", "pattern": {"String": _MARK}, "content": ""},
     {"type": "Replace", "pattern": {"String": _LITERAL}, "content": _ESCAPE},
 ]
+_RUN = re.compile("(?P<template>1+)|0+")  # characters of the template, or not of the template
+_NEVER = -1e6  # score of a piece that a Unigram model does not choose
 
 
 class ContentGuard:
@@ -43,17 +49,51 @@ class ContentGuard:
         normalizer = description["normalizer"]
         steps = [*_UNESCAPE, normalizer] if normalizer else _UNESCAPE
         description["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        names = sorted((name for name in reserved if len(name) > 1), key=len, reverse=True)
+        self._longest = max(map(len, names), default=1)
+        self._names: dict[str, list[str]] = {}  # by their first two characters
+        for name in names:
+            self._names.setdefault(name[:2], []).append(name)
+        _exclude_pieces(description["model"], frozenset(names))
         self.backend = tokenizers.Tokenizer.from_str(json.dumps(description))
-        self._names = sorted((name for name in reserved if len(name) > 1), key=len, reverse=True)
-        self._first = {name[0] for name in self._names} | {_ESCAPE}
 
     def protect(self, text: str) -> str:
-        """Return ``text`` with marks inside of the names of special tokens."""
-        if not any(character in text for character in self._first):
-            return text
-        text = text.replace(_ESCAPE, _LITERAL)
+        """Return ``text`` with marks inside of the names that the template did not write.
+
+        Characters that the template wrote are those of `TrackedText`. A name is protected if the
+        template did not write all of its characters.
+        """
+        mask, text = mask_of(text), str.__str__(text)
+        pieces = []
+        for run in _RUN.finditer(mask):
+            piece = text[run.start() : run.end()].replace(_ESCAPE, _LITERAL)
+            if run.start() and self._crosses(text, run.start()):
+                pieces.append(_MARK)
+            pieces.append(piece if run["template"] else self._separate(piece))
+        return "".join(pieces)
+
+    def _crosses(self, text: str, edge: int) -> bool:
+        """Return whether a name begins before a position and ends behind it."""
+        return any(
+            text.startswith(name, at) and at + len(name) > edge
+            for at in range(max(0, edge - self._longest + 1), edge)
+            for name in self._names.get(text[at : at + 2], ())
+        )
+
+    def _separate(self, text: str) -> str:
+        """Return a text with marks between the characters of all names."""
         # One search per name, not one regular expression: each is linear in the text.
-        for name in self._names:
-            if name in text:
-                text = text.replace(name, _MARK.join(name))
+        for start, names in self._names.items():
+            if start in text:
+                for name in names:
+                    if name in text:
+                        text = text.replace(name, _MARK.join(name))
         return text
+
+
+def _exclude_pieces(model: dict[str, Any], names: frozenset[str]) -> None:
+    """Keep a Unigram model, which may choose any piece of its vocabulary, from choosing names."""
+    if model["type"] == "Unigram":
+        model["vocab"] = [
+            [piece, _NEVER if piece in names else score] for piece, score in model["vocab"]
+        ]

@@ -97,19 +97,17 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Return the prompt of a conversation, up to the start of the assistant's message.
 
-        The result is for `encode_rendered`: names of special tokens in the content are protected,
-        as `ContentGuard` describes. The prompt of any other conversation is that of the template.
+        The result is for `encode_rendered`: names of special tokens that the template did not write
+        are protected, as `ContentGuard` describes. Without marks, it is the text of transformers.
 
         Args:
-            messages: mappings with ``role`` and ``content``.
+            messages: messages as in `ChatTemplate.render`.
 
         Raises:
-            ChatTemplateError: if the model has no template, or it rejects the messages.
+            ChatTemplateError: if the model has no valid template, or it rejects the messages.
         """
         template = self.chat_template or ChatTemplate.missing()
-        protect = self._guard.protect
-        guarded = [{**message, "content": protect(message["content"])} for message in messages]
-        return template.render(guarded, self.special_names)
+        return self._guard.protect(template.render(messages, self.special_names))
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer files of a Hugging Face directory, which `load_tokenizer` can read.

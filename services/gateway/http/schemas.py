@@ -183,10 +183,10 @@ class Message(_Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with its text parts joined."""
+        """Return the message as `ChatTemplate.render` expects it."""
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        parts = content if isinstance(content, str) else [part.model_dump() for part in content]
+        return {"role": self.role, "content": parts}
 
 
 class ChatBody(_GenerationBody):

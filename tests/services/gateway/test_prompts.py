@@ -48,6 +48,17 @@ async def test_raw_prompt_keeps_its_special_tokens(site: Site) -> None:
     )
 
 
+async def test_text_parts_of_a_message_are_joined_by_newlines(site: Site) -> None:
+    async def tokens(content: Any) -> list[int]:
+        body = {"messages": [{"role": "user", "content": content}]}
+        response = await site.http.post("/tokenize", json=body)
+        found: list[int] = response.json()["tokens"]
+        return found
+
+    parts = [{"type": "text", "text": text} for text in ("Answer in German.", "", "Hello")]
+    assert await tokens(parts) == await tokens("Answer in German.\nHello")
+
+
 EMPTY = {"role": "user", "content": ""}
 PART = {"type": "text", "text": ""}
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from services.common.errors import SettingsError
 from services.common.model_source import ModelSourceError, model_name, resolve_model
 from services.tokenizer.chat_template import ChatTemplateError
 from services.tokenizer.gguf_metadata import read_metadata
@@ -210,20 +209,8 @@ def test_damaged_directory_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_chat_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+def test_directory_without_template_refuses_chats(tmp_path: Path) -> None:
     folder = write_sentencepiece(tmp_path)
-    for template in (
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ nothing.there }}",
-    ):
-        (folder / "chat_template.jinja").write_text(template)
-        with pytest.raises(ChatTemplateError):
-            load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}])
-    (folder / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(SettingsError):
-        load_tokenizer(folder)
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ChatTemplateError, match="no chat template"):
