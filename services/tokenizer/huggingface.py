@@ -7,6 +7,8 @@ from typing import Any
 import tokenizers
 
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.declared_tokens import DeclaredTokens, complete
+from services.tokenizer.json_files import read_json
 from services.tokenizer.pieces import TokenizerError, flat_decoders, pieces_for
 from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
@@ -24,14 +26,15 @@ def load_directory(path: Path) -> Tokenizer:
         raise TokenizerError(f"tokenizer.json is not supported: {error}") from error
     backend.no_truncation()
     backend.no_padding()
-    config = _read_json(path / "tokenizer_config.json")
-    model = _read_json(path / "config.json") or _read_json(path / _CANONICAL_CONFIG).get(
-        "config", {}
-    )
-    steps = flat_decoders(json.loads(text).get("decoder"))
+    config = read_json(path / "tokenizer_config.json")
+    model = read_json(path / "config.json") or read_json(path / _CANONICAL_CONFIG).get("config", {})
+    description = json.loads(text)
+    declared = DeclaredTokens.read(path, config, description["added_tokens"])
+    complete(backend, declared, model.get("vocab_size"))
+    steps = flat_decoders(description.get("decoder"))
     return Tokenizer(
         backend,
-        _directory_special(path, config, model, backend),
+        _special(path, declared.names, model, backend),
         pieces=pieces_for(backend, steps),
         strips_space=any(d["type"] == "Strip" and d.get("start") for d in steps),
         chat_template=ChatTemplate.from_directory(path, config),
@@ -39,27 +42,12 @@ def load_directory(path: Path) -> Tokenizer:
     )
 
 
-def _directory_special(
-    path: Path, config: dict[str, Any], model: dict[str, Any], backend: tokenizers.Tokenizer
+def _special(
+    path: Path, names: dict[str, str], model: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> SpecialTokens:
-    def name(key: str) -> str | None:
-        value = config.get(key)
-        return value["content"] if isinstance(value, dict) else value
-
-    names = {key: name(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    known = {key: value for key, value in names.items() if value}
-    eos = {backend.token_to_id(known.get("eos_token", ""))}
-    for source in (model, _read_json(path / "generation_config.json")):
+    eos = {backend.token_to_id(names.get("eos_token", ""))}
+    for source in (model, read_json(path / "generation_config.json")):
         declared = source.get("eos_token_id")
         eos.update(declared if isinstance(declared, list) else [declared])
-    bos = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
-    return SpecialTokens(bos, tuple(sorted(id for id in eos if id is not None)), known)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path.name} is not a JSON object")
-    return content
+    bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+    return SpecialTokens(bos, tuple(sorted(id for id in eos if id is not None)), names)

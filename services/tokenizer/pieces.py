@@ -37,7 +37,7 @@ def byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
     to_byte = str.maketrans(_byte_alphabet())
     added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
     pieces = []
-    for id in range(_table_size(backend)):
+    for id in range(table_size(backend)):
         token = backend.id_to_token(id) or ""
         try:
             pieces.append((added.get(id) or token).translate(to_byte).encode("latin-1"))
@@ -58,7 +58,7 @@ def _byte_alphabet() -> dict[str, str]:
 def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
     """Return the bytes of each SentencePiece token: U+2581 is a space, ``<0xNN>`` is one byte."""
     pieces = []
-    for id in range(_table_size(backend)):
+    for id in range(table_size(backend)):
         token = backend.id_to_token(id) or ""
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         pieces.append(
@@ -67,5 +67,6 @@ def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
     return pieces
 
 
-def _table_size(backend: tokenizers.Tokenizer) -> int:
+def table_size(backend: tokenizers.Tokenizer) -> int:
+    """Return the largest id plus one."""
     return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -115,7 +115,10 @@ class Tokenizer:
         Raises:
             OSError: if the directory cannot be written.
         """
-        config: dict[str, Any] = dict(self.special_names)
+        names = self.special_names
+        config: dict[str, Any] = {k: v for k, v in names.items() if k.endswith("_token")}
+        if others := {k: v for k, v in names.items() if k not in config}:
+            config["extra_special_tokens"] = others
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template.source
         (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
