@@ -28,7 +28,7 @@ def pieces_for(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) ->
     if "ByteLevel" in kinds:
         return byte_level_pieces(backend)
     if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        return _sentencepiece_pieces(backend)
+        return sentencepiece_pieces(backend)
     raise TokenizerError(f"tokenizer.json: the decoder steps {sorted(kinds)} are not supported")
 
 
@@ -55,7 +55,7 @@ def _byte_alphabet() -> dict[str, str]:
     return alphabet | {chr(256 + index): chr(byte) for index, byte in enumerate(others)}
 
 
-def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
+def sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
     """Return the bytes of each SentencePiece token: U+2581 is a space, ``<0xNN>`` is one byte."""
     pieces = []
     for id in range(table_size(backend)):

@@ -122,8 +122,13 @@ class Tokenizer:
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template.source
         (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
-        text = json.dumps(config, indent=1, ensure_ascii=False)
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        files = {
+            "tokenizer_config.json": config,
+            "generation_config.json": {"eos_token_id": list(self.eos_ids)},
+        }
+        for name, content in files.items():
+            text = json.dumps(content, indent=1, ensure_ascii=False)
+            (directory / name).write_text(text, encoding="utf-8")
 
     @cached_property
     def _guard(self) -> ContentGuard:

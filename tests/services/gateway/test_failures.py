@@ -123,7 +123,7 @@ async def test_failure_after_tokens_of_several_choices_is_an_error(open_site: Op
 
 
 async def test_failure_after_the_last_token_is_not_retried(site: Site) -> None:
-    (eos,) = site.model.tokenizer.eos_ids
+    eos = site.model.tokenizer.eos_ids[-1]
     site.worker.queued = [failing(error_pb2.ERROR_CODE_INTERNAL, 5, eos)]
     stopped = await completion(site)
     site.worker.queued = [failing(error_pb2.ERROR_CODE_INTERNAL, *[5] * 20)]

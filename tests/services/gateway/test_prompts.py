@@ -43,9 +43,8 @@ async def test_raw_prompt_keeps_its_special_tokens(site: Site) -> None:
     site.worker.script = say(5)
     response = await site.http.post("/v1/completions", json={"prompt": "<|im_end|>"})
     assert response.status_code == 200
-    assert unpack_tokens(site.worker.streams[0].start.request.tokens) == (
-        *site.model.tokenizer.eos_ids,
-    )
+    (token,) = unpack_tokens(site.worker.streams[0].start.request.tokens)
+    assert token in site.model.tokenizer.eos_ids
 
 
 async def test_text_parts_of_a_message_are_joined_by_newlines(site: Site) -> None:

@@ -79,7 +79,8 @@ def test_chat_prompt_equals_that_of_transformers(
 
 
 def test_special_tokens_are_parsed_on_request(tokenizer: Tokenizer) -> None:
-    (end,) = tokenizer.eos_ids
+    text, end = tokenizer.eos_ids
+    assert tokenizer.encode("<|endoftext|>") == [text]
     assert tokenizer.encode("<|im_end|>") == [end]
     plain = tokenizer.encode("<|im_end|>", parse_special=False)
     assert end not in plain
@@ -221,7 +222,7 @@ def gguf_string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
-def write_gguf(path: Path, pre: str, model: str = "gpt2") -> Path:
+def write_gguf(path: Path, pre: str) -> Path:
     """Write a vocabulary of the 256 bytes, one merge and one control token."""
     alphabet = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
     tokens = [*alphabet, *(chr(256 + n) for n in range(256 - len(alphabet))), "12", "<s>"]
@@ -234,7 +235,7 @@ def write_gguf(path: Path, pre: str, model: str = "gpt2") -> Path:
         return struct.pack("<IQ", 8, len(values)) + b"".join(map(gguf_string, values))
 
     entries = [
-        entry("tokenizer.ggml.model", 8, gguf_string(model)),
+        entry("tokenizer.ggml.model", 8, gguf_string("gpt2")),
         entry("tokenizer.ggml.pre", 8, gguf_string(pre)),
         entry("tokenizer.ggml.tokens", 9, strings(tokens)),
         entry("tokenizer.ggml.merges", 9, strings(["1 2"])),
@@ -257,12 +258,8 @@ def test_pre_tokenizers_split_numbers(tmp_path: Path, pre: str, count: int) -> N
     assert tokenizer.encode("1212", add_special=False) == ids[1:]
 
 
-def test_damaged_or_unsupported_gguf_is_an_error(tmp_path: Path) -> None:
+def test_damaged_gguf_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    with pytest.raises(TokenizerError, match="pre-tokenizer 'new'"):
-        load_tokenizer(write_gguf(path, "new"))
-    with pytest.raises(TokenizerError, match="tokenizer model 'llama'"):
-        load_tokenizer(write_gguf(path, "smollm", model="llama"))
     whole = write_gguf(path, "smollm").read_bytes()
     assert read_metadata(path)["a.float"] == 0.5
     for length in (0, 3, 4, 17, 63, 1000, len(whole) - 1):
