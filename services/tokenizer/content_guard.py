@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from services.common.errors import InvalidRequest
 from services.tokenizer.tracked_text import mask_of
 
 _ESCAPE = "\ufdd0"  # a Unicode noncharacter
@@ -56,12 +57,24 @@ class ContentGuard:
             self._names.setdefault(name[:2], []).append(name)
         _exclude_pieces(description["model"], frozenset(names))
         self.backend = tokenizers.Tokenizer.from_str(json.dumps(description))
+        protected = self.backend.encode_batch(
+            [_MARK.join(name) for name in names], add_special_tokens=False
+        )
+        self._unprotected = {
+            name
+            for name, encoding in zip(names, protected, strict=True)
+            if self.backend.token_to_id(name) in encoding.ids
+        }
 
     def protect(self, text: str) -> str:
         """Return ``text`` with marks inside of the names that the template did not write.
 
         Characters that the template wrote are those of `TrackedText`. A name is protected if the
         template did not write all of its characters.
+
+        Raises:
+            InvalidRequest: if the tokenizer, such as one of whole words, gives the special token
+                for a protected name as well.
         """
         mask, text = mask_of(text), str.__str__(text)
         pieces = []
@@ -74,11 +87,12 @@ class ContentGuard:
 
     def _crosses(self, text: str, edge: int) -> bool:
         """Return whether a name begins before a position and ends behind it."""
-        return any(
-            text.startswith(name, at) and at + len(name) > edge
-            for at in range(max(0, edge - self._longest + 1), edge)
-            for name in self._names.get(text[at : at + 2], ())
-        )
+        for at in range(max(0, edge - self._longest + 1), edge):
+            for name in self._names.get(text[at : at + 2], ()):
+                if text.startswith(name, at) and at + len(name) > edge:
+                    self._check(name)
+                    return True
+        return False
 
     def _separate(self, text: str) -> str:
         """Return a text with marks between the characters of all names."""
@@ -87,8 +101,13 @@ class ContentGuard:
             if start in text:
                 for name in names:
                     if name in text:
+                        self._check(name)
                         text = text.replace(name, _MARK.join(name))
         return text
+
+    def _check(self, name: str) -> None:
+        if name in self._unprotected:
+            raise InvalidRequest(f"this model cannot read {name!r} as text")
 
 
 def _exclude_pieces(model: dict[str, Any], names: frozenset[str]) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import structlog
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.common.errors import InvalidRequest
 from services.gateway.gateway import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
@@ -183,3 +185,19 @@ def test_unigram_tokenizer_does_not_choose_special_pieces(tmp_path: Path) -> Non
     assert 2 not in ids
     assert tokenizer.decode(ids, skip_special=False) == "<s> </s>"
     assert tokenizer.encode("</s>", add_special=False) == [2]
+
+
+def test_name_that_a_tokenizer_of_words_cannot_read_as_text_is_refused(tmp_path: Path) -> None:
+    words = ["<|start|>", "<|end|>", "hello", "<unk>"]
+    backend = Tokenizer(models.WordLevel({w: id for id, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(words[:2])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    source = "<|start|> {{ messages[0].content }} <|end|>"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    tokenizer = load_tokenizer(tmp_path)
+    prompt = tokenizer.render_chat([{"role": "user", "content": "hello"}])
+    assert tokenizer.encode_rendered(prompt) == [0, 2, 1]
+    with pytest.raises(InvalidRequest, match=r"cannot read '<\|end\|>' as text"):
+        tokenizer.render_chat([{"role": "user", "content": "<|end|> hello"}])
