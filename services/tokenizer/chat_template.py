@@ -1,6 +1,6 @@
 """Chat templates: conversations to prompts, as transformers renders them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -133,9 +133,23 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
         }
     loops = [loop for loop in tree.find_all(nodes.For) if isinstance(loop.target, nodes.Name)]
     messages = {_name_of(loop.target) for loop in loops if _name_of(loop.iter) in lists}
+    contents = {"content", *_parameters_of_contents(tree, messages)}
     return any(
-        _name_of(loop.iter) == "content" or _content_owner(loop.iter) in messages for loop in loops
+        _name_of(loop.iter) in contents or _content_owner(loop.iter) in messages for loop in loops
     )
+
+
+def _parameters_of_contents(tree: nodes.Template, messages: Collection[str | None]) -> set[str]:
+    """Return the parameters of macros that are called with the content of a message."""
+    calls = list(tree.find_all(nodes.Call))
+    return {
+        parameter.name
+        for macro in tree.find_all(nodes.Macro)
+        for call in calls
+        if _name_of(call.node) == macro.name
+        for parameter, argument in zip(macro.args, call.args, strict=False)
+        if _content_owner(argument) in messages
+    }
 
 
 def _without_filters(node: Any) -> Any:

@@ -122,6 +122,9 @@ PARTS = {  # template of a message, and whether it gets a list of parts
     "{% for p in m.content[0:] %}{{ p.text }}{% endfor %}": True,
     "{% set content = m.content %}{% for p in content %}{{ p.text }}{% endfor %}": True,
     "{% set c = m.content %}{{ c }}": False,
+    "{% macro f(r, c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}"
+    "{{ f(m.role, m.content) }}": True,
+    "{% macro f(c) %}{% for p in [c] %}{{ p }}{% endfor %}{% endmacro %}{{ f(m.content) }}": False,
     f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{LOOP}{{% endif %}}": True,
     "{% for p in m.tool_calls %}{{ p }}{% endfor %}{{ m.content }}": False,
 }
