@@ -112,7 +112,7 @@ def _added_tokens(path: Path, facts: Mapping[str, Any]) -> dict[int, AddedToken]
 
 
 def _added(fields: Any) -> AddedToken:
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise TokenizerError(f"{fields!r} does not describe a token")
     given = {key: value for key, value in fields.items() if key not in ("id", "__type")}
     return AddedToken(**given)

@@ -1,10 +1,8 @@
 """Loads the tokenizer of a model."""
 
-import json
 from pathlib import Path
 
 from services.tokenizer.gguf import load_gguf
-from services.tokenizer.gguf_metadata import MetadataError
 from services.tokenizer.huggingface import load_directory
 from services.tokenizer.pieces import TokenizerError
 from services.tokenizer.tokenizer import Tokenizer
@@ -20,5 +18,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return load_directory(path) if path.is_dir() else load_gguf(path)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
-    except (OSError, MetadataError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error

@@ -129,6 +129,10 @@ def test_tokens_without_embedding_are_left_out(tmp_path: Path) -> None:
         {"extra_special_tokens": [5]},
         {"extra_special_tokens": {"turn_token": None}},
         {"added_tokens_decoder": {"257": "<eos>"}},
+        {"added_tokens_decoder": {"last": {"content": "<eos>"}}},
+        {"added_tokens_decoder": ["<eos>"]},
+        {"added_tokens_decoder": {"257": {"text": "<eos>"}}},
+        {"chat_template": [{"template": "x"}]},
     ],
 )
 def test_malformed_declaration_is_an_error(tmp_path: Path, config: dict[str, Any]) -> None:
