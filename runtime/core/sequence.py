@@ -3,8 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
-from runtime.core.request import Request
+from runtime.core.request import FinishReason, Request
 
 
 class Purpose(Enum):
@@ -40,6 +41,8 @@ class Sequence:
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
+        cancelled: whether the choice ends before it runs, because it was cancelled while other
+            choices or its KV were still needed.
         resolved: whether the device could sample the last token. If not, the host must complete the
             sampling, and the step must be read before the next one is launched.
     """
@@ -57,6 +60,7 @@ class Sequence:
     vacated: list[int] = field(default_factory=list)
     running: bool = False
     lookahead: int = 0
+    cancelled: bool = False
     resolved: bool = True
 
     @property
@@ -73,6 +77,17 @@ class Sequence:
     def known(self) -> int:
         """Number of tokens that the host knows, including forced ones."""
         return len(self.tokens) + len(self.forced)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason if the sequence ends with its last token, else None."""
+        if self.tokens[-1] in self.request.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+
+    def is_choice(self, request_id: str, choice: int) -> bool:
+        """Return whether this is a choice of a request."""
+        return self.choice == choice and self.request.id == request_id
 
     def evict(self, pages: range) -> None:
         """Record an eviction that has left exact pages without tokens.
@@ -110,6 +125,18 @@ class SequenceGroup:
     sequences: list[Sequence]
     computed: int = 0
     position: int | None = None
+
+    @classmethod
+    def of(
+        cls, request: Request, purpose: Purpose, arrival: int, *, limit: int, evicts: int
+    ) -> Self:
+        """Return the group of a new request; see `Sequence` for the arguments."""
+        choices = range(request.choices)
+        tokens = request.tokens
+        return cls(
+            purpose,
+            [Sequence(request, c, arrival, list(tokens), limit, evicts=evicts) for c in choices],
+        )
 
     @property
     def request(self) -> Request:

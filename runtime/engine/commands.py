@@ -54,13 +54,26 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class CancelChoice:
+    """End one choice of a request and free its pages and its batch slot.
+
+    It is not reported in ``finished``. Unknown ids and choices that have ended are ignored. A
+    choice whose prompt or KV is not complete ends when it would start to decode, because other
+    choices share its pages or another worker writes to them.
+    """
+
+    id: str
+    choice: int
+
+
+@dataclass(frozen=True)
 class Release:
     """Free the pages of a held request. Unknown ids are ignored."""
 
     id: str
 
 
-Command = Add | Reserve | Arrived | Cancel | Release
+Command = Add | Reserve | Arrived | Cancel | CancelChoice | Release
 
 
 @dataclass(frozen=True)

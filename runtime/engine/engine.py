@@ -13,13 +13,14 @@ import torch
 
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
-from runtime.core.request import FinishReason, Request, SampledToken
+from runtime.core.request import Request, SampledToken
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.core.window import SINK_PAGES
 from runtime.engine.commands import (
     Add,
     Arrived,
     Cancel,
+    CancelChoice,
     Command,
     Computed,
     Release,
@@ -226,6 +227,9 @@ class Engine:
             case Arrived(request_id, first):
                 if request_id in self._scheduler:
                     self._start_received(self._scheduler.arrived(request_id), first, output)
+            case CancelChoice(request_id, choice):
+                if self._scheduler.cancel(request_id, choice):
+                    output.ended.append(request_id)
             case Cancel(request_id) | Release(request_id):
                 self._scheduler.drop(request_id)
 
@@ -310,7 +314,7 @@ class Engine:
                 self._scheduler.append_forced(sequence)
             else:
                 self._scheduler.append(sequence, tokens[sequence.choice].token)
-            if self._finish_reason(sequence) is None:
+            if sequence.finish_reason is None and not sequence.cancelled:
                 self._scheduler.run(sequence)
             elif self._scheduler.finish(sequence):
                 output.ended.append(group.request.id)
@@ -336,13 +340,7 @@ class Engine:
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
         output.tokens.append((request.id, token))
         self._scheduler.append(sequence, draw.token)
-        if reason := self._finish_reason(sequence):
+        if reason := sequence.finish_reason:
             output.finished.append((request.id, sequence.choice, reason))
-            if self._scheduler.finish(sequence):
-                output.ended.append(request.id)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Return the reason if a sequence ends with its last token, else None."""
-        if sequence.tokens[-1] in sequence.request.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+        if (reason or sequence.cancelled) and self._scheduler.finish(sequence):
+            output.ended.append(request.id)

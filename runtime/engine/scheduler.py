@@ -19,7 +19,6 @@ the end of its prompt. Its output tokens are then decoded again as forced ones (
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 
 from runtime.core.eviction import evicted_tokens
 from runtime.core.limits import Limits
@@ -27,9 +26,8 @@ from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import PageCount, SequencePages
+from runtime.engine.waiting import WaitingQueue, age
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
-
-_age = attrgetter("age")
 
 
 class Scheduler:
@@ -60,8 +58,7 @@ class Scheduler:
         self._context_length, self._kv_eviction = context_length, kv_eviction
         self.pages = SequencePages(num_pages, num_stored, page_size)
         self._arrivals = self._prompt_tokens = 0  # groups submitted, prompt tokens admitted
-        self._waiting: list[SequenceGroup] = []  # by age
-        self._fresh: list[SequenceGroup] = []  # submitted since the last plan
+        self._waiting = WaitingQueue(limits.max_waiting)
         self._prefilling: list[SequenceGroup] = []
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
@@ -89,8 +86,9 @@ class Scheduler:
         For sequences in the queue or in the batch, all prompt and output tokens so far are counted.
         For a prompt that will be held, only the tokens that are not computed yet are counted.
         """
-        groups = (*self._waiting, *self._prefilling, *self._received.values())
-        return sum(s.known for s in self._running) + sum(group.queued for group in groups)
+        queues = (self._waiting, self._prefilling, self._received.values())
+        running = sum(sequence.known for sequence in self._running)
+        return running + sum(group.queued for groups in queues for group in groups)
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,20 +129,15 @@ class Scheduler:
             raise ValueError(f"request {request.id} already exists")
         limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
         evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self._page_size)
-        sequences = [
-            Sequence(request, choice, self._arrivals, list(request.tokens), limit, evicts=evicts)
-            for choice in range(request.choices)
-        ]
-        self._rewind(sequences)
-        group = SequenceGroup(purpose, sequences)
+        group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
+        self._rewind(group.sequences)
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
             )
         self.pages.check_fits(group)
         self._arrivals += 1
-        self._waiting.append(group)
-        self._fresh.append(group)
+        self._waiting.submit(group)
         self._unfinished[request.id] = request.choices
 
     def arrived(self, request_id: str) -> SequenceGroup:
@@ -163,16 +156,26 @@ class Scheduler:
         """Remove a request in any state and release its pages. Idempotent."""
         if self._unfinished.pop(request_id, None) is None:
             return
-        for group in self._groups():
-            if group.request.id == request_id:
-                self.pages.release(group.sequences)
+        for group in [g for g in self._groups() if g.request.id == request_id]:
+            self._remove(group)
+            self.pages.release(group.sequences)
         for sequence in [s for s in self._running if s.request.id == request_id]:
             self._stop(sequence)
             self.pages.release([sequence])
-        self._waiting = [g for g in self._waiting if g.request.id != request_id]
-        self._prefilling = [g for g in self._prefilling if g.request.id != request_id]
-        self._received.pop(request_id, None)
-        self._held.pop(request_id, None)
+
+    def cancel(self, request_id: str, choice: int) -> bool:
+        """End one choice, as `finish` does, and return the same; see `CancelChoice`."""
+        for sequence in self._running:
+            if sequence.is_choice(request_id, choice):
+                return self.finish(sequence)
+        for group in self._groups():
+            for sequence in group.sequences:
+                if sequence.is_choice(request_id, choice):
+                    if group.slots == 1 and group.purpose is Purpose.GENERATE:
+                        self._remove(group)
+                        return self.finish(sequence)
+                    sequence.cancelled = True
+        return False
 
     def plan(self) -> StepPlan:
         """Allocate pages for running sequences, admit waiting groups and choose prompt chunks.
@@ -182,7 +185,10 @@ class Scheduler:
         decode = self.continuing
         refused = self._grow(decode)
         reserved = self._admit()
-        refused += self._refuse_overflow()
+        for group in self._waiting.overflow():
+            self.drop(group.request.id)
+            fault = QueueFull(f"{self._limits.max_waiting} requests are already waiting")
+            refused.append((group.request.id, fault))
         decode = [sequence for sequence in decode if sequence.running]
         chunks = choose_chunks(self._prefilling, len(decode), self._limits, self._page_size)
         return StepPlan(chunks, decode, reserved, refused)
@@ -199,7 +205,7 @@ class Scheduler:
     def run(self, sequence: Sequence) -> None:
         """Add a sequence to the decode batch. Its pages hold the KV of all tokens but the last."""
         sequence.running = True
-        insort(self._running, sequence, key=_age)
+        insort(self._running, sequence, key=age)
 
     def step_launched(self, sequences: Iterable[Sequence]) -> None:
         """Record the launch of a step that samples one more token for each sequence."""
@@ -208,7 +214,7 @@ class Scheduler:
             sequence.lookahead += 1
 
     def step_completed(self, sequences: Iterable[Sequence]) -> None:
-        """Record the completion of the oldest in-flight step and free its deferred pages."""
+        """Record the completion of the oldest in-flight step; free its deferred pages."""
         self.pages.step_completed()
         for sequence in sequences:
             sequence.lookahead -= 1
@@ -224,10 +230,9 @@ class Scheduler:
         self.append(sequence, sequence.forced.popleft())
 
     def finish(self, sequence: Sequence) -> bool:
-        """Record the end of a choice and release its pages, unless they are held.
+        """Release the pages of a choice that has ended, unless they are held.
 
-        Returns:
-            Whether it was the last unfinished choice of its request.
+        Return whether it was the last unfinished choice of its request.
         """
         request_id = sequence.request.id
         if sequence.running:
@@ -270,8 +275,8 @@ class Scheduler:
         """Preempt until ``pages`` are free. Return False if ``requester`` no longer runs."""
         while not pages.fits(self.pages.free):
             candidates = (g for g in self._prefilling if g.purpose is Purpose.GENERATE)
-            prefill = max(candidates, key=_age, default=None)
-            youngest = max(self._running, key=_age)
+            prefill = max(candidates, key=age, default=None)
+            youngest = max(self._running, key=age)
             if prefill is not None and prefill.age > youngest.age:
                 self._prefilling.remove(prefill)
                 self._requeue(prefill)
@@ -296,7 +301,7 @@ class Scheduler:
         self.pages.release(group.sequences)
         self._rewind(group.sequences)
         group.computed = 0
-        insort(self._waiting, group, key=_age)
+        self._waiting.requeue(group)
 
     def _rewind(self, sequences: Iterable[Sequence]) -> None:
         """Make output tokens forced ones if decode steps attend other KV than a prompt does."""
@@ -320,19 +325,6 @@ class Scheduler:
                 self._prefilling.append(group)
         return reserved
 
-    def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
-        """Refuse groups submitted since the last plan, newest first, beyond ``max_waiting``."""
-        refused: list[tuple[str, RuntimeFault]] = []
-        for group in reversed(self._fresh):
-            if len(self._waiting) <= self._limits.max_waiting:
-                break
-            if group in self._waiting:
-                self.drop(group.request.id)
-                fault = QueueFull(f"{self._limits.max_waiting} requests are already waiting")
-                refused.append((group.request.id, fault))
-        self._fresh.clear()
-        return refused
-
     def _admissible(self, group: SequenceGroup) -> bool:
         if self.num_running + group.slots > self._limits.max_running:
             return False
@@ -341,6 +333,14 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         sequence.running = False
         self._running.remove(sequence)
+
+    def _remove(self, group: SequenceGroup) -> None:
+        """Remove a group that is not running from its queue."""
+        for groups in (self._waiting, self._prefilling):
+            if group in groups:
+                groups.remove(group)
+        self._received.pop(group.request.id, None)
+        self._held.pop(group.request.id, None)
 
     def _groups(self) -> Iterator[SequenceGroup]:
         yield from self._waiting

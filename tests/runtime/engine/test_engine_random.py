@@ -11,13 +11,23 @@ from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
-from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve, StepOutput
+from runtime.engine import (
+    Add,
+    Arrived,
+    Cancel,
+    CancelChoice,
+    Command,
+    Engine,
+    Release,
+    Reserve,
+    StepOutput,
+)
 from runtime.models.model import Model
 from tests.runtime.tiny import CONFIG, Record, prompt_of, tiny_model
 
 pytestmark = pytest.mark.slow
 
-ACTIONS = ("add", "hold", "reserve", "cancel", "step", "step", "step")
+ACTIONS = ("add", "hold", "reserve", "cancel", "choice", "step", "step", "step")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +43,7 @@ class Driver:
         alive: command kind and request, by id, of requests that have not ended.
         arriving: ids of requests whose KV arrives in the next step.
         gone: ids that ended, were cancelled, or were released.
+        cut: ids of requests of which a choice was cancelled.
         pending: commands for the next step.
     """
 
@@ -41,6 +52,7 @@ class Driver:
     alive: dict[str, tuple[str, Request]] = field(default_factory=dict)
     arriving: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
     pending: list[Command] = field(default_factory=list)
 
     def send(self, kind: str, length: int, max_tokens: int, choices: int) -> None:
@@ -57,6 +69,12 @@ class Driver:
         del self.alive[name]
         self.gone.add(name)
         self.pending.append(Release(name) if release else Cancel(name))
+
+    def cancel_choice(self, name: str, choice: int) -> None:
+        kind, _ = self.alive[name]
+        if kind != "hold":  # a held prompt is not decoded
+            self.cut.add(name)
+            self.pending.append(CancelChoice(name, choice))
 
     def step(self) -> None:
         for name in self.arriving:
@@ -79,8 +97,8 @@ class Driver:
         self.arriving += [reserved.id for reserved in output.reserved]
         ended = [*output.ended, *(name for name, _ in output.refused)]
         for name in ended:
-            if name in self.gone:  # refused and cancelled at the same time
-                assert name in self.record.refused
+            if name in self.gone:  # cancelled in the step in which it was refused or ended
+                assert name in self.record.refused or name in self.cut
                 continue
             kind, _ = self.alive[name]
             if kind != "hold" or name in self.record.refused:
@@ -137,9 +155,13 @@ def test_all_pages_return_and_every_request_ends_once(
         for action, length, max_tokens, choices in actions:
             if action == "step":
                 driver.step()
-            elif action == "cancel":
+            elif action in ("cancel", "choice"):
                 if driver.alive:
-                    driver.leave(sorted(driver.alive)[length % len(driver.alive)])
+                    name = sorted(driver.alive)[length % len(driver.alive)]
+                    if action == "cancel":
+                        driver.leave(name)
+                    else:
+                        driver.cancel_choice(name, choices - 1)
             else:
                 driver.send(action, length, max_tokens, choices)
         driver.finish()

@@ -1,0 +1,44 @@
+"""The queue of sequence groups that wait for batch slots and pages."""
+
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from runtime.core.sequence import SequenceGroup
+
+age = attrgetter("age")
+"""Sort key of sequences and groups: from oldest to youngest."""
+
+
+class WaitingQueue(list[SequenceGroup]):
+    """Groups without batch slots, by age.
+
+    Args:
+        limit: maximum number of groups. Preempted groups are never refused and may exceed it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+        self._fresh: list[SequenceGroup] = []  # submitted since the last call of `overflow`
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Add a new group, which is the youngest."""
+        self.append(group)
+        self._fresh.append(group)
+
+    def requeue(self, group: SequenceGroup) -> None:
+        """Add a preempted group."""
+        insort(self, group, key=age)
+
+    def overflow(self) -> Iterator[SequenceGroup]:
+        """Yield groups submitted since the last call, newest first, while there are too many.
+
+        The caller removes each of them.
+        """
+        for group in reversed(self._fresh):
+            if len(self) <= self._limit:
+                break
+            if group in self:
+                yield group
+        self._fresh.clear()
