@@ -1,6 +1,61 @@
-"""Names of the error codes that services exchange."""
+"""Error codes that services exchange: their names, and what a gateway does about each."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from headrace.v1 import error_pb2
+from services.common.errors import (
+    DeadlineExceeded,
+    InternalFault,
+    InvalidRequest,
+    OutputNotFinite,
+    ServiceError,
+)
+
+
+class Cause(Enum):
+    """What ended an attempt at a request."""
+
+    REQUEST = auto()  # the request: it ends, and no worker is blamed
+    CONGESTION = auto()  # load: it is tried elsewhere, and no worker is blamed
+    REFUSAL = auto()  # a full or draining worker: it is placed again, which is no failure
+    FAULT = auto()  # a worker: it is tried elsewhere, and the worker is blamed
+    LOSS = auto()  # the end of a worker's process: as FAULT, and counted as a lost worker
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a gateway does about an error code.
+
+    Attributes:
+        error: error that ends the request; None if it is tried elsewhere.
+    """
+
+    cause: Cause
+    error: type[ServiceError] | None = None
+
+    @property
+    def blames_worker(self) -> bool:
+        """Whether the worker that the error names is reported to the router."""
+        return self.cause not in (Cause.REQUEST, Cause.CONGESTION)
+
+
+VERDICTS: "dict[error_pb2.ErrorCode.ValueType, Verdict]" = {
+    error_pb2.ERROR_CODE_UNSPECIFIED: Verdict(Cause.LOSS),  # the connection to the worker was lost
+    error_pb2.ERROR_CODE_INVALID: Verdict(Cause.REQUEST, InvalidRequest),
+    error_pb2.ERROR_CODE_OVERLOADED: Verdict(Cause.REFUSAL),
+    error_pb2.ERROR_CODE_DRAINING: Verdict(Cause.REFUSAL),
+    error_pb2.ERROR_CODE_INCOMPATIBLE: Verdict(Cause.FAULT),
+    error_pb2.ERROR_CODE_PREFILL_LOST: Verdict(Cause.LOSS),
+    error_pb2.ERROR_CODE_TRANSFER_FAILED: Verdict(Cause.FAULT),
+    error_pb2.ERROR_CODE_INTEGRITY: Verdict(Cause.FAULT),
+    error_pb2.ERROR_CODE_LEASE_EXPIRED: Verdict(Cause.CONGESTION),
+    error_pb2.ERROR_CODE_DEADLINE: Verdict(Cause.REQUEST, DeadlineExceeded),
+    error_pb2.ERROR_CODE_CANCELLED: Verdict(Cause.REQUEST, InternalFault),
+    error_pb2.ERROR_CODE_INTERNAL: Verdict(Cause.FAULT),
+    error_pb2.ERROR_CODE_NOT_FINITE: Verdict(Cause.REQUEST, OutputNotFinite),
+}
+"""The verdict on every error code. A gateway treats a code that it does not know as INTERNAL."""
 
 
 def error_reason(code: "error_pb2.ErrorCode.ValueType") -> str:

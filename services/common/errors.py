@@ -10,6 +10,7 @@ ServiceError                     base of the errors that end a request
 ├── ClientGone                   499  CANCELLED            logged only
 ├── Unavailable                  503  UNAVAILABLE          no workers, or draining; with Retry-After
 ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
+├── OutputNotFinite              500  INTERNAL           the model has no output for the request
 └── InternalFault                500  INTERNAL
 SettingsError                    a service cannot start with its settings
 """
@@ -118,6 +119,12 @@ class DeadlineExceeded(ServiceError):
 
     status, kind, code = 504, "timeout_error", "deadline_exceeded"
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class OutputNotFinite(ServiceError):
+    """The model's logits for the request are NaN or infinite, so that no token can be sampled."""
+
+    code = "output_not_finite"
 
 
 class InternalFault(ServiceError):

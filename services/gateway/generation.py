@@ -13,10 +13,8 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from services.common.error_codes import Cause
 from services.common.errors import (
-    DeadlineExceeded,
-    InternalFault,
-    InvalidRequest,
     Overloaded,
     Unavailable,
 )
@@ -38,14 +36,6 @@ from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.tokenizer import Tokenizer
 
 log = structlog.get_logger()
-
-_REFUSALS = (error_pb2.ERROR_CODE_OVERLOADED, error_pb2.ERROR_CODE_DRAINING)
-_FINAL = {
-    error_pb2.ERROR_CODE_INVALID: InvalidRequest,
-    error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
-    error_pb2.ERROR_CODE_CANCELLED: InternalFault,
-}
-_BLAMELESS = (*_FINAL, error_pb2.ERROR_CODE_LEASE_EXPIRED)  # caused by the request or by congestion
 
 
 class Generator:
@@ -169,8 +159,8 @@ class Generator:
             started=progress.started,
             error=failure.message[:300],
         )
-        if (final := _FINAL.get(failure.code)) is not None:
-            raise final(failure.message)
+        if failure.verdict.error is not None:
+            raise failure.verdict.error(failure.message)
         if progress.started and len(progress.delivered) > 1:
             raise Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
@@ -179,7 +169,8 @@ class Generator:
         if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if failures >= self._settings.max_attempts:
-            error = Overloaded if failure.code in _REFUSALS else Unavailable
+            refused = failure.verdict.cause is Cause.REFUSAL
+            error = Overloaded if refused else Unavailable
             raise error(f"after {failures} attempts: {failure.message}")
         self._metrics.failovers.labels(failure.reason).inc()
 
@@ -205,7 +196,7 @@ def _record_failure(
     failure: WorkerFailure, routed: RoutedPlacement, retries: Retries, progressed: bool
 ) -> None:
     """Set the outcome of a failed attempt and count it; ``progressed``: it delivered tokens."""
-    refused = failure.code in _REFUSALS
+    refused = failure.verdict.cause is Cause.REFUSAL
     routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
     failed, routed.blame = _failed_worker(failure, routed.placement)
     retries.add(failure, failed or routed.placement.decode, progressed=progressed)
@@ -220,5 +211,5 @@ def _failed_worker(
     """
     for worker in (placement.decode, placement.prefill):
         if worker is not None and worker.worker_id == failure.blame:
-            return worker, None if failure.code in _BLAMELESS else worker.worker_id
+            return worker, worker.worker_id if failure.verdict.blames_worker else None
     return None, None

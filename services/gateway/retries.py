@@ -4,12 +4,12 @@ import random
 from dataclasses import dataclass, field
 
 from headrace.v1 import error_pb2
+from services.common.error_codes import Cause
 from services.common.placement import WorkerAddress
 from services.gateway.sessions import WorkerFailure
 
 _BACKOFF_S = 0.05  # delay before the second attempt; doubles with each further attempt
 _MAX_BACKOFF_S = 1.0
-_LOST_WORKER = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Retries:
     def add(self, failure: WorkerFailure, worker: WorkerAddress, *, progressed: bool) -> None:
         """Add an attempt that ``worker`` failed; ``progressed``: it had delivered tokens."""
         self.number += 1
-        if failure.code in _LOST_WORKER:
+        if failure.verdict.cause is Cause.LOSS:
             self.lost.add(worker)
         if progressed and failure.code == error_pb2.ERROR_CODE_DRAINING:
             self.excluded = {worker.worker_id}

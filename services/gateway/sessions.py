@@ -8,7 +8,7 @@ import structlog
 from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
-from services.common.error_codes import error_reason
+from services.common.error_codes import VERDICTS, Verdict, error_reason
 from services.common.errors import ServiceError, TooLarge, Unavailable
 from services.common.grpc_server import MAX_ITEM_BYTES, credentials, open_channel
 from services.common.placement import WorkerAddress
@@ -41,6 +41,11 @@ class WorkerFailure(Exception):
         self.message = message
         self.code = code
         self.blame = blame
+
+    @property
+    def verdict(self) -> Verdict:
+        """What to do about the failure."""
+        return VERDICTS[self.code]
 
     @property
     def reason(self) -> str:

@@ -137,5 +137,5 @@ def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
     if isinstance(fault, InvalidRequest):
         return error_pb2.ERROR_CODE_INVALID
     if isinstance(fault, NotFinite):
-        return error_pb2.ERROR_CODE_INTERNAL
+        return error_pb2.ERROR_CODE_NOT_FINITE
     return error_pb2.ERROR_CODE_OVERLOADED

@@ -151,6 +151,7 @@ async def test_error_in_a_stream_is_its_last_event(site: Site) -> None:
         (error_pb2.ERROR_CODE_INVALID, 400),
         (error_pb2.ERROR_CODE_CANCELLED, 500),
         (error_pb2.ERROR_CODE_DEADLINE, 504),
+        (error_pb2.ERROR_CODE_NOT_FINITE, 500),
     ],
 )
 async def test_final_errors_are_not_retried(site: Site, code: int, status: int) -> None:
