@@ -68,7 +68,7 @@ class DecodeWorker(Worker):
     @property
     def not_ready(self) -> str | None:
         """Reason to send this worker no more requests, or None."""
-        return self.receiver.blocked
+        return super().not_ready or self.receiver.blocked
 
     def end_requests(self) -> None:
         """End every stream with DRAINING."""

@@ -26,6 +26,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.loading import PAGE_SIZE, Loaded
 from services.worker.metrics import WorkerMetrics
 from services.worker.registration import Registrar
+from services.worker.self_test import SelfTest
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -58,7 +59,8 @@ class Worker(ABC):
             model.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
-        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
+        self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)
+        self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
         self._agent = agent
         self.draining = False
         self._registrar: Registrar | None = None
@@ -77,7 +79,7 @@ class Worker(ABC):
     @property
     def not_ready(self) -> str | None:
         """Reason to send a running worker no more requests, or None; checked periodically."""
-        return None
+        return self.self_test.failure
 
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has been in one step for longer than ``limit_s``, or None."""
@@ -94,6 +96,11 @@ class Worker(ABC):
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to its sequences; called on the event loop."""
 
+    def _receive(self, output: StepOutput) -> None:
+        if affected := self.self_test.observe(output):
+            self.metrics.not_finite.inc(affected)
+        self._deliver(output)
+
     def set_registrar(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""
         self._registrar = registrar
@@ -104,7 +111,9 @@ class Worker(ABC):
             self._registrar.admit(placement_id)
 
     def observe(self) -> None:
-        """Set the gauges; called periodically."""
+        """Set the gauges, and repeat a failed self-test; called periodically."""
+        if self.self_test.failure:
+            self.self_test.start()
         load = self.engine.load
         self.metrics.observe_load(
             running=load.running,
@@ -166,7 +175,7 @@ async def run_worker(
             await _wait_until_idle(worker, settings.drain_s)
     finally:
         log.info("stopping", worker=worker.identity.worker_id, idle=worker.idle)
-        if worker.draining:
+        if worker.draining and not worker.fault.done():  # else gateways count a lost worker
             worker.end_requests()
         tending.cancel()
         await registrar.stop()

@@ -40,6 +40,9 @@ class WorkerMetrics:
         self.generation_tokens = make.counter(
             "worker_generation_tokens", "Tokens that this worker sampled or passed on."
         )
+        self.not_finite = make.counter(
+            "worker_not_finite", "Requests that ended because their logits were NaN or infinite."
+        )
         self.steps = make.counter("engine_steps", "Steps of the engine.")
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
         self.plan_seconds = make.seconds(

@@ -7,16 +7,22 @@ import structlog
 
 import codec
 from runtime.engine import Engine
+from services.worker.self_test import check_logits
 
 log = structlog.get_logger()
 
 
 def warm_up(engine: Engine) -> None:
-    """Warm up the engine, and on the CPU the codec; log how long each part took."""
+    """Warm up the engine, and on the CPU the codec; log how long each part took.
+
+    Raises:
+        NotFinite: the model's weights or the device are damaged.
+    """
     if engine.model.device.type == "cpu":
         codec.warm_up()
     else:
         engine.warm_up(progress_log())
+    check_logits(engine)
 
 
 def progress_log() -> Callable[[str, int], None]:

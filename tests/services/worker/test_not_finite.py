@@ -1,0 +1,101 @@
+"""Requests whose logits are not finite, and the test that tells a damaged worker from them."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from headrace.v1 import decode_pb2, error_pb2
+from runtime.checkpoint import Checkpoint
+from runtime.errors import NotFinite
+from runtime.models.model import Model
+from services.worker.self_test import check_logits
+from tests.runtime.tiny import engine_of, prompt_of, tiny_checkpoint
+from tests.services import workers
+from tests.services.workers import (
+    LIMIT_S,
+    Decode,
+    Prefill,
+    Site,
+    message_of,
+    output_of,
+    start_stream,
+    until,
+)
+
+TOKENS, SOUND_TOKENS = 40, 21
+_numbers = itertools.count(1)  # the ids of an engine's sequences must differ
+POISON = next(
+    token for token in prompt_of(TOKENS) if token > 8 and token not in prompt_of(SOUND_TOKENS)
+)
+
+
+def damaged(*tokens: int) -> Checkpoint:
+    """Return a checkpoint with NaN in the embeddings of some tokens."""
+    checkpoint = tiny_checkpoint()
+    embedding = checkpoint.embedding.clone()
+    embedding[list(tokens)] = torch.nan
+    return replace(checkpoint, embedding=embedding)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "tiny_checkpoint", partial(damaged, POISON))
+
+
+async def error_of(worker: Decode | Prefill, tokens: int, prefill: Prefill | None = None) -> int:
+    """Return the error code of a stream, 0 if it ends without one."""
+    start = decode_pb2.StartStream(
+        stream=next(_numbers),
+        epoch=worker.worker.identity.epoch,
+        prefill=prefill.address if prefill else None,
+        deadline_s=LIMIT_S,
+        request=message_of(tokens),
+    )
+    session = start_stream(worker.worker.service, start)
+    await until(lambda: worker.worker.idle)
+    return output_of(session).error.code
+
+
+@pytest.mark.usefixtures("poisoned")
+async def test_error_code_says_that_the_logits_are_not_finite(site: Site) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
+    assert await error_of(decode, TOKENS, prefill) == error_pb2.ERROR_CODE_NOT_FINITE
+    assert await error_of(prefill, TOKENS) == error_pb2.ERROR_CODE_NOT_FINITE
+    assert await error_of(decode, SOUND_TOKENS, prefill) == 0
+
+
+@pytest.mark.usefixtures("poisoned")
+async def test_worker_stays_ready_after_a_request_with_non_finite_logits(site: Site) -> None:
+    prefill = await site.prefill()
+    for _ in range(3):
+        await error_of(prefill, TOKENS)
+    await until(lambda: not prefill.worker.self_test._running)
+    assert prefill.worker.not_ready is None
+    assert prefill.metric("headrace_worker_not_finite_total") == 3
+
+
+async def test_worker_whose_weights_were_damaged_is_not_ready_until_they_are_sound(
+    site: Site,
+) -> None:
+    decode = await site.decode(colocated=True)
+    embedding = decode.loaded.engine.model._embedding
+    sound = embedding.clone()
+    embedding.fill_(torch.nan)
+    assert await error_of(decode, TOKENS) == error_pb2.ERROR_CODE_NOT_FINITE
+    await until(lambda: decode.worker.not_ready is not None)
+    assert decode.worker.not_ready == "the logits of a test prompt are not finite"
+    embedding.copy_(sound)
+    decode.worker.observe()  # runs the test again
+    await until(lambda: decode.worker.not_ready is None)
+    assert decode.worker.idle
+
+
+def test_worker_does_not_start_with_damaged_weights() -> None:
+    sound = engine_of(Model(tiny_checkpoint()))
+    check_logits(sound)
+    assert sound.pages_free == sound.pages_total
+    with pytest.raises(NotFinite, match="test prompt"):
+        check_logits(engine_of(Model(damaged(3))))
