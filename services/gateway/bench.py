@@ -64,7 +64,7 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
                 if command.HasField("start"):
                     streams[command.start.stream] = [0, command.start.request.max_tokens]
                     wake.set()
-                else:
+                elif command.HasField("cancel"):
                     streams.pop(command.cancel.stream, None)
 
         reading = asyncio.create_task(read())

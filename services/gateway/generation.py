@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
-from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from headrace.v1 import decode_pb2, sampling_pb2
 from services.common.error_codes import Cause
 from services.common.errors import (
     Overloaded,
@@ -99,6 +99,8 @@ class Generator:
                             received = await stream.next()
                             progress.accept(received, worker.worker_id, vocab_size)
                             deltas = _assemble(received, text, timeline)
+                            if not text.done:  # else the whole stream is closed
+                                _cancel_stopped(stream, deltas, progress)
                             if deltas:
                                 yield deltas
                         routed.outcome = Outcome.OK
@@ -185,11 +187,19 @@ def _assemble(
     else:
         tokens = [token for delta in received for token in delta.tokens]
         ended = [(end.choice, end.reason) for delta in received for end in delta.ended]
-    if tokens:
-        timeline.record_tokens(len(tokens))
+    deltas = text.push(tokens, ended)
+    timeline.record_tokens({d.choice: len(d.tokens) for d in deltas if d.tokens})
     if received[-1].HasField("stages"):
         timeline.record_stages(received[-1].stages)
-    return text.push(tokens, ended)
+    return deltas
+
+
+def _cancel_stopped(stream: WorkerStream, deltas: Sequence[TextDelta], progress: Progress) -> None:
+    """Cancel the choices that a stop string has ended, and that the worker still decodes."""
+    for delta in deltas:
+        if delta.finish and delta.choice in progress.unfinished:
+            progress.unfinished.discard(delta.choice)
+            stream.cancel_choice(delta.choice)
 
 
 def _record_failure(

@@ -34,7 +34,7 @@ class GatewayMetrics:
         )
         self.inter_token = make.seconds(
             "inter_token_latency",
-            "Seconds between consecutive tokens of a stream.",
+            "Seconds between consecutive tokens of a choice.",
             buckets=_BETWEEN_TOKENS,
         )
         self.end_to_end = make.seconds(
@@ -49,7 +49,8 @@ class GatewayMetrics:
             self._stages.labels(stage)
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = make.counter(
-            "generation_tokens", "Tokens generated for clients, without those of repeated attempts."
+            "generation_tokens",
+            "Output tokens passed on to clients, counted as in usage.",
         )
         self.running = make.gauge("gateway_requests_running", "Prompts in progress.")
         self.failovers = make.counter(

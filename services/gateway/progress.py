@@ -17,7 +17,8 @@ class Progress:
     Attributes:
         stop_token_ids: end-of-sequence tokens; none if the request ignores them.
         delivered: token ids of each choice, in order.
-        unfinished: indices of the choices that the worker has not ended.
+        unfinished: indices of the choices that the worker decodes: it has not ended them, and they
+            were not cancelled.
     """
 
     def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:

@@ -109,6 +109,10 @@ class WorkerStream:
             self._failure = failure
             self._wake()
 
+    def cancel_choice(self, choice: int) -> None:
+        """Stop the worker from decoding one choice, while others continue."""
+        self._session.cancel_choice(self._number, choice)
+
     def close(self, *, cancel: bool = True) -> None:
         """Stop receiving, and cancel the stream on the worker if ``cancel``. Idempotent."""
         self._session.remove(self._number, cancel=cancel)
@@ -192,6 +196,12 @@ class WorkerSession:
             self._outbox.put_nowait(decode_pb2.DecodeCommand(cancel=message))
         if not self._streams and not self._confirmed:
             self.end(self.lost("its epoch was not confirmed"))
+
+    def cancel_choice(self, number: int, choice: int) -> None:
+        """Cancel one choice of a stream on the worker."""
+        if number in self._streams:
+            message = decode_pb2.CancelChoice(stream=number, choice=choice)
+            self._outbox.put_nowait(decode_pb2.DecodeCommand(cancel_choice=message))
 
     def end(self, failure: Exception) -> None:
         """Fail every stream with ``failure`` and close the call. Idempotent."""

@@ -20,7 +20,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ class RequestTimeline:
     Attributes:
         status: `RUNNING`, `OK`, `CANCELLED` or the code of a `ServiceError`.
         attempts: the last attempts.
-        output_tokens: number of delivered tokens of all choices.
+        output_tokens: number of output tokens of all choices, as in ``usage``.
         times: stage times that the last worker reported, seconds.
     """
 
@@ -89,7 +89,7 @@ class RequestTimeline:
         self._trace = span.ids.get("trace_id")
         self._streaming_since = 0.0  # in the clock of spans
         self._first: float | None = None
-        self._last: float | None = None
+        self._last: dict[int, float] = {}  # time of the last token of each choice
         self._ended: float | None = None
         self._number_of_attempts = 0
         self.status = RUNNING
@@ -108,23 +108,36 @@ class RequestTimeline:
         attempt.placed, attempt.decode = _now(), placement.decode.worker_id
         attempt.prefill = placement.prefill.worker_id if placement.prefill else None
 
-    def record_tokens(self, count: int) -> None:
-        """Record a batch of delivered tokens."""
+    def record_tokens(self, counts: Mapping[int, int]) -> None:
+        """Record tokens of the output that arrived together.
+
+        Each choice is a stream of its own. Tokens of a choice that arrive together share the time
+        since its last token equally.
+
+        Args:
+            counts: number of tokens, at least 1, of each choice that has any.
+        """
+        if not counts:
+            return
         now, attempt = _now(), self.attempts[-1]
-        if self._last is None:
+        if not self._last:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
             self._span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived})
             self._streaming_since = time.perf_counter()
-        else:
-            self._metrics.inter_token.observe((now - self._last) / count)
-        self._last = attempt.last = now
+        for choice, count in counts.items():
+            if (last := self._last.get(choice)) is not None:
+                for _ in range(count):
+                    self._metrics.inter_token.observe((now - last) / count)
+            self._last[choice] = now
+        attempt.last = now
         if attempt.first is None:
             attempt.first = now
         elif attempt.second is None:
             attempt.second = now
-        self.output_tokens += count
-        self._metrics.generation_tokens.inc(count)
+        total = sum(counts.values())
+        self.output_tokens += total
+        self._metrics.generation_tokens.inc(total)
 
     def record_stages(self, times: decode_pb2.StageTimes) -> None:
         """Record the stage times of a worker, except implausible ones."""

@@ -7,7 +7,7 @@ import uuid
 import structlog
 
 from headrace.v1 import decode_pb2_grpc, error_pb2
-from runtime.engine import Add, Cancel, Reserve, StepOutput
+from runtime.engine import Add, Cancel, CancelChoice, Reserve, StepOutput
 from services.common.grpc_server import MessageStream
 from services.worker.lifecycle import Worker
 from services.worker.streams import Stream, StreamSession
@@ -40,7 +40,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         self, _commands: object, context: MessageStream
     ) -> None:
         """Serve one gateway until it disconnects."""
-        session = StreamSession(uuid.uuid4().hex[:12], self.open, self.drop)
+        session = StreamSession(uuid.uuid4().hex[:12], self.open, self.drop, self.cancel_choice)
         await session.run(context)
 
     def open(self, stream: Stream) -> None:
@@ -85,6 +85,10 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
             return
         self._worker.metrics.streams.inc()
         self._free(stream)
+
+    def cancel_choice(self, stream: Stream, choice: int) -> None:
+        """Stop to decode one choice of a stream."""
+        self._worker.engine.submit(CancelChoice(stream.key, choice))
 
     def end_all(self) -> None:
         """End every stream with DRAINING."""

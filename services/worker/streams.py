@@ -113,6 +113,7 @@ class StreamSession:
     Args:
         open_stream: called with every new stream.
         drop_stream: called with every stream that has ended.
+        cancel_choice: called with a stream and a choice that was cancelled, if others continue.
 
     Attributes:
         streams: open streams by their number.
@@ -124,9 +125,10 @@ class StreamSession:
         name: str,
         open_stream: Callable[[Stream], None],
         drop_stream: Callable[[Stream], None],
+        cancel_choice: Callable[[Stream, int], None],
     ) -> None:
         self._name = name
-        self._open, self._drop = open_stream, drop_stream
+        self._open, self._drop, self._cancel_choice = open_stream, drop_stream, cancel_choice
         self.streams: dict[int, Stream] = {}
         self.outbox = StepOutbox()
         self._keys = count(1)
@@ -145,6 +147,8 @@ class StreamSession:
                     case "cancel":
                         if stream := self.streams.get(command.cancel.stream):
                             self.end(stream)
+                    case "cancel_choice":
+                        self.cancel_choice(command.cancel_choice)
                     case _:
                         await context.abort(
                             grpc.StatusCode.INVALID_ARGUMENT, "the command is empty"
@@ -184,6 +188,17 @@ class StreamSession:
         )
         self.streams[start.stream] = stream
         self._open(stream)
+
+    def cancel_choice(self, command: pb.CancelChoice) -> None:
+        """End one choice without reporting it; a stream without another choice ends as well."""
+        stream = self.streams.get(command.stream)
+        if stream is None or command.choice not in stream.unfinished:
+            return
+        stream.unfinished.discard(command.choice)
+        if stream.unfinished:
+            self._cancel_choice(stream, command.choice)
+        else:
+            self.end(stream)
 
     def push(self, stream: Stream, token: SampledToken) -> None:
         """Send one token."""

@@ -245,7 +245,8 @@ def open_stream(
 
 def start_stream(service: StreamService, start: decode_pb2.StartStream) -> StreamSession:
     """Start a stream in a new session, which keeps its output."""
-    session = StreamSession(f"gateway-{start.stream}", service.open, service.drop)
+    name = f"gateway-{start.stream}"
+    session = StreamSession(name, service.open, service.drop, service.cancel_choice)
     session._start(start)
     return session
 

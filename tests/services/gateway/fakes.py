@@ -28,6 +28,7 @@ class FakeStream:
         self.start = start
         self._context = context
         self.cancelled = asyncio.Event()
+        self.cancelled_choices: list[int] = []
         self._sent = [self.replayed] * start.request.choices
 
     @property
@@ -149,6 +150,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 task.add_done_callback(partial(_forget, by_number, command.start.stream))
+            elif command.HasField("cancel_choice"):
+                stopped = command.cancel_choice
+                by_number[stopped.stream].cancelled_choices.append(stopped.choice)
             elif command.cancel.stream in by_number:
                 by_number[command.cancel.stream].cancelled.set()
 
