@@ -92,11 +92,14 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     """Return the tokens above which prefill workers decode further requests; None for never.
 
     A step reads the weights and the KV of all sequences. By default, the KV of this many tokens
-    has two thirds of the bytes of the weights.
+    has two thirds of the bytes of the weights: in stored pages with a compressed KV format, and
+    without evicted tokens.
     """
     if settings.overflow_tokens == "auto" and loaded.device != "cpu":
-        per_token = loaded.engine.cache.layout.bytes_per_token
-        return min(2 * loaded.weight_bytes // (3 * per_token), MAX_KV_TOKENS)
+        layout = loaded.engine.cache.layout
+        kept = 1 - loaded.identity.compatibility.kv_eviction
+        per_token = kept * (layout.stored_bytes_per_token or layout.bytes_per_token)
+        return min(int(2 * loaded.weight_bytes / (3 * per_token)), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None
 
 

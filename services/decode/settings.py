@@ -49,6 +49,6 @@ class DecodeSettings(WorkerSettings):
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",
         description="tokens on this worker above which the router sends whole requests to prefill "
-        "workers with `decodes`; auto: never on the CPU; on a GPU, the number of tokens whose KV "
-        "is two thirds of the size of the weights",
+        "workers with `decodes`; auto: never on the CPU; on a GPU, the number of tokens whose KV, "
+        "as `kv_format` and `kv_eviction` keep it, is two thirds of the size of the weights",
     )
