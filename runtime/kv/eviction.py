@@ -26,8 +26,8 @@ from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 
 MAX_ELEMENTS = 1 << 24
-"""Maximum elements of the fp32 keys, and of the logits, of the KV heads that are computed together.
-A single KV head may exceed it."""
+"""Maximum elements of the keys, and of the logits, of the KV heads that are computed together. A
+single KV head may exceed it: one of 128 dimensions with 131,072 tokens has just as many."""
 
 
 def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
@@ -101,21 +101,28 @@ def kept_tokens(scores: Tensor, count: int) -> Tensor:
     return best.sort(dim=1).values
 
 
-def compact(layers: Sequence[tuple[Tensor, ...]], pages: Tensor, kept: Tensor, first: int) -> None:
-    """Move tokens of each KV head to consecutive slots.
+def compact(
+    layers: Sequence[tuple[Tensor, ...]],
+    pages: Tensor,
+    kept: Tensor,
+    first: int,
+    first_head: int = 0,
+) -> None:
+    """Move tokens of consecutive KV heads to consecutive slots.
 
     Args:
         layers: planes of each layer, `[page, kv_heads, slot, dim]` each, updated.
         pages: int64 `[p]`, pages of the sequence.
-        kept: int64 `[layers, kv_heads, count]`, indices of the tokens to move.
+        kept: int64 `[layers, heads, count]`, indices of the tokens to move.
         first: index within the sequence of the slot for the first of them.
+        first_head: index of the first of the KV heads.
     """
-    kv_heads, size = layers[0][0].shape[1:3]
-    head = torch.arange(kv_heads, device=pages.device)[:, None]
+    size = layers[0][0].shape[2]
+    head = first_head + torch.arange(kept.shape[1], device=pages.device)[:, None]
     sources, slots = pages[kept // size], kept % size
     target = first + torch.arange(kept.shape[2], device=pages.device)
     target_pages, target_slots = pages[target // size], target % size
     for planes, page, slot in zip(layers, sources, slots, strict=True):
         for plane in planes:
-            moved = plane[page, head, slot]  # a copy, [kv_heads, count, dim]
+            moved = plane[page, head, slot]  # a copy, [heads, count, dim]
             plane[target_pages, head, target_slots] = moved

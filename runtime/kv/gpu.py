@@ -75,7 +75,7 @@ class StoredPageKernels:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._width = max(16, triton.next_power_of_2(self._dim))
-        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by number of sequences
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # the largest last
         self.inputs = LayerInputs()
         self._costs = _Costs()
 
@@ -211,17 +211,21 @@ class StoredPageKernels:
         return out
 
     def _part_buffers(self, parts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return buffers of partial results, which CUDA graphs hold the addresses of.
+        """Return buffers for at least ``parts`` partial results.
+
+        All batch sizes use the same buffers. CUDA graphs hold their addresses, so they are kept
+        when a batch needs larger ones. Sizes are powers of two: all of them together take less than
+        twice the memory of the largest.
 
         Returns:
             fp32 ``part_acc``, ``part_m`` and ``part_l`` of `windowed_decode_kernel`.
         """
-        if parts not in self._parts:
-            shape = parts, self._heads // self._kv_heads
+        if not self._parts or len(self._parts[-1][0]) < parts:
+            shape = triton.next_power_of_2(parts), self._heads // self._kv_heads
             acc = torch.empty(*shape, self._width, dtype=torch.float32, device=device)
             maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
-            self._parts[parts] = acc, maxima, sums
-        return self._parts[parts]
+            self._parts.append((acc, maxima, sums))
+        return self._parts[-1]
 
     def _splits(self, sequences: int, programs: int) -> int:
         """Return the constant SPLITS of the kernel."""

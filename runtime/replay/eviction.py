@@ -5,7 +5,7 @@ Scores need the last queries of a prompt. A pass that computes some of them logs
 tokens. Scores therefore do not depend on how the prompt was cut into chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -80,10 +80,10 @@ class PromptEviction:
         kept = end - begin - first.evicts
         if kept:
             pages = to_device(np.array(first.pages, np.int64), self._model.device)
-            each = max(1, MAX_ELEMENTS // (tokens * config.num_kv_heads * config.head_dim))
-            for layer in range(0, config.num_layers, each):  # several, to launch fewer kernels
-                layers = range(layer, min(layer + each, config.num_layers))
-                self._compact(layers, pages, queries, tokens, range(begin, end), kept)
+            fit = max(1, MAX_ELEMENTS // (tokens * config.head_dim))  # KV heads
+            for layers in _ranges(config.num_layers, max(1, fit // config.num_kv_heads)):
+                for heads in _ranges(config.num_kv_heads, fit):
+                    self._compact(layers, heads, pages, queries, tokens, range(begin, end), kept)
         vacated = range((begin + kept) // size, end // size)
         for sequence in group.sequences:
             sequence.evict(vacated)
@@ -91,22 +91,33 @@ class PromptEviction:
     def _compact(
         self,
         layers: range,
+        heads: range,
         pages: Tensor,
         queries: list[list[Tensor]],
         tokens: int,
         candidates: range,
         kept: int,
     ) -> None:
-        """Keep some of the candidates in each KV head of some layers, directly after the sinks."""
+        """Keep some of the candidates in some KV heads of some layers, directly after the sinks."""
         planes = [self._cache.layer(index)[:_EXACT] for index in layers]
-        by_head = [keys[pages].transpose(0, 1).flatten(1, 2) for keys, _ in planes]
-        keys = torch.cat(by_head)[:, :tokens]  # [layers * kv_heads, t, dim]
-        # [QUERIES, layers * heads, dim]
-        own = torch.cat([torch.cat([chunk[i] for chunk in queries]) for i in layers], dim=1)
-        scores = key_scores(own, keys, self._noise_of(tokens).repeat(len(layers), 1))
+        own_heads = slice(heads.start, heads.stop)
+        # [heads, p, slot, dim] -> [heads, t, dim]
+        by_head = [
+            keys.transpose(0, 1)[own_heads].index_select(1, pages).flatten(1, 2)
+            for keys, _ in planes
+        ]
+        keys = torch.cat(by_head)[:, :tokens]  # [layers * heads, t, dim]
+        group = self._model.config.num_heads // self._model.config.num_kv_heads
+        asking = slice(group * heads.start, group * heads.stop)
+        # [QUERIES, layers * query heads, dim]
+        own = torch.cat(
+            [torch.cat([chunk[i][:, asking] for chunk in queries]) for i in layers], dim=1
+        )
+        noise = self._noise_of(tokens)[own_heads].repeat(len(layers), 1)
+        scores = key_scores(own, keys, noise)
         best = kept_tokens(scores[:, candidates.start : candidates.stop], kept)
         best = candidates.start + best.view(len(layers), -1, kept)
-        compact(planes, pages, best, candidates.start)
+        compact(planes, pages, best, candidates.start, heads.start)
 
     def _noise_of(self, tokens: int) -> Tensor:
         if self._noise.shape[1] < tokens:
@@ -114,6 +125,12 @@ class PromptEviction:
             noise = gumbel_noise(length, self._model.config.num_kv_heads)
             self._noise = to_device(noise, self._model.device)
         return self._noise[:, :tokens]
+
+
+def _ranges(count: int, each: int) -> Iterator[range]:
+    """Divide ``range(count)`` into ranges of at most ``each``."""
+    for first in range(0, count, each):
+        yield range(first, min(first + each, count))
 
 
 def _logged(chunk: Chunk) -> int:

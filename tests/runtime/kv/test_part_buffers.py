@@ -1,0 +1,51 @@
+"""Memory of partial attention results; every batch size uses the same buffers."""
+
+import pytest
+import torch
+
+from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.quantized import QuantizedFormat
+from runtime.kv.registry import COMPRESSED
+from tests.runtime.kv.compressed_data import LLAMA_3_8B
+
+pytestmark = pytest.mark.triton
+
+PROGRAMS = 528
+"""Of an H100 or H200, with four for each multiprocessor."""
+CPU = torch.device("cpu")
+
+
+def kernels() -> StoredPageKernels:
+    kv_format = COMPRESSED["int4"](LLAMA_3_8B)
+    assert isinstance(kv_format, QuantizedFormat)
+    found = kv_format.kernels(CPU)
+    assert isinstance(found, StoredPageKernels)
+    return found
+
+
+def parts_of(sequences: int) -> int:
+    """Return the parts of a batch, as `StoredPageKernels.attend` computes them."""
+    return 2 * (PROGRAMS + sequences * LLAMA_3_8B.num_kv_heads)
+
+
+@pytest.mark.parametrize("sizes", [range(1, 257), range(256, 0, -1)], ids=["rising", "falling"])
+def test_memory_does_not_grow_with_the_number_of_batch_sizes(sizes: range) -> None:
+    shared = kernels()
+    layers = [shared.of_layer(shared.inputs) for _ in range(2)]
+    held = {}
+    for sequences in sizes:
+        for layer in layers:
+            buffers = layer._part_buffers(parts_of(sequences), CPU)
+            assert all(len(buffer) >= parts_of(sequences) for buffer in buffers)
+            held |= {buffer.data_ptr(): buffer.nbytes for buffer in buffers}
+    largest = sum(buffer.nbytes for buffer in kernels()._part_buffers(parts_of(256), CPU))
+    assert sum(held.values()) < 2 * largest
+
+
+def test_buffers_that_graphs_hold_are_kept() -> None:
+    made = kernels()
+    small = made._part_buffers(parts_of(1), CPU)
+    address = small[0].data_ptr()
+    del small
+    made._part_buffers(parts_of(256), CPU)
+    assert address in {acc.data_ptr() for acc, *_ in made._parts}
