@@ -19,6 +19,9 @@ MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
 _CANDIDATES = 1024
 """Number of most probable tokens that a draw considers first. Most distributions need no more."""
+_ROUNDING = 1e-9
+"""Relative distance from top-p within which a sum of probabilities has reached it. The rounding of
+sums may depend on the batch, and sums of equal probabilities often meet top-p exactly."""
 
 
 @dataclass(frozen=True)
@@ -196,14 +199,21 @@ def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Draw from the filtered distributions of rows ``[m, vocab]`` by inverting the CDF.
 
     Tokens are in descending order of probability, so that a few candidates suffice for most rows.
+    Equally probable tokens are in the order of their ids, whatever order `Tensor.topk` gives them.
 
     Returns:
         Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. If they did not, the
         token is invalid and `draw_from_all` must be called.
     """
-    values, indices = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-    picks, resolved = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
-    return indices.gather(1, picks[:, None])[:, 0], resolved
+    vocab = logits.shape[-1]
+    values, indices = logits.topk(min(_CANDIDATES, vocab), dim=-1)
+    picks, resolved = _pick(_masses(values, logits, parameters), parameters, vocab)
+    picked = values.gather(1, picks[:, None])  # [m, 1]
+    rank = picks[:, None] - (values > picked).sum(dim=-1, keepdim=True)  # among equal logits
+    equal = torch.where(values == picked, indices, vocab - 1).sort(dim=-1).values
+    # Only some of the tokens with the least logit of the candidates may be among them.
+    complete = (picked > values[:, -1:]) | (values.shape[-1] == vocab)
+    return equal.gather(1, rank)[:, 0], resolved & complete[:, 0]
 
 
 def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
@@ -242,7 +252,8 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
     truncated = (min_p > 0) | (parameters.top_k < vocab)
     # With min-p or top-k, the total is the mass that they keep; without them it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
-    nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
+    limit = top_p * total * (1 - _ROUNDING)
+    nucleus = kept & ((running - mass < limit) | (top_p == 1.0))
     nucleus[:, 0] = True  # keep the best token even if top_p * total underflows
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
