@@ -56,6 +56,8 @@ VERDICTS: "dict[error_pb2.ErrorCode.ValueType, Verdict]" = {
     error_pb2.ERROR_CODE_NOT_FINITE: Verdict(Cause.REQUEST, OutputNotFinite),
 }
 """The verdict on every error code. A gateway treats a code that it does not know as INTERNAL."""
+UNREACHED = Verdict(Cause.FAULT)
+"""The verdict on a worker without a connection: no request can have ended its process."""
 
 
 def error_reason(code: "error_pb2.ErrorCode.ValueType") -> str:

@@ -8,7 +8,7 @@ import structlog
 from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
-from services.common.error_codes import VERDICTS, Verdict, error_reason
+from services.common.error_codes import UNREACHED, VERDICTS, error_reason
 from services.common.errors import ServiceError, TooLarge, Unavailable
 from services.common.grpc_server import MAX_ITEM_BYTES, credentials, open_channel
 from services.common.placement import WorkerAddress
@@ -29,23 +29,28 @@ def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
 class WorkerFailure(Exception):
     """A stream failed on a worker.
 
+    Attributes:
+        verdict: what to do about the failure.
+
     Args:
         code: the worker's error code, or UNSPECIFIED if the connection was lost.
         blame: id of the worker that failed, if it is known.
+        reached: whether the worker may have received the stream.
     """
 
     def __init__(
-        self, message: str, code: "error_pb2.ErrorCode.ValueType", blame: str | None
+        self,
+        message: str,
+        code: "error_pb2.ErrorCode.ValueType",
+        blame: str | None,
+        *,
+        reached: bool = True,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.blame = blame
-
-    @property
-    def verdict(self) -> Verdict:
-        """What to do about the failure."""
-        return VERDICTS[self.code]
+        self.verdict = VERDICTS[code] if reached else UNREACHED
 
     @property
     def reason(self) -> str:
@@ -162,7 +167,7 @@ class WorkerSession:
         self._max_buffered_tokens = max_buffered_tokens
         self._on_confirmed = on_confirmed
         self._on_end = on_end
-        self._confirmed = False
+        self._connected = self._confirmed = False
         self._streams: dict[int, WorkerStream] = {}
         self._next_number = 1
         self._outbox: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue()
@@ -221,10 +226,9 @@ class WorkerSession:
 
     def lost(self, reason: str) -> WorkerFailure:
         """Return the failure to report when this worker is lost."""
-        name = self.worker.worker_id
-        return WorkerFailure(
-            f"worker {name} was lost: {reason}", error_pb2.ERROR_CODE_UNSPECIFIED, name
-        )
+        name, code = self.worker.worker_id, error_pb2.ERROR_CODE_UNSPECIFIED
+        message = f"worker {name} was lost: {reason}"
+        return WorkerFailure(message, code, name, reached=self._connected)
 
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""
@@ -234,6 +238,7 @@ class WorkerSession:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
                     await _connected(channel)
+                self._connected = True
                 stub = decode_pb2_grpc.DecodeStub(channel)
                 call = stub.Session(self._commands(), metadata=credentials(self._token))
                 async for step in call:

@@ -139,7 +139,11 @@ class GatewaySettings(ServiceSettings):
         "draining worker ended after it had delivered tokens do not count",
     )
     max_lost_workers: int = Field(
-        2, ge=1, le=64, description="number of lost workers after which a request is not retried"
+        2,
+        ge=1,
+        le=64,
+        description="number of workers whose processes end while they have a request, after which "
+        "it is not retried: the request may be the cause",
     )
     connect_timeout_s: float = Field(
         5.0, gt=0, le=60, description="maximum time to connect to a router or worker, seconds"

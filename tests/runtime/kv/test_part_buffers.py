@@ -32,7 +32,7 @@ def parts_of(sequences: int) -> int:
 def test_memory_does_not_grow_with_the_number_of_batch_sizes(sizes: range) -> None:
     shared = kernels()
     layers = [shared.of_layer(shared.inputs) for _ in range(2)]
-    held = {}
+    held: dict[int, int] = {}
     for sequences in sizes:
         for layer in layers:
             buffers = layer._part_buffers(parts_of(sequences), CPU)

@@ -21,7 +21,7 @@ HEAD_BYTES = 4 * WIDE.head_dim * TOKENS
 """Bytes of the fp32 keys of one KV head."""
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the bytes of the largest tensor that operations allocate."""
 
     nbytes = 0
@@ -58,7 +58,8 @@ def test_memory_of_an_eviction_is_that_of_one_head(
     requests = [Add(request_of(f"r{n}", TOKENS, 12, seed=n)) for n in range(2)]
     expected = drive(engine_of(model, stored=stored, kv_eviction=0.5), *requests)
 
-    largest, evict = LargestTensor(), PromptEviction._evict
+    largest = LargestTensor()  # type: ignore[no-untyped-call]
+    evict = PromptEviction._evict
 
     def watched(self: PromptEviction, *arguments: Any) -> None:
         with largest:

@@ -198,6 +198,60 @@ async def test_lost_worker_that_is_tried_again_is_counted_once(open_site: OpenSi
     assert outcomes(site) == [("failed", "prefill-0")] * 3 + [("ok", None)]
 
 
+async def test_worker_that_the_request_did_not_reach_is_not_a_lost_worker(
+    open_site: OpenSite,
+) -> None:
+    """A host that fails ends several workers, which routers know only after missed heartbeats."""
+    site: Site = await open_site(workers=3, max_lost_workers=1)
+    for dead in site.workers[:2]:
+        await dead.stop()
+    site.workers[2].script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.router.settled()
+    assert outcomes(site) == [("failed", "decode-0"), ("failed", "decode-1"), ("ok", None)]
+
+
+async def test_restarted_worker_is_another_lost_worker(open_site: OpenSite) -> None:
+    site: Site = await open_site(max_attempts=5, max_lost_workers=2)
+
+    async def crash(stream: FakeStream) -> None:
+        await stream.fail(error_pb2.ERROR_CODE_PREFILL_LOST, worker_id=site.worker.worker_id)
+        site.worker.epoch = f"epoch-{len(site.worker.streams)}"
+
+    site.worker.script = crash
+    answer = await completion(site)
+    assert answer.status_code == 503
+    assert "2 workers were lost during this request" in answer.json()["error"]["message"]
+    assert len(site.worker.streams) == 2
+    await site.router.settled()
+
+
+async def test_lost_prefill_and_decode_workers_are_counted_together(open_site: OpenSite) -> None:
+    site: Site = await open_site(workers=3, max_attempts=5, max_lost_workers=2)
+    site.workers[0].queued = [failing(error_pb2.ERROR_CODE_PREFILL_LOST, blame="prefill-0")]
+
+    async def die(stream: FakeStream) -> None:
+        await stream.tokens(5)
+        await asyncio.shield(asyncio.create_task(stream.worker.stop()))
+
+    site.workers[0].script = die
+    answer = await completion(site)
+    assert answer.status_code == 503
+    assert "2 workers were lost during this request" in answer.json()["error"]["message"]
+    assert [len(worker.streams) for worker in site.workers] == [2, 0, 0]
+    await site.router.settled()
+
+
+async def test_lost_workers_are_bounded_for_each_prompt_of_a_list(open_site: OpenSite) -> None:
+    site: Site = await open_site(workers=4, max_attempts=5, max_lost_workers=2)
+    for worker in site.workers:
+        worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
+    answer = await completion(site, prompt=[[10, 11], [12, 13]])
+    assert answer.status_code == 503
+    await site.router.settled()
+    assert sum(len(worker.streams) for worker in site.workers) <= 4
+
+
 async def test_stream_outlasts_the_drains_of_a_rolling_restart(open_site: OpenSite) -> None:
     """Each worker drains in turn, more often than `max_attempts` and `max_lost_workers` allow."""
     site: Site = await open_site(workers=2, max_attempts=3, max_lost_workers=1)
