@@ -26,12 +26,13 @@ from services.gateway.progress import MAX_VOCAB_SIZE, Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.retries import Retries, backoff_s
 from services.gateway.router_client import RoutedPlacement
-from services.gateway.sessions import SessionPool, WorkerFailure, WorkerStream
+from services.gateway.sessions import SessionPool, WorkerStream
 from services.gateway.settings import GatewaySettings
 from services.gateway.spans import attempt_span, end_attempt, generation_span
 from services.gateway.text import TextAssembler, TextDelta
 from services.gateway.timeline import RecentRequests, RequestTimeline
 from services.gateway.wire import start_stream_message
+from services.gateway.worker_failure import WorkerFailure
 from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import math
 
 from headrace.v1 import decode_pb2, error_pb2
 from services.common.metrics import MetricFactory, service_registry
-from services.gateway.sessions import failure_reason
+from services.gateway.worker_failure import failure_reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

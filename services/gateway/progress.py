@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
 from services.gateway.requests import GenerationRequest
-from services.gateway.sessions import WorkerFailure
 from services.gateway.text import FINISH_REASONS, FinishReason
+from services.gateway.worker_failure import WorkerFailure
 
 MAX_VOCAB_SIZE = 1 << 24
 

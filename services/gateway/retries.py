@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from headrace.v1 import error_pb2
 from services.common.error_codes import Cause
 from services.common.placement import WorkerAddress
-from services.gateway.sessions import WorkerFailure
+from services.gateway.worker_failure import WorkerFailure
 
 _BACKOFF_S = 0.05  # delay before the second attempt; doubles with each further attempt
 _MAX_BACKOFF_S = 1.0

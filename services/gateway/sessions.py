@@ -8,54 +8,13 @@ import structlog
 from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
-from services.common.error_codes import UNREACHED, VERDICTS, error_reason
 from services.common.errors import ServiceError, TooLarge, Unavailable
 from services.common.grpc_server import MAX_ITEM_BYTES, credentials, open_channel
 from services.common.placement import WorkerAddress
 from services.common.tls import MutualTls
+from services.gateway.worker_failure import WorkerFailure
 
 log = structlog.get_logger()
-
-WORKER_LOST = "worker_lost"
-
-
-def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
-    """Return the name of a worker's error code, or ``worker_lost`` for UNSPECIFIED."""
-    if code == error_pb2.ERROR_CODE_UNSPECIFIED:
-        return WORKER_LOST
-    return error_reason(code)
-
-
-class WorkerFailure(Exception):
-    """A stream failed on a worker.
-
-    Attributes:
-        verdict: what to do about the failure.
-
-    Args:
-        code: the worker's error code, or UNSPECIFIED if the connection was lost.
-        blame: id of the worker that failed, if it is known.
-        reached: whether the worker may have received the stream.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        code: "error_pb2.ErrorCode.ValueType",
-        blame: str | None,
-        *,
-        reached: bool = True,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.code = code
-        self.blame = blame
-        self.verdict = VERDICTS[code] if reached else UNREACHED
-
-    @property
-    def reason(self) -> str:
-        """Metric label: the name of the error code, or ``worker_lost``."""
-        return failure_reason(self.code)
 
 
 class WorkerStream:
@@ -104,7 +63,7 @@ class WorkerStream:
         self._buffered_tokens += len(delta.tokens)
         self._buffer.append(delta)
         if delta.HasField("error"):
-            self.fail(_failure_of(delta.error, self._session.worker.worker_id))
+            self.fail(WorkerFailure.of(delta.error, self._session.worker.worker_id))
         else:
             self._wake()
 
@@ -125,13 +84,6 @@ class WorkerStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _failure_of(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
-    """Return the failure of a stream; an unknown error code becomes INTERNAL."""
-    known = error.code and error.code in error_pb2.ErrorCode.values()
-    code = error.code if known else error_pb2.ERROR_CODE_INTERNAL
-    return WorkerFailure(error.message, code, error.worker_id or worker_id)
 
 
 class WorkerSession:

@@ -1,4 +1,4 @@
-"""Messages between a gateway and a worker have bounded sizes: both real sides of a session."""
+"""Messages between the sessions of a gateway and a worker: their sizes, and ends of choices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -25,11 +25,17 @@ class Worker(decode_pb2_grpc.DecodeServicer):
         self.session: StreamSession | None = None
         self.opened: list[Stream] = []
         self.dropped: list[Stream] = []
+        self.cancelled: list[tuple[int, int]] = []
 
     async def Session(  # type: ignore[override]
         self, _commands: object, context: MessageStream
     ) -> None:
-        self.session = StreamSession("g", self.opened.append, self.dropped.append)
+        self.session = StreamSession(
+            "g",
+            self.opened.append,
+            self.dropped.append,
+            lambda stream, choice: self.cancelled.append((stream.number, choice)),
+        )
         await self.session.run(context)
 
     def push(self, stream: Stream, indices: Sequence[int]) -> None:
@@ -110,3 +116,24 @@ async def test_request_that_is_too_large_for_a_message_does_not_end_other_stream
     worker.push(worker.opened[0], range(3))
     worker.session.finish(worker.opened[0], 0, FinishReason.LENGTH)
     assert await received(stream) == [0, 1, 2]
+
+
+async def test_cancelled_choice_reaches_the_worker_and_its_stream_continues(
+    worker: Worker, gate: WorkerSession
+) -> None:
+    message = start()
+    message.request.choices = 3
+    stream = gate.start(message)
+    await until(lambda: len(worker.opened) == 1)
+    stream.cancel_choice(1)
+    stream.cancel_choice(1)
+    await until(lambda: worker.cancelled == [(1, 1)])
+    assert worker.session is not None
+    worker.push(worker.opened[0], range(2))
+    for choice in (0, 2):
+        assert not worker.dropped
+        worker.session.finish(worker.opened[0], choice, FinishReason.LENGTH)
+    assert worker.dropped == worker.opened
+    assert await received(stream) == [0, 1]
+    stream.close()
+    stream.cancel_choice(0)  # ignored

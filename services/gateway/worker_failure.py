@@ -1,0 +1,54 @@
+"""The failure of a stream on a worker."""
+
+from typing import Self
+
+from headrace.v1 import error_pb2
+from services.common.error_codes import UNREACHED, VERDICTS, error_reason
+
+WORKER_LOST = "worker_lost"
+
+
+def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
+    """Return the name of a worker's error code, or ``worker_lost`` for UNSPECIFIED."""
+    if code == error_pb2.ERROR_CODE_UNSPECIFIED:
+        return WORKER_LOST
+    return error_reason(code)
+
+
+class WorkerFailure(Exception):
+    """A stream failed on a worker.
+
+    Attributes:
+        verdict: what to do about the failure.
+
+    Args:
+        code: the worker's error code, or UNSPECIFIED if the connection was lost.
+        blame: id of the worker that failed, if it is known.
+        reached: whether the worker may have received the stream.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: "error_pb2.ErrorCode.ValueType",
+        blame: str | None,
+        *,
+        reached: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.blame = blame
+        self.verdict = VERDICTS[code] if reached else UNREACHED
+
+    @classmethod
+    def of(cls, error: error_pb2.Error, worker_id: str) -> Self:
+        """Return the failure of a worker's stream; an unknown error code becomes INTERNAL."""
+        known = error.code and error.code in error_pb2.ErrorCode.values()
+        code = error.code if known else error_pb2.ERROR_CODE_INTERNAL
+        return cls(error.message, code, error.worker_id or worker_id)
+
+    @property
+    def reason(self) -> str:
+        """Metric label: the name of the error code, or ``worker_lost``."""
+        return failure_reason(self.code)
