@@ -1,8 +1,9 @@
 """Messages of the router's HTTP API.
 
 All bodies are JSON. The table lists, for each route, the classes of the request body and of the
-response body. If a cluster token is configured, requests under ``/v1`` and of ``/metrics`` need
-``Authorization: Bearer <cluster token>``. With mutual TLS, every connection needs a certificate.
+response body; those of the lists are in `services.common.listings`. If a cluster token is
+configured, requests under ``/v1`` and of ``/metrics`` need ``Authorization: Bearer <cluster
+token>``. With mutual TLS, every connection needs a certificate.
 
 ==========================  ====================  =============================================
 ``POST /v1/register``       `Registration`        200 ``{}``; 409 `STALE_EPOCH`
@@ -25,39 +26,32 @@ from enum import StrEnum
 from typing import Annotated
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
-MAX_PAGES = 1 << 31
-MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
-MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
-MAX_EXCLUDED = 64
-MAX_CHOICES = 1024
-MAX_WEIGHT = 1000
-MAX_PRIORITY = 100
-PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
-
-WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Epoch = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
-PlacementId = Annotated[str, Field(pattern=PLACEMENT_ID)]
-Address = Annotated[
-    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$", max_length=261)
-]
-Label = Annotated[str, Field(max_length=256)]
-Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
-Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
-Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
+from services.common.messages import (
+    MAX_ADMITTED,
+    MAX_CHOICES,
+    MAX_EXCLUDED,
+    MAX_PAGES,
+    MAX_PRIORITY,
+    MAX_TOKENS,
+    MAX_WEIGHT,
+    Address,
+    Bytes,
+    Epoch,
+    Label,
+    Message,
+    Pages,
+    PlacementId,
+    Sequences,
+    Tokens,
+    WorkerId,
+)
 
 
 def new_placement_id() -> str:
     """Return a random placement id."""
     return uuid4().hex
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Role(StrEnum):
@@ -86,7 +80,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"
 
 
-class ModelInfo(_Message):
+class ModelInfo(Message):
     """The model that a worker serves.
 
     Attributes:
@@ -102,7 +96,7 @@ class ModelInfo(_Message):
     tokenizer_hash: Label = ""
 
 
-class Compatibility(_Message):
+class Compatibility(Message):
     """Properties that must be equal on two workers that exchange KV."""
 
     model_hash: Label
@@ -124,7 +118,7 @@ class Compatibility(_Message):
         ]
 
 
-class StoredPages(_Message):
+class StoredPages(Message):
     """Stored pages of a worker with a compressed KV format.
 
     A prompt is computed over exact pages. In decode, a sequence occupies stored pages, except for
@@ -141,7 +135,7 @@ class StoredPages(_Message):
     window: Tokens
 
 
-class Registration(_Message):
+class Registration(Message):
     """Registration of a worker: once per epoch, and again when a router requests it.
 
     Attributes:
@@ -170,7 +164,7 @@ class Registration(_Message):
     overflow_tokens: Tokens | None = None
 
 
-class Heartbeat(_Message):
+class Heartbeat(Message):
     """Load of a worker at one instant.
 
     Attributes:
@@ -202,24 +196,26 @@ class Heartbeat(_Message):
     waiting: Sequences
     kv_raw_bytes: Bytes = 0
     kv_wire_bytes: Bytes = 0
-    admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = []
+    admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
+        default_factory=list
+    )
     reason: Annotated[str, Field(max_length=512)] | None = None
 
 
-class HeartbeatReply(_Message):
+class HeartbeatReply(Message):
     """Answer to a heartbeat. ``register_again`` is True if the worker is not registered."""
 
     register_again: bool = False
 
 
-class Deregistration(_Message):
+class Deregistration(Message):
     """Deregistration of a worker. This epoch of the worker accepts no more requests."""
 
     worker_id: WorkerId
     epoch: Epoch
 
 
-class PlaceRequest(_Message):
+class PlaceRequest(Message):
     """A request to place.
 
     Attributes:
@@ -247,11 +243,11 @@ class PlaceRequest(_Message):
     tenant: Annotated[str, Field(max_length=128)] | None = None
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = []
+    exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
     wait_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
 
-class WorkerAddress(_Message):
+class WorkerAddress(Message):
     """Id, epoch and address of a worker."""
 
     worker_id: WorkerId
@@ -259,7 +255,7 @@ class WorkerAddress(_Message):
     address: Address
 
 
-class Placement(_Message):
+class Placement(Message):
     """Workers chosen for a request.
 
     If one worker computes both phases, it is ``decode``, and ``prefill`` is None. It is a colocated
@@ -275,7 +271,7 @@ class Placement(_Message):
     model: ModelInfo | None = None
 
 
-class Release(_Message):
+class Release(Message):
     """End of a placed request. ``blame`` is the id of the worker that failed, if any.
 
     It may arrive before the call to place the request, which is refused then.
@@ -284,82 +280,3 @@ class Release(_Message):
     placement_id: PlacementId
     outcome: Outcome
     blame: WorkerId | None = None
-
-
-class WorkerView(_Message):
-    """State of a worker as the router sees it, and the reason if it gets no requests.
-
-    Attributes:
-        decodes: on a prefill worker, whether it can also decode prompts that it computes.
-        model_info: the model, as the worker registered it.
-        state: the reported state, or ``suspect`` or ``probation``.
-        promised_tokens: number of queued tokens of the promised placements, which the last
-            heartbeat does not include.
-        prompt_tokens, prompt_tokens_per_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
-        pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
-            placements, and of all pages; of exact pages with a compressed KV format.
-        stored_free, promised_stored, stored_total: the same of stored pages.
-        silent_s: time since the last heartbeat, seconds.
-    """
-
-    worker_id: WorkerId
-    epoch: Epoch
-    role: Role
-    address: Address
-    model: Label
-    state: str
-    reason: str | None
-    queue_tokens: Count
-    promised_tokens: Count
-    prompt_tokens: Count = 0
-    prompt_tokens_per_s: float = 0.0
-    pages_free: Count
-    promised_pages: Count
-    pages_total: Count
-    stored_free: Count = 0
-    promised_stored: Count = 0
-    stored_total: Count = 0
-    running: Count
-    waiting: Count
-    kv_raw_bytes: Count = 0
-    kv_wire_bytes: Count = 0
-    silent_s: float
-    decodes: bool = False
-    model_info: ModelInfo | None = None
-
-
-class WorkerList(_Message):
-    """All registered workers.
-
-    Attributes:
-        waiting: number of placement requests in the router's queue.
-    """
-
-    workers: list[WorkerView]
-    waiting: Count = 0
-
-
-class ModelList(_Message):
-    """The served models, one entry for each name."""
-
-    models: list[ModelInfo]
-
-
-class ModelReadiness(_Message):
-    """Whether requests for a model can be placed now.
-
-    Attributes:
-        reason: why not; None if ``ready``.
-        infos: the model as its ready workers registered it, without repetitions.
-    """
-
-    model: Label
-    ready: bool
-    reason: str | None = None
-    infos: list[ModelInfo] = []
-
-
-class ReadinessList(_Message):
-    """The registered models, one entry for each name."""
-
-    models: list[ModelReadiness]

@@ -19,8 +19,8 @@ from services.common.errors import (
     SettingsError,
     Unavailable,
 )
+from services.common.listings import ModelReadiness, WorkerList
 from services.common.model_source import model_name, resolve_model
-from services.common.placement import ModelReadiness, WorkerList
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant

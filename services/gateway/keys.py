@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from services.common.errors import SettingsError, Unauthenticated
-from services.common.placement import MAX_WEIGHT
+from services.common.messages import MAX_WEIGHT
 
 _LINE = re.compile(
     r"^([0-9a-fA-F]{64})(?:\s+(?!weight=)(\S{1,128}))?(?:\s+weight=([1-9][0-9]{0,3}))?$"

@@ -12,7 +12,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from services.common.placement import Role, WorkerList, WorkerView
+from services.common.listings import WorkerList, WorkerView
+from services.common.placement import Role
 from services.gateway.gateway import Gateway
 from services.gateway.keys import Tenant
 

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
-from services.common.placement import MAX_PRIORITY
+from services.common.messages import MAX_PRIORITY
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.keys import Tenant
 from services.gateway.settings import GatewaySettings

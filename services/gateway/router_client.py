@@ -12,16 +12,8 @@ import structlog
 from pydantic import ValidationError
 
 from services.common.errors import ServiceError, Unavailable
-from services.common.placement import (
-    ModelReadiness,
-    Outcome,
-    Placement,
-    PlaceRequest,
-    ReadinessList,
-    Release,
-    WorkerList,
-    new_placement_id,
-)
+from services.common.listings import ModelReadiness, ReadinessList, WorkerList
+from services.common.placement import Outcome, Placement, PlaceRequest, Release, new_placement_id
 from services.common.tls import MutualTls
 from services.gateway.router_answers import NoRouter, parse_answer
 

@@ -15,18 +15,16 @@ from quart import Quart, Request, Response, request
 from quart.typing import ResponseTypes
 from werkzeug.exceptions import BadHost, HTTPException
 
+from services.common.listings import ModelList, ReadinessList, WorkerList
 from services.common.metrics_server import may_read_metrics
 from services.common.placement import (
     Deregistration,
     Heartbeat,
     HeartbeatReply,
-    ModelList,
     Placement,
     PlaceRequest,
-    ReadinessList,
     Registration,
     Release,
-    WorkerList,
 )
 from services.common.probes import health_answer, ready_answer
 from services.common.router_errors import ErrorCode, RouterError, RouterErrorDetail

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
 
+from services.common.listings import WorkerView
 from services.common.placement import (
     Heartbeat,
     ModelInfo,
@@ -21,7 +22,6 @@ from services.common.placement import (
     Registration,
     Release,
     WorkerAddress,
-    WorkerView,
 )
 from services.router.capacity import Demand, PageCount, Paging, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch

@@ -5,8 +5,9 @@ from itertools import product
 
 from prometheus_client import generate_latest
 
+from services.common.listings import WorkerView
 from services.common.metrics import MetricFactory, service_registry
-from services.common.placement import Role, WorkerView
+from services.common.placement import Role
 from services.common.router_errors import ErrorCode
 from services.router.capacity import WorkerHealth
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from services.common.placement import ModelInfo, ModelReadiness, Role
+from services.common.listings import ModelReadiness
+from services.common.placement import ModelInfo, Role
 from services.router.capacity import WorkerHealth, WorkerSnapshot
 from services.router.policy import can_serve
 

@@ -10,7 +10,7 @@ from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
-from services.common.placement import MAX_CHOICES, PLACEMENT_ID
+from services.common.messages import MAX_CHOICES, PLACEMENT_ID
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import MAX_TEXT_CHARS, Attributes, Span, message_headers, resume
 

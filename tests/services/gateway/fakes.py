@@ -13,7 +13,8 @@ from aiohttp import web
 from grpc import aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
-from services.common.placement import PlaceRequest, Release, WorkerView
+from services.common.listings import WorkerView
+from services.common.placement import PlaceRequest, Release
 from services.common.token_ids import count_tokens
 
 STOP = sampling_pb2.FINISH_REASON_STOP

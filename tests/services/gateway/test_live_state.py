@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.placement import Role, WorkerView
+from services.common.listings import WorkerView
+from services.common.placement import Role
 from services.gateway import live
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.live import MAX_WORKERS, TransferRates

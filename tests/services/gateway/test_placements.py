@@ -8,7 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from services.common.http_server import HttpServer, listen
-from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role, WorkerView
+from services.common.listings import WorkerView
+from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.keys import ApiKeys
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext

@@ -1,0 +1,88 @@
+"""What routers report: their workers, the served models and whether requests can be placed.
+
+These are answers of the router's HTTP API, which `services.common.placement` describes.
+"""
+
+from pydantic import Field
+
+from services.common.messages import Address, Count, Epoch, Label, Message, WorkerId
+from services.common.placement import ModelInfo, Role
+
+
+class WorkerView(Message):
+    """State of a worker as the router sees it, and the reason if it gets no requests.
+
+    Attributes:
+        decodes: on a prefill worker, whether it can also decode prompts that it computes.
+        model_info: the model, as the worker registered it.
+        state: the reported state, or ``suspect`` or ``probation``.
+        promised_tokens: number of queued tokens of the promised placements, which the last
+            heartbeat does not include.
+        prompt_tokens, prompt_tokens_per_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
+        pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
+            placements, and of all pages; of exact pages with a compressed KV format.
+        stored_free, promised_stored, stored_total: the same of stored pages.
+        silent_s: time since the last heartbeat, seconds.
+    """
+
+    worker_id: WorkerId
+    epoch: Epoch
+    role: Role
+    address: Address
+    model: Label
+    state: str
+    reason: str | None
+    queue_tokens: Count
+    promised_tokens: Count
+    prompt_tokens: Count = 0
+    prompt_tokens_per_s: float = 0.0
+    pages_free: Count
+    promised_pages: Count
+    pages_total: Count
+    stored_free: Count = 0
+    promised_stored: Count = 0
+    stored_total: Count = 0
+    running: Count
+    waiting: Count
+    kv_raw_bytes: Count = 0
+    kv_wire_bytes: Count = 0
+    silent_s: float
+    decodes: bool = False
+    model_info: ModelInfo | None = None
+
+
+class WorkerList(Message):
+    """All registered workers.
+
+    Attributes:
+        waiting: number of placement requests in the router's queue.
+    """
+
+    workers: list[WorkerView]
+    waiting: Count = 0
+
+
+class ModelList(Message):
+    """The served models, one entry for each name."""
+
+    models: list[ModelInfo]
+
+
+class ModelReadiness(Message):
+    """Whether requests for a model can be placed now.
+
+    Attributes:
+        reason: why not; None if ``ready``.
+        infos: the model as its ready workers registered it, without repetitions.
+    """
+
+    model: Label
+    ready: bool
+    reason: str | None = None
+    infos: list[ModelInfo] = Field(default_factory=list)
+
+
+class ReadinessList(Message):
+    """The registered models, one entry for each name."""
+
+    models: list[ModelReadiness]

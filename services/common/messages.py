@@ -1,0 +1,34 @@
+"""Messages of the router's HTTP API: their base class, and the bounded types of their fields."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
+MAX_PAGES = 1 << 31
+MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
+MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
+MAX_EXCLUDED = 64
+MAX_CHOICES = 1024
+MAX_WEIGHT = 1000
+MAX_PRIORITY = 100
+PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
+
+WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Epoch = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+PlacementId = Annotated[str, Field(pattern=PLACEMENT_ID)]
+Address = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$", max_length=261)
+]
+Label = Annotated[str, Field(max_length=256)]
+Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
+Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
+
+
+class Message(BaseModel):
+    """A JSON object without other fields than those declared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
