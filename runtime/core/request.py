@@ -17,6 +17,11 @@ MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token, as in OpenAI's API."""
 
 
+def max_logprobs(vocab_size: int) -> int:
+    """Return the maximum of ``SamplingParams.logprobs`` for a vocabulary."""
+    return min(vocab_size, MAX_LOGPROBS)
+
+
 class FinishReason(Enum):
     """Reason a choice ended."""
 
@@ -86,7 +91,7 @@ class SamplingParams:
             "presence_penalty": (self.presence_penalty, -1e3, 1e3),
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
             "top_k": (self.top_k, 0, 2**31),
-            "logprobs": (self.logprobs or 0, 0, min(vocab_size, MAX_LOGPROBS)),
+            "logprobs": (self.logprobs or 0, 0, max_logprobs(vocab_size)),
             "min_tokens": (self.min_tokens, 0, 2**31),
         }
         for name, (value, low, high) in bounds.items():

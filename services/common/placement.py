@@ -84,13 +84,16 @@ class ModelInfo(Message):
     """The model that a worker serves.
 
     Attributes:
-        context_length: in tokens.
+        context_length: maximum number of tokens of a prompt and its output. The worker that loads
+            the model computes it; no other service derives it from the model's files.
+        max_logprobs: maximum alternatives for each token in log probabilities.
         tokenizer_hash: `TokenizerIdentity.hash`; empty if the model's files have no tokenizer.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    max_logprobs: Annotated[int, Field(ge=0, le=1 << 24)]
     eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
     model_hash: Label
     tokenizer_hash: Label = ""
@@ -100,6 +103,7 @@ class Compatibility(Message):
     """Properties that must be equal on two workers that exchange KV."""
 
     model_hash: Label
+    context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     kv_format: Label
     kv_format_hash: Label
     kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]

@@ -200,9 +200,12 @@ def registration(name: str, role: Role) -> Registration:
         epoch=EPOCH,
         role=role,
         address="simulated:1",
-        model=ModelInfo(name="m", context_length=1 << 20, vocab_size=1, model_hash=""),
+        model=ModelInfo(
+            name="m", context_length=1 << 20, vocab_size=1, max_logprobs=0, model_hash=""
+        ),
         compatibility=Compatibility(
             model_hash="",
+            context_length=1 << 20,
             kv_format="dense",
             kv_format_hash="",
             kv_format_version=1,

@@ -17,6 +17,7 @@ from headrace.v1 import prefill_pb2
 from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
+from runtime.core.request import max_logprobs
 from runtime.engine import Engine, PageCount
 from runtime.errors import RuntimeFault
 from runtime.models.model import Model, unsupported_by_gemm
@@ -123,12 +124,14 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             name=settings.served_model_name or model_name(path),
             context_length=config.context_length,
             vocab_size=config.vocab_size,
+            max_logprobs=max_logprobs(config.vocab_size),
             eos_token_ids=config.eos_token_ids,
             model_hash=model_hash,
             tokenizer_hash=tokenizer_hash(path),
         ),
         compatibility=Compatibility(
             model_hash=model_hash,
+            context_length=config.context_length,
             kv_format=model.kv_format.name,
             kv_format_hash=model.kv_format.artifact_hash,
             kv_format_version=model.kv_format.version,

@@ -13,6 +13,7 @@ import codec
 from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
+from runtime.core.request import max_logprobs
 from runtime.engine import Reserved
 from runtime.models.model import Model
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
@@ -52,10 +53,12 @@ def load(*, codebooks: bool = False, kv_format: str = "dense", kv_eviction: floa
         name="tiny",
         context_length=CONFIG.context_length,
         vocab_size=CONFIG.vocab_size,
+        max_logprobs=max_logprobs(CONFIG.vocab_size),
         model_hash="tiny",
     )
     compatibility = Compatibility(
         model_hash="tiny",
+        context_length=CONFIG.context_length,
         kv_format=kv_format,
         kv_format_hash="",
         kv_format_version=1,

@@ -20,6 +20,7 @@ def model_of(site: Site, **changes: Any) -> dict[str, Any]:
         "name": site.model.name,
         "context_length": 8192,
         "vocab_size": site.model.tokenizer.vocab_size,
+        "max_logprobs": 20,
         "eos_token_ids": list(site.model.tokenizer.eos_ids),
         "model_hash": "m",
         "tokenizer_hash": tokenizer_hash(resolve_model("smollm2-135m")),

@@ -16,6 +16,7 @@ from services.router.capacity import PageCount, Paging, WorkerHealth, WorkerSnap
 
 COMPATIBLE = Compatibility(
     model_hash="m0",
+    context_length=1 << 20,
     kv_format="dense",
     kv_format_hash="",
     kv_format_version=1,
@@ -46,7 +47,13 @@ def registration(
         epoch=epoch,
         role=role,
         address="127.0.0.1:5000",
-        model=ModelInfo(name=model, context_length=8192, vocab_size=49152, model_hash="m0"),
+        model=ModelInfo(
+            name=model,
+            context_length=compatibility.context_length,
+            vocab_size=49152,
+            max_logprobs=20,
+            model_hash="m0",
+        ),
         compatibility=compatibility,
         page_size=16,
         pages_total=pages_total,

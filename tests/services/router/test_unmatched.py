@@ -12,6 +12,7 @@ from tests.services.router.samples import COMPATIBLE, beat, registration
 
 OTHER: dict[str, Any] = {
     "model_hash": "m1",
+    "context_length": 4096,
     "kv_format": "fp8",
     "kv_format_hash": "h1",
     "kv_format_version": 2,
