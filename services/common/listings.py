@@ -3,9 +3,11 @@
 These are answers of the router's HTTP API, which `services.common.placement` describes.
 """
 
+from typing import Annotated
+
 from pydantic import Field
 
-from services.common.messages import Address, Count, Epoch, Label, Message, WorkerId
+from services.common.messages import MAX_TOKENS, Address, Count, Epoch, Label, Message, WorkerId
 from services.common.placement import ModelInfo, Role
 
 
@@ -74,12 +76,16 @@ class ModelReadiness(Message):
     Attributes:
         reason: why not; None if ``ready``.
         infos: the model as its ready workers registered it, without repetitions.
+        context_length: maximum tokens of a prompt and its output on the registered workers: the
+            context length of the model, or the tokens that their KV pages hold if those are fewer;
+            None if no worker or compatible pair is registered.
     """
 
     model: Label
     ready: bool
     reason: str | None = None
     infos: list[ModelInfo] = Field(default_factory=list)
+    context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
 class ReadinessList(Message):

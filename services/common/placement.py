@@ -229,6 +229,8 @@ class PlaceRequest(Message):
             prompts was placed. It then waits until its deadline, however long the queue is.
         model: name of the model; None selects the only served model.
         max_tokens: maximum output tokens of each choice.
+        required_tokens: output tokens of each choice for which the workers must have space; None:
+            ``max_tokens``. The placement says how many fit.
         tenant: id of the owner of the API key; None if there are no keys.
         weight: share of the tenant in the placed tokens, relative to other tenants.
         priority: of the requests of a tenant, those with larger values are placed first.
@@ -243,6 +245,7 @@ class PlaceRequest(Message):
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    required_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     tenant: Annotated[str, Field(max_length=128)] | None = None
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
@@ -266,12 +269,14 @@ class Placement(Message):
     worker, or a prefill worker that decodes.
 
     Attributes:
+        max_tokens: output tokens of each choice that fit, at most those of the request.
         model: model of the decode worker, as it registered it.
     """
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
     decode: WorkerAddress
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     model: ModelInfo | None = None
 
 

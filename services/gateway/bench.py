@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
 from services.common.logging import configure_logging
+from services.common.messages import MAX_TOKENS
 from services.common.model_source import resolve_model
 from services.common.placement import Placement, WorkerAddress
 from services.gateway.service import loop_factory, serve
@@ -98,7 +99,8 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
 
 def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
     address = WorkerAddress(worker_id="w", epoch="e", address=f"{_ADDRESS}:{worker_port}")
-    placement = Placement(placement_id="p", prefill=None, decode=address).model_dump_json().encode()
+    placed = Placement(placement_id="p", prefill=None, decode=address, max_tokens=MAX_TOKENS)
+    placement = placed.model_dump_json().encode()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):

@@ -1,6 +1,7 @@
 """Resources that a request needs, and those that a worker has."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -67,8 +68,19 @@ class Paging:
         """
         if self.stored is None:
             return self.pages(tokens)
-        window = -(-self.stored.window // self.page_size)
-        return min(self.pages(tokens), self.stored.sink_pages + window + 1)
+        return min(self.pages(tokens), self._max_decode_pages(self.stored))
+
+    def max_tokens(self, pages: PageCount) -> int:
+        """Return the KV tokens of the longest sequence that these pages hold in decode."""
+        exact = pages.exact * self.page_size
+        if self.stored is None:
+            return exact
+        first_recent = pages.stored + self.stored.sink_pages
+        stored = (first_recent + 1) * self.page_size - 1 + self.stored.window
+        return stored if pages.exact >= self._max_decode_pages(self.stored) else min(exact, stored)
+
+    def _max_decode_pages(self, stored: StoredPages) -> int:
+        return stored.sink_pages - (-stored.window // self.page_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,10 @@ class Demand:
     The number of output tokens is unknown in advance. Placement counts at most ``output_reserve``
     tokens for each choice, so that a request without a limit does not occupy a whole worker. The
     worker itself may still refuse the request.
+
+    Attributes:
+        max_tokens: maximum output tokens of each choice.
+        required_tokens: output tokens of each choice that must fit; None: ``max_tokens``.
     """
 
     prompt_tokens: int
@@ -86,6 +102,18 @@ class Demand:
     model: str | None = None
     exclude: frozenset[str] = frozenset()
     output_reserve: int = 256
+    required_tokens: int | None = None
+
+    @property
+    def least_tokens(self) -> int:
+        """Output tokens of each choice that must fit."""
+        return self.max_tokens if self.required_tokens is None else self.required_tokens
+
+    def within(self, max_tokens: int) -> "Demand":
+        """Return the demand with at most this number of output tokens."""
+        if max_tokens >= self.max_tokens:
+            return self
+        return replace(self, max_tokens=max_tokens)
 
     @property
     def choice_tokens(self) -> int:
@@ -125,15 +153,6 @@ class Demand:
             first = paging.pages(min(self.prompt_tokens + 1, self.choice_tokens))  # decode step
             exact = max(exact, full + self.choices * (first - full))
         return PageCount(exact, stored + own)
-
-    def min_pages(self, role: Role, paging: Paging) -> PageCount:
-        """Return the larger of `pages` and the pages of one choice with ``max_tokens`` tokens."""
-        now = self.pages(role, paging)
-        if role is Role.PREFILL:
-            return now
-        whole = self.prompt_tokens + self.max_tokens - 1
-        exact, stored = paging.decode_pages(whole), paging.stored_pages(whole)
-        return PageCount(max(exact, now.exact), max(stored, now.stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +204,51 @@ class WorkerSnapshot:
             return Role.PREFILL, Role.COLOCATED
         return (self.role,)
 
-    def fits_when_idle(self, demand: Demand, role: Role) -> bool:
-        """Return whether the request would fit in one of the `roles` if the worker were idle."""
-        return demand.min_pages(role, self.paging).fits(self.pages_total)
+    @property
+    def context_length(self) -> int:
+        """Maximum tokens of a prompt and its output: the model's, or those that the pages hold."""
+        return min(self.compatibility.context_length, self.paging.max_tokens(self.pages_total))
+
+    def fit(self, demand: Demand, role: Role) -> Demand | None:
+        """Return what of a request would fit in one of the `roles` if the worker were idle.
+
+        One choice must have space for all of its output, and all choices for the output that
+        placement counts.
+
+        Returns:
+            The request with as many output tokens as fit; None if those that it requires do not.
+        """
+        longest = self.compatibility.context_length
+        if role is not Role.PREFILL:  # KV of the last output token is not stored
+            longest = min(longest, self.paging.max_tokens(self.pages_total) + 1)
+        most = min(demand.max_tokens, longest - demand.prompt_tokens)
+        if most < demand.least_tokens:
+            return None
+        fitted = demand.within(most)
+        if fitted.pages(role, self.paging).fits(self.pages_total):
+            return fitted
+
+        def exceeds(output: int) -> bool:
+            pages = demand.within(output).pages(role, self.paging)
+            return not pages.fits(self.pages_total)
+
+        fitting = bisect_left(range(demand.least_tokens, most), True, key=exceeds)
+        return demand.within(demand.least_tokens + fitting - 1) if fitting else None
 
     def has_capacity(self, demand: Demand, role: Role) -> bool:
         """Return whether the request fits now, in one of the `roles`.
 
-        A worker that computes prompts takes another one while those that it has are few for its
-        rate. Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots
-        for all choices or is idle, so that slots above ``max_running`` remain for prompts.
+        It must also `fit`. A worker that computes prompts takes another one while those that it has
+        are few for its rate. Prompts may wait for pages on a prefill worker. It decodes only if it
+        has batch slots for all choices or is idle, so that slots above ``max_running`` remain for
+        prompts.
         """
         if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
             return False
         if role is not Role.DECODE and self._has_prompt_backlog:
+            return False
+        fitted = self.fit(demand, role)
+        if fitted is None:
             return False
         if role is Role.PREFILL:
             return True
@@ -206,7 +256,7 @@ class WorkerSnapshot:
             free = self.max_running - self.slots
             if free < min(demand.slots(role), self.max_running):
                 return False
-        return demand.pages(role, self.paging).fits(self.pages_free)
+        return fitted.pages(role, self.paging).fits(self.pages_free)
 
     @property
     def _has_prompt_backlog(self) -> bool:

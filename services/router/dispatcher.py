@@ -82,6 +82,7 @@ class Dispatcher:
         demand = Demand(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
+            required_tokens=request.required_tokens,
             choices=request.choices,
             model=request.model,
             exclude=frozenset(request.exclude),
@@ -235,8 +236,9 @@ def _exception_for(reason: Reason, request: PlaceRequest) -> RouterException:
         case Reason.AMBIGUOUS_MODEL:
             return InvalidBody("model: must be set, because several models are served")
         case Reason.TOO_LARGE:
+            output = request.required_tokens or request.max_tokens
             return TooLarge(
-                f"{request.prompt_tokens} prompt and {request.max_tokens} output tokens in "
+                f"{request.prompt_tokens} prompt and {output} output tokens in "
                 f"{request.choices} choices do not fit on any worker"
             )
         case _:

@@ -121,10 +121,13 @@ class Fleet:
     def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
         self._placements += 1
+        decode, role = pair.roles[-1]
+        demand = decode.fit(demand, role) or demand
         placement = Placement(
             placement_id=placement_id,
             prefill=_address(pair.prefill) if pair.prefill else None,
             decode=_address(pair.decode),
+            max_tokens=demand.max_tokens,
             model=self._workers[pair.decode.worker_id].registration.model,
         )
         record = _PlacementRecord(placement, now)

@@ -14,7 +14,7 @@ A prefill worker with ``decodes`` can serve a request alone, as a colocated work
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 from random import Random
 from typing import Protocol, TypeVar
@@ -101,6 +101,9 @@ def place(
 ) -> Pair | NoPlacement:
     """Choose a compatible pair with capacity.
 
+    If the request requires fewer output tokens than its maximum, workers on which less than half as
+    many fit as on other ones are not used, so that small workers do not end long outputs early.
+
     Args:
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
@@ -110,13 +113,13 @@ def place(
         return NoPlacement(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
         return NoPlacement(Reason.UNKNOWN_MODEL)
+    demand = _for_larger_workers(demand, workers)
     ready = _compatible_groups(
         (w, role)
         for w, role in _offers(demand, workers)
         if w.worker_id not in demand.exclude
         and (role is Role.PREFILL or w.worker_id not in reserved)
         and w.has_capacity(demand, role)
-        and w.fits_when_idle(demand, role)
     )
     return _choose(ready, policy, rng) if ready else _explain(demand, workers)
 
@@ -126,16 +129,27 @@ def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
     return bool(_compatible_groups((w, role) for w in workers for role in w.roles))
 
 
+def context_length(workers: Iterable[WorkerSnapshot]) -> int | None:
+    """Return the largest context of these workers; None if they cannot serve requests."""
+    groups = _compatible_groups((w, role) for w in workers for role in w.roles)
+    return max((w.context_length for group in groups for w in group.decoders), default=None)
+
+
+def _for_larger_workers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Demand:
+    """Return the demand with half of the output tokens required that fit where most fit."""
+    if demand.least_tokens >= demand.max_tokens:
+        return demand
+    groups = _compatible_groups(_usable(demand, workers))
+    fits = (w.fit(demand, role) for group in groups for w, role in group.decoding)
+    most = max((fit.max_tokens for fit in fits if fit), default=0)
+    return replace(demand, required_tokens=max(demand.least_tokens, most // 2))
+
+
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
     serving = list(_offers(demand, workers))
-    sufficient = [(w, role) for w, role in serving if w.fits_when_idle(demand, role)]
-    if _compatible_groups(serving) and not _compatible_groups(sufficient):
+    if _compatible_groups(serving) and not _compatible_groups(_sufficient(demand, serving)):
         return NoPlacement(Reason.TOO_LARGE)
-    groups = _compatible_groups(
-        (w, role)
-        for w, role in sufficient
-        if w.health in USABLE and w.worker_id not in demand.exclude
-    )
+    groups = _compatible_groups(_usable(demand, workers))
     if not groups:
         return NoPlacement(Reason.NO_WORKERS)
     candidates = (w.worker_id for group in groups for w in group.decoders)
@@ -152,6 +166,17 @@ def _offers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer
         if demand.model in (None, worker.model):
             for role in worker.roles:
                 yield worker, role
+
+
+def _sufficient(demand: Demand, offers: Iterable[Offer]) -> Iterator[Offer]:
+    """Yield the offers of workers on which the request fits when they are idle."""
+    return ((w, role) for w, role in offers if w.fit(demand, role))
+
+
+def _usable(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
+    """Yield the sufficient offers of workers that take requests now or soon."""
+    usable = (w for w in workers if w.health in USABLE and w.worker_id not in demand.exclude)
+    return _sufficient(demand, _offers(demand, usable))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +200,12 @@ class _Group:
     def decoders(self) -> list[WorkerSnapshot]:
         """Workers that can decode the request, alone or after a prefill worker of the group."""
         return [*self.decode, *self.colocated] if self.prefill else self.colocated
+
+    @property
+    def decoding(self) -> list[Offer]:
+        """The `decoders`, each with its role."""
+        paired = [(w, Role.DECODE) for w in self.decode] if self.prefill else []
+        return [*paired, *((w, Role.COLOCATED) for w in self.colocated)]
 
 
 def _compatible_groups(offers: Iterable[Offer]) -> list[_Group]:

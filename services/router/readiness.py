@@ -6,7 +6,7 @@ from itertools import product
 from services.common.listings import ModelReadiness
 from services.common.placement import ModelInfo, Role
 from services.router.capacity import WorkerHealth, WorkerSnapshot
-from services.router.policy import can_serve
+from services.router.policy import can_serve, context_length
 
 _MAX_NAMED = 4  # workers that a reason names
 _MAX_VALUE_CHARS = 24  # of a property of a worker
@@ -50,14 +50,16 @@ def _readiness(
 ) -> ModelReadiness:
     serving = [worker for worker in workers if worker.model == model]
     ready = [worker for worker in serving if worker.health is WorkerHealth.READY]
+    longest = context_length(serving)
     if not can_serve(ready):
-        return ModelReadiness(model=model, ready=False, reason=_reason(serving, ready))
+        reason = _reason(serving, ready)
+        return ModelReadiness(model=model, ready=False, reason=reason, context_length=longest)
     found: list[ModelInfo] = []
     for worker in ready:
         info = infos.get(worker.worker_id)
         if info and info not in found:
             found.append(info)
-    return ModelReadiness(model=model, ready=True, infos=found)
+    return ModelReadiness(model=model, ready=True, infos=found, context_length=longest)
 
 
 def _reason(serving: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> str:

@@ -13,8 +13,9 @@ from aiohttp import web
 from grpc import aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
-from services.common.listings import WorkerView
-from services.common.placement import PlaceRequest, Release
+from services.common.listings import ModelReadiness, ReadinessList, WorkerView
+from services.common.messages import MAX_TOKENS
+from services.common.placement import ModelInfo, PlaceRequest, Release
 from services.common.token_ids import count_tokens
 
 STOP = sampling_pb2.FINISH_REASON_STOP
@@ -172,6 +173,8 @@ class FakeRouter:
         hold: if True, placement requests block until their client disconnects.
         hung: if True, all other calls block as well, as those of a stopped process.
         not_ready: reason why the model is not ready, if it is not.
+        context_length: that of the workers, for readiness.
+        outputs: output tokens that fit in the next placements; all, if there are no entries.
         model_info: the model as the workers registered it, for readiness and placements.
         abandoned: number of clients that disconnected from a blocked placement request.
         probes: number of health checks.
@@ -191,6 +194,8 @@ class FakeRouter:
     hold: bool = False
     hung: bool = False
     not_ready: str | None = None
+    context_length: int | None = 8192
+    outputs: list[int] = field(default_factory=list)
     model_info: dict[str, Any] | None = None
     abandoned: int = 0
     probes: int = 0
@@ -262,12 +267,14 @@ class FakeRouter:
         if not free or (self.prefill and self.prefill in call.exclude):
             return _refuse(503, "no_workers")
         self.placed.add(call.placement_id)
+        fitting = self.outputs.pop(0) if self.outputs else MAX_TOKENS
         prefill = {"worker_id": self.prefill, "epoch": "e", "address": "127.0.0.1:1"}
         return web.json_response(
             {
                 "placement_id": call.placement_id,
                 "prefill": prefill if self.prefill else None,
                 "decode": free[0].address,
+                "max_tokens": min(call.max_tokens, fitting),
                 "model": self.model_info,
             }
         )
@@ -276,11 +283,21 @@ class FakeRouter:
         self.releases.append(Release.model_validate_json(await http.read()))
         return web.json_response({})
 
+    @property
+    def readiness(self) -> ModelReadiness:
+        """Whether requests can be placed, as the router reports it."""
+        infos = [ModelInfo.model_validate(self.model_info)] if self.model_info else []
+        return ModelReadiness(
+            model=self.model,
+            ready=self.not_ready is None,
+            reason=self.not_ready,
+            infos=infos,
+            context_length=self.context_length,
+        )
+
     async def _readiness(self, _: web.Request) -> web.Response:
-        infos = [self.model_info] if self.model_info else []
-        entry = {"model": self.model, "ready": self.not_ready is None, "reason": self.not_ready}
-        entry["infos"] = infos
-        return web.json_response({"models": [entry]})
+        body = ReadinessList(models=[self.readiness]).model_dump(mode="json")
+        return web.json_response(body)
 
     async def _list_workers(self, _: web.Request) -> web.Response:
         self.listings += 1

@@ -30,7 +30,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
     decode = WorkerAddress(worker_id="d", epoch="e2", address="h:2")
     message = start_stream_message(
         request,
-        Placement(placement_id="x", prefill=prefill, decode=decode),
+        Placement(placement_id="x", prefill=prefill, decode=decode, max_tokens=7),
         attempt=2,
         replayed=[4, 5],
         stop_token_ids=[0],
@@ -50,7 +50,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         logit_bias={7: -2.0},
         logprobs=3,
     )
-    colocated = Placement(placement_id="x", prefill=None, decode=decode)
+    colocated = Placement(placement_id="x", prefill=None, decode=decode, max_tokens=9)
     message = start_stream_message(
         request, colocated, attempt=0, replayed=(), stop_token_ids=(), deadline_s=1.0
     )

@@ -44,7 +44,7 @@ def test_address_format(address: str, good: bool) -> None:
 def test_messages_survive_serialization() -> None:
     worker = WorkerAddress(worker_id="w", epoch="e", address="h:1")
     for message in (
-        Placement(placement_id="a", prefill=None, decode=worker),
+        Placement(placement_id="a", prefill=None, decode=worker, max_tokens=1),
         beat("d0", admitted=["a", "b"], reason="why"),
     ):
         assert type(message).model_validate_json(message.model_dump_json()) == message

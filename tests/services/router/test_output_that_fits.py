@@ -1,0 +1,194 @@
+"""Requests that accept fewer output tokens than their maximum get as many as workers can hold."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from runtime.core.request import FinishReason
+from runtime.core.window import SINK_PAGES, WINDOW
+from runtime.engine import Add
+from runtime.models.model import Model
+from services.common.placement import Placement, PlaceRequest, Role, StoredPages
+from services.router.app import build_dispatcher
+from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.dispatcher import Dispatcher
+from services.router.errors import TooLarge
+from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from services.router.settings import RouterSettings
+from tests.runtime.tiny import Record, drive, engine_of, request_of, tiny_checkpoint
+from tests.services.router.samples import COMPATIBLE, beat, place_request, registration, worker
+
+CONTEXT = 32_768
+POOL = 16_384  # tokens
+MODELS = {name: Model(tiny_checkpoint(), kv_format=name) for name in ("dense", "int4")}
+
+
+def chat(prompt_tokens: int = 20, **changes: object) -> PlaceRequest:
+    """Return the request of a chat without ``max_tokens``."""
+    output = CONTEXT - prompt_tokens
+    return place_request(prompt_tokens, output, **({"required_tokens": 1} | changes))
+
+
+def dispatcher(*pools: int, context: int = CONTEXT) -> Dispatcher:
+    """Return a dispatcher with a colocated worker for each number of tokens in ``pools``."""
+    router = build_dispatcher(RouterSettings.model_validate({"gone_after_s": 3}), -10.0)
+    compatibility = COMPATIBLE.model_copy(update={"context_length": context})
+    for number, tokens in enumerate(pools):
+        router.register(
+            registration(
+                f"c{number}",
+                Role.COLOCATED,
+                pages_total=tokens // 16,
+                compatibility=compatibility,
+            ),
+            0.0,
+        )
+        router.heartbeat(beat(f"c{number}", pages_free=tokens // 16), 0.0)
+    return router
+
+
+def placed(router: Dispatcher, request: PlaceRequest) -> Placement:
+    answer = router.submit(request, 0.1).answer
+    assert isinstance(answer, Placement), answer
+    return answer
+
+
+def test_context_that_exceeds_the_pages_is_no_demand() -> None:
+    assert placed(dispatcher(POOL), chat()).max_tokens == POOL + 1 - 20
+    refused = dispatcher(POOL).submit(chat(required_tokens=None), 0.1).answer
+    assert isinstance(refused, TooLarge)
+
+
+def test_placement_limits_output_to_the_context_of_the_workers() -> None:
+    assert placed(dispatcher(POOL, context=4096), chat()).max_tokens == 4096 - 20
+    refused = dispatcher(POOL, context=4096).submit(place_request(20, 4077), 0.1).answer
+    assert isinstance(refused, TooLarge)
+
+
+def test_explicit_output_is_placed_unchanged() -> None:
+    assert placed(dispatcher(POOL), place_request(20, 100)).max_tokens == 100
+    assert placed(dispatcher(POOL), place_request(20, 100, required_tokens=1)).max_tokens == 100
+
+
+def test_prompt_that_fills_the_pages_gets_its_last_tokens() -> None:
+    """Placement counts 256 output tokens, more than fit."""
+    assert placed(dispatcher(POOL), chat(POOL - 1)).max_tokens == 2
+    assert placed(dispatcher(POOL), chat(POOL)).max_tokens == 1
+    assert isinstance(dispatcher(POOL).submit(chat(POOL + 1), 0.1).answer, TooLarge)
+
+
+def test_load_of_a_placement_is_that_of_the_output_that_fits() -> None:
+    router = dispatcher(POOL)
+    placed(router, chat(POOL - 15))
+    (view,) = router.fleet.views(0.1)
+    assert view.promised_pages == view.pages_total
+
+
+def test_busy_workers_are_awaited() -> None:
+    router = dispatcher(POOL)
+    router.heartbeat(beat("c0", pages_free=0), 0.1)
+    call = router.submit(chat(wait_s=5), 0.2)
+    assert call.answer is None
+    router.heartbeat(beat("c0", pages_free=POOL // 16), 0.3)
+    assert isinstance(call.answer, Placement)
+    assert call.answer.max_tokens == POOL + 1 - 20
+
+
+@pytest.mark.parametrize(
+    ("pools", "used"),
+    [
+        ((16_384, 16_000), {"c0", "c1"}),
+        ((16_384, 8_400), {"c0", "c1"}),
+        ((16_384, 2_048), {"c0"}),
+        ((65_536, 16_384), {"c0"}),
+        ((65_536, 40_000), {"c0", "c1"}),
+    ],
+)
+def test_workers_with_less_than_half_of_the_space_are_not_used(
+    pools: tuple[int, ...], used: set[str]
+) -> None:
+    workers = [sized(f"c{number}", tokens) for number, tokens in enumerate(pools)]
+    found = set()
+    for seed in range(16):
+        demand = Demand(20, CONTEXT - 20, required_tokens=1)
+        pair = place(demand, workers, PolicyName.SHORTEST_QUEUE, Random(seed))
+        assert isinstance(pair, Pair)
+        found.add(pair.decode.worker_id)
+    assert found == used
+
+
+def test_small_worker_serves_while_the_larger_one_is_unusable() -> None:
+    large, small = sized("c0", 65_536), sized("c1", 2_048)
+    demand = Demand(20, CONTEXT - 20, required_tokens=1)
+    for changes in ({"health": WorkerHealth.NOT_READY}, {"health": WorkerHealth.DRAINING}):
+        pair = chosen(demand, replace(large, **changes), small)
+        assert isinstance(pair, Pair)
+        assert pair.decode.worker_id == "c1"
+    excluded = chosen(replace(demand, exclude=frozenset({"c0"})), large, small)
+    assert isinstance(excluded, Pair)
+    probation = replace(large, health=WorkerHealth.PROBATION)
+    assert chosen(demand, probation, small) == NoPlacement(Reason.BUSY, frozenset({"c0"}))
+
+
+def test_space_of_the_decode_worker_counts() -> None:
+    """A prefill worker needs pages for the prompt alone."""
+    prefill, decode = sized("p0", 2_048, Role.PREFILL), sized("d0", 16_384, Role.DECODE)
+    pair = chosen(Demand(2_000, CONTEXT, required_tokens=1), prefill, decode)
+    assert isinstance(pair, Pair)
+    assert pair.decode.fit(Demand(2_000, CONTEXT, required_tokens=1), Role.DECODE) == Demand(
+        2_000, 16_384 + 1 - 2_000, required_tokens=1
+    )
+
+
+def sized(worker_id: str, tokens: int, role: Role = Role.COLOCATED) -> WorkerSnapshot:
+    pages = PageCount(tokens // 16)
+    return replace(worker(worker_id, role), pages_total=pages, pages_free=pages)
+
+
+def chosen(demand: Demand, *workers: WorkerSnapshot) -> Pair | NoPlacement:
+    return place(demand, workers, PolicyName.SHORTEST_QUEUE, Random(0))
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "pages", "prompt", "choices"),
+    [
+        ("dense", PageCount(4), 1, 1),
+        ("dense", PageCount(4), 50, 1),
+        ("dense", PageCount(4), 64, 1),
+        ("dense", PageCount(9), 50, 3),
+        ("int4", PageCount(5, 9), 50, 1),
+        ("int4", PageCount(9, 3), 100, 1),
+        ("int4", PageCount(9, 3), 140, 1),
+        ("int4", PageCount(24, 3), 100, 3),
+    ],
+)
+def test_engine_generates_exactly_what_fits(
+    kv_format: str, pages: PageCount, prompt: int, choices: int
+) -> None:
+    """With one token more, the engine runs out of pages. Choices take turns."""
+    model = MODELS[kv_format]
+    stored = None
+    if pages.stored:
+        stored = StoredPages(total=pages.stored, sink_pages=SINK_PAGES, window=WINDOW)
+    snapshot = replace(
+        worker("c0", Role.COLOCATED),
+        compatibility=COMPATIBLE.model_copy(update={"context_length": model.context_length}),
+        paging=Paging(16, stored),
+        pages_total=pages,
+    )
+    demand = Demand(prompt, CONTEXT, choices, output_reserve=8, required_tokens=1)
+    fit = snapshot.fit(demand, Role.COLOCATED)
+    assert fit is not None
+    output = fit.max_tokens
+    record = generate(model, pages, prompt, output, choices)
+    assert not record.refused
+    assert [len(record.output("r", choice)) for choice in range(choices)] == [output] * choices
+    assert set(record.finished.values()) == {FinishReason.LENGTH}
+    assert prompt + output < model.context_length
+    assert "r" in generate(model, pages, prompt, output + 1, choices).refused
+
+
+def generate(model: Model, pages: PageCount, prompt: int, output: int, choices: int) -> Record:
+    engine = engine_of(model, pages=pages.exact, stored=pages.stored)
+    return drive(engine, Add(request_of("r", prompt, output, choices=choices)))
