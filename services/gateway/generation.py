@@ -22,7 +22,7 @@ from services.common.placement import Outcome, Placement, WorkerAddress
 from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
-from services.gateway.progress import MAX_VOCAB_SIZE, Progress
+from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.retries import Retries, backoff_s
 from services.gateway.router_client import RoutedPlacement
@@ -87,18 +87,20 @@ class Generator:
         with span, timeline.ending():
             while not text.done:
                 timeline.route()
-                replayed, delivered = len(progress.replayed), progress.count
+                replayed = len(progress.replayed)
                 placing = self._placer.place(request, siblings, retries, span, replayed=replayed)
-                with await placing as routed:
+                if (routed := await placing) is None:  # no worker has space for further tokens
+                    yield text.push((), ((0, sampling_pb2.FINISH_REASON_LENGTH),))
+                    break
+                with routed:
                     timeline.placed(routed.placement)
-                    worker, model = routed.placement.decode, routed.placement.model
-                    vocab_size = model.vocab_size if model else MAX_VOCAB_SIZE
+                    progress.begin(routed.placement)
                     attempt, stream = attempt_span(span, routed, retries.number), None
                     try:
                         stream = self._start(request, routed.placement, progress, retries, attempt)
                         while not text.done:
                             received = await stream.next()
-                            progress.accept(received, worker.worker_id, vocab_size)
+                            progress.accept(received)
                             deltas = _assemble(received, text, timeline)
                             if not text.done:  # else the whole stream is closed
                                 _cancel_stopped(stream, deltas, progress)
@@ -108,7 +110,7 @@ class Generator:
                     except WorkerFailure as failure:
                         attempt.fail(failure.reason, failure.message)
                         timeline.fail(failure.reason)
-                        _record_failure(failure, routed, retries, progress.count > delivered)
+                        _record_failure(failure, routed, retries, progress.advanced)
                         if not progress.finish_reason():
                             self._check_retry(failure, progress, retries)
                     finally:
@@ -141,6 +143,7 @@ class Generator:
             request,
             placement,
             attempt=retries.number,
+            max_tokens=progress.max_tokens,
             replayed=progress.replayed,
             stop_token_ids=progress.stop_token_ids,
             deadline_s=request.context.deadline - time.monotonic(),

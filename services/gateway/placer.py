@@ -62,11 +62,14 @@ class Placer:
         parent: Span,
         *,
         replayed: int,
-    ) -> RoutedPlacement:
-        """Place an attempt, in a span of its own. The caller must enter the result.
+    ) -> RoutedPlacement | None:
+        """Place an attempt, in a span of its own. The caller must enter the result at once.
 
         Args:
             replayed: number of output tokens that the attempt replays.
+
+        Returns:
+            The placement; None if the output can end, because no worker has space for more.
 
         Raises:
             ServiceError: if the request cannot be placed, or `stop` was called.
@@ -89,6 +92,10 @@ class Placer:
                 if self._shutdown is None or not scope.expired():
                     raise
                 raise self._shutdown from None
+            except TooLarge:
+                if not (replayed and request.shortens):
+                    raise
+                return None
             finally:
                 self._placing.discard(scope)
 
@@ -117,6 +124,7 @@ class Placer:
                 model=self._model,
                 prompt_tokens=len(request.prompt) + replayed,
                 max_tokens=request.max_tokens - replayed,
+                required_tokens=1 if request.shortens else None,
                 choices=request.options.n,
                 tenant=context.tenant.id if context.tenant else None,
                 weight=context.tenant.weight if context.tenant else 1,

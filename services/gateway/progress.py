@@ -4,17 +4,21 @@ import math
 from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from services.common.placement import Placement
 from services.gateway.requests import GenerationRequest
 from services.gateway.text import FINISH_REASONS, FinishReason
 from services.gateway.worker_failure import WorkerFailure
 
-MAX_VOCAB_SIZE = 1 << 24
+_MAX_VOCAB_SIZE = 1 << 24
 
 
 class Progress:
     """Delivered tokens of one request. A new attempt replays them after the prompt.
 
+    Call `begin` before each attempt.
+
     Attributes:
+        max_tokens: maximum output tokens of each choice in the current attempt.
         stop_token_ids: end-of-sequence tokens; none if the request ignores them.
         delivered: token ids of each choice, in order.
         unfinished: indices of the choices that the worker decodes: it has not ended them, and they
@@ -22,10 +26,13 @@ class Progress:
     """
 
     def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
-        self._max_tokens = request.max_tokens
+        self.max_tokens = self._requested = request.max_tokens
         self.stop_token_ids = stop_token_ids
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
+        self._worker_id = ""
+        self._vocab_size = _MAX_VOCAB_SIZE
+        self._delivered_before = 0
 
     @property
     def started(self) -> bool:
@@ -33,25 +40,29 @@ class Progress:
         return any(self.delivered)
 
     @property
-    def count(self) -> int:
-        """Number of delivered tokens of all choices."""
-        return sum(map(len, self.delivered))
+    def advanced(self) -> bool:
+        """Whether the current attempt has delivered tokens."""
+        return self._count > self._delivered_before
 
     @property
     def replayed(self) -> Sequence[int]:
         """Output tokens that the next attempt replays. Requires a request with a single choice."""
         return self.delivered[0]
 
-    def accept(
-        self,
-        deltas: Sequence[decode_pb2.StreamDelta],
-        worker_id: str,
-        vocab_size: int = MAX_VOCAB_SIZE,
-    ) -> None:
-        """Record tokens; call this before they are delivered. On an error, nothing is recorded.
+    @property
+    def _count(self) -> int:
+        """Number of delivered tokens of all choices."""
+        return sum(map(len, self.delivered))
 
-        Args:
-            vocab_size: number of tokens of the worker's model.
+    def begin(self, placement: Placement) -> None:
+        """Begin an attempt on the workers of a placement, within its maximum of output tokens."""
+        self.max_tokens = min(self._requested, len(self.replayed) + placement.max_tokens)
+        self._worker_id = placement.decode.worker_id
+        self._vocab_size = placement.model.vocab_size if placement.model else _MAX_VOCAB_SIZE
+        self._delivered_before = self._count
+
+    def accept(self, deltas: Sequence[decode_pb2.StreamDelta]) -> None:
+        """Record tokens; call this before they are delivered. On an error, nothing is recorded.
 
         Raises:
             WorkerFailure: if a token is not the next one of its choice, is outside the vocabulary
@@ -62,14 +73,14 @@ class Progress:
         for delta in deltas:
             for token in delta.tokens:
                 if token.choice >= len(next_index) or token.index != next_index[token.choice]:
-                    raise _protocol_error(f"token {token.index} is out of order", worker_id)
-                if not _is_valid(token, vocab_size):
-                    raise _protocol_error(f"token {token.index} is malformed", worker_id)
+                    raise _protocol_error(f"token {token.index} is out of order", self._worker_id)
+                if not _is_valid(token, self._vocab_size):
+                    raise _protocol_error(f"token {token.index} is malformed", self._worker_id)
                 next_index[token.choice] += 1
             for end in delta.ended:
                 if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
                     message = f"choice {end.choice} ended with finish reason {end.reason}"
-                    raise _protocol_error(message, worker_id)
+                    raise _protocol_error(message, self._worker_id)
         for delta in deltas:
             for token in delta.tokens:
                 self.delivered[token.choice].append(token.token)
@@ -82,7 +93,7 @@ class Progress:
         delivered = self.delivered[0]
         if delivered and delivered[-1] in self.stop_token_ids:
             return sampling_pb2.FINISH_REASON_STOP
-        if len(delivered) >= self._max_tokens:
+        if len(delivered) >= self.max_tokens:
             return sampling_pb2.FINISH_REASON_LENGTH
         return None
 

@@ -226,6 +226,11 @@ class GenerationRequest:
     options: GenerationOptions
     chat: bool = False
 
+    @property
+    def shortens(self) -> bool:
+        """Whether workers may have space for fewer tokens, because the client set no limit."""
+        return self.options.max_tokens is None
+
 
 class RequestBuilder:
     """Validates requests against the limits of the settings and of the model."""

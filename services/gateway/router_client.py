@@ -125,7 +125,7 @@ class RouterClient:
 
     async def readiness(self, model: str) -> ModelReadiness:
         """Return whether a router can place requests for a model, or the reason why none can."""
-        reason, failure = None, "no router answers"
+        refusal, failure = None, "no router answers"
         for router in tuple(self._routers):
             try:
                 response, body = await self._request(
@@ -146,8 +146,8 @@ class RouterClient:
             if found.ready:
                 self._prefer(router)
                 return found
-            reason = reason or found.reason
-        return ModelReadiness(model=model, ready=False, reason=reason or failure)
+            refusal = refusal or found
+        return refusal or ModelReadiness(model=model, ready=False, reason=failure)
 
     async def workers(self) -> WorkerList | None:
         """Return the workers as the preferred router sees them, or None if no router answers."""

@@ -18,6 +18,7 @@ def start_stream_message(
     placement: Placement,
     *,
     attempt: int,
+    max_tokens: int,
     replayed: Sequence[int],
     stop_token_ids: Sequence[int],
     deadline_s: float,
@@ -26,6 +27,7 @@ def start_stream_message(
     """Return the message that starts one attempt; the session sets its stream number.
 
     Args:
+        max_tokens: maximum output tokens of each choice, those of earlier attempts included.
         replayed: output tokens that earlier attempts delivered to the client.
         stop_token_ids: end-of-sequence tokens.
         deadline_s: seconds from the receipt of the message.
@@ -46,7 +48,7 @@ def start_stream_message(
             tokens=pack_tokens((*request.prompt, *replayed)),
             prompt_tokens=len(request.prompt),
             sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             choices=options.n,
         ),

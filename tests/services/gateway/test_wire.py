@@ -32,6 +32,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         request,
         Placement(placement_id="x", prefill=prefill, decode=decode, max_tokens=7),
         attempt=2,
+        max_tokens=9,
         replayed=[4, 5],
         stop_token_ids=[0],
         deadline_s=0.5,
@@ -52,6 +53,6 @@ def test_start_message_has_all_fields_of_the_request() -> None:
     )
     colocated = Placement(placement_id="x", prefill=None, decode=decode, max_tokens=9)
     message = start_stream_message(
-        request, colocated, attempt=0, replayed=(), stop_token_ids=(), deadline_s=1.0
+        request, colocated, attempt=0, max_tokens=9, replayed=(), stop_token_ids=(), deadline_s=1.0
     )
     assert not message.HasField("prefill")
