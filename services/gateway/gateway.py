@@ -16,7 +16,6 @@ from services.common.errors import (
     ModelNotFound,
     Overloaded,
     ServiceError,
-    SettingsError,
     Unavailable,
 )
 from services.common.listings import ModelReadiness, WorkerList
@@ -24,6 +23,7 @@ from services.common.model_source import model_name, resolve_model
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant
+from services.gateway.limits import ModelLimits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
 from services.gateway.prompts import PromptEncoder
@@ -53,7 +53,6 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     identity: TokenizerIdentity
-    context_length: int
     created: int
 
     @classmethod
@@ -68,12 +67,9 @@ class ServedModel:
         if tokenizer.chat_template is not None and tokenizer.chat_template.problem:
             log.warning("chats will be refused", reason=tokenizer.chat_template.problem)
         tokenizer.encode_rendered("")  # builds what would otherwise delay the first chat
-        context_length = settings.context_length or tokenizer.context_length
-        if context_length is None:
-            raise SettingsError(f"{path} does not state its context length: set --context-length")
         name = settings.served_model_name or model_name(path)
         identity = TokenizerIdentity.of(tokenizer)
-        return cls(name, tokenizer, identity, context_length, int(time.time()))
+        return cls(name, tokenizer, identity, int(time.time()))
 
 
 class Gateway:
@@ -82,6 +78,7 @@ class Gateway:
     Attributes:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
+        limits: limits of requests that depend on the workers.
         recent: timelines of recent requests.
         builder: builder that validates generation requests.
         prompts: encoder of prompts and conversations.
@@ -96,6 +93,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.model = model
+        self.limits = ModelLimits(settings)
         self.metrics = GatewayMetrics()
         self.recent = RecentRequests(self.metrics)
         self.draining = False
@@ -120,12 +118,8 @@ class Gateway:
             ping_timeout_s=settings.ping_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )
-        self.prompts = PromptEncoder(model.tokenizer, model.context_length, settings.max_concurrent)
-        self.builder = RequestBuilder(
-            settings,
-            context_length=model.context_length,
-            vocab_size=model.tokenizer.vocab_size,
-        )
+        self.prompts = PromptEncoder(model.tokenizer, self.limits, settings.max_concurrent)
+        self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
         self._placer = Placer(
             self._router,
             self.metrics,
@@ -201,6 +195,7 @@ class Gateway:
         async with self._asking:
             if loop.time() >= self._ready_until:
                 found = await self._router.readiness(self.model.name)
+                self.limits.update(found)
                 self._not_ready = found.reason or self._unfit(found)
                 self._ready_until = loop.time() + _READY_CACHE_S
         return self._not_ready

@@ -109,7 +109,7 @@ class LiveState:
         not_ready = await self._gateway.not_ready()
         listed = await self._gateway.workers()
         return {
-            "model": {"name": model.name, "context_length": model.context_length},
+            "model": {"name": model.name, "context_length": self._gateway.limits.context_length},
             "not_ready": not_ready,
             "router": None if listed is None else {"waiting": listed.waiting},
             **self._describe_workers(listed or WorkerList(workers=[])),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.gateway.limits import ModelLimits
 from services.gateway.requests import ContextLengthExceeded, check_message_count
 from services.tokenizer.tokenizer import Tokenizer
 
@@ -27,13 +28,13 @@ class PromptEncoder:
     lock. Tokenization releases the lock and has threads of its own.
 
     Args:
-        context_length: context length of the model, tokens.
+        limits: limits of requests, with the context length.
         max_pending: maximum large prompts in progress; further ones are refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context_length: int, max_pending: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, max_pending: int) -> None:
         self._tokenizer = tokenizer
-        self._context_length = context_length
+        self._limits = limits
         self._max_pending = max_pending
         self._pending = 0
         self._max_token_bytes = max(map(len, tokenizer.pieces))
@@ -91,7 +92,7 @@ class PromptEncoder:
         """
         if not messages:
             raise InvalidRequest("at least one message is required", param="messages")
-        check_message_count(len(messages), self._context_length)
+        check_message_count(len(messages), self._limits.context_length)
         prompt = await self.compute(size, lambda: self._render(messages, as_input))
         encode = partial(self._tokenizer.encode_rendered, prompt)
         return await self._run(self._encoding, len(prompt), encode)
@@ -118,9 +119,10 @@ class PromptEncoder:
 
     def _check_length(self, characters: int, param: str) -> None:
         least = -(-characters // self._max_token_bytes)
-        if least > self._context_length:
+        context = self._limits.context_length
+        if context is not None and least > context:
             raise ContextLengthExceeded(
-                self._context_length,
+                context,
                 f"at least {least} tokens ({characters} characters in the {param})",
                 param=param,
             )

@@ -21,9 +21,10 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
-from services.common.messages import MAX_PRIORITY
+from services.common.messages import MAX_PRIORITY, MAX_TOKENS
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.keys import Tenant
+from services.gateway.limits import ModelLimits
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
@@ -55,9 +56,9 @@ class ContextLengthExceeded(InvalidRequest):
         )
 
 
-def check_message_count(count: int, context_length: int) -> None:
+def check_message_count(count: int, context_length: int | None) -> None:
     """Raise `ContextLengthExceeded` if each message of a chat cannot have one token."""
-    if count > context_length:
+    if context_length is not None and count > context_length:
         raise ContextLengthExceeded(
             context_length, f"at least {count} tokens ({count} messages)", param="messages"
         )
@@ -212,7 +213,8 @@ class GenerationRequest:
 
     Attributes:
         prompt: token ids.
-        max_tokens: maximum output tokens of each choice.
+        max_tokens: maximum output tokens of each choice. If the client sent none, the workers may
+            have space for fewer.
         seed: the client's seed, or a random one; 64 bits.
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
@@ -235,10 +237,15 @@ class GenerationRequest:
 class RequestBuilder:
     """Validates requests against the limits of the settings and of the model."""
 
-    def __init__(self, settings: GatewaySettings, *, context_length: int, vocab_size: int) -> None:
+    def __init__(self, settings: GatewaySettings, limits: ModelLimits, vocab_size: int) -> None:
         self._settings = settings
-        self._context_length = context_length
+        self._limits = limits
         self._vocab_size = vocab_size
+
+    @property
+    def _context_length(self) -> int:
+        """Context length in tokens. While it is unknown, routers check the length of requests."""
+        return self._limits.context_length or MAX_TOKENS
 
     def build(
         self,
@@ -267,7 +274,7 @@ class RequestBuilder:
         self._check_logit_bias(options.logit_bias)
         if options.logprobs is not None:
             name = names.get("logprobs", "logprobs")
-            self._check_at_most(name, options.logprobs, self._settings.max_logprobs)
+            self._check_at_most(name, options.logprobs, self._limits.max_logprobs)
         name = names.get("max_tokens", "max_tokens")
         max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")

@@ -130,8 +130,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         async def answer() -> inference_pb2.ListModelsResponse:
             self._accept(valid_request_id(None), context)
-            model = self._gateway.model
-            listed = inference_pb2.Model(id=model.name, context_length=model.context_length)
+            length = self._gateway.limits.context_length or 0
+            listed = inference_pb2.Model(id=self._gateway.model.name, context_length=length)
             return inference_pb2.ListModelsResponse(models=[listed])
 
         return await self.guard("ListModels", context, answer)
@@ -175,7 +175,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         span: Span,
     ) -> None:
         accepted = self._accept(request_id, context, span)
-        check_message_count(len(message.chat.messages), self._gateway.model.context_length)
+        check_message_count(len(message.chat.messages), self._gateway.limits.context_length)
         limit, size = self._gateway.settings.max_body_bytes, message.ByteSize()
         if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")

@@ -50,7 +50,7 @@ class GatewaySettings(ServiceSettings):
         None,
         ge=1,
         le=1 << 24,
-        description="context length, tokens; default: from the model's files",
+        description="upper limit on the context length, tokens; default: that of the workers",
     )
     api_keys_file: Path | None = Field(
         None,
@@ -105,7 +105,11 @@ class GatewaySettings(ServiceSettings):
     max_prompts: int = Field(32, ge=1, le=1024, description="maximum prompts in one request")
     max_choices: int = Field(8, ge=1, le=128, description="maximum n, the choices for one prompt")
     max_logprobs: int = Field(
-        20, ge=0, le=100, description="maximum alternatives for each token in log probabilities"
+        20,
+        ge=0,
+        le=100,
+        description="maximum alternatives for each token in log probabilities; workers may limit "
+        "it further",
     )
     max_stops: int = Field(4, ge=0, le=64, description="maximum stop strings of one request")
     max_stop_chars: int = Field(
@@ -116,7 +120,8 @@ class GatewaySettings(ServiceSettings):
         16,
         ge=1,
         le=1 << 20,
-        description="default of max_tokens for completions; a chat may fill the context",
+        description="default of max_tokens for completions; a chat may fill the context; either "
+        "gets fewer tokens if fewer fit",
     )
 
     max_concurrent: int = Field(

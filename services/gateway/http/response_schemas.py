@@ -123,7 +123,7 @@ class TokenizeResponse(_Response):
 
     tokens: list[int]
     count: int
-    max_model_len: int
+    max_model_len: int | None
 
 
 class DetokenizeResponse(_Response):
@@ -133,13 +133,18 @@ class DetokenizeResponse(_Response):
 
 
 class ModelResponse(_Response):
-    """The served model. ``max_model_len`` is its context length in tokens."""
+    """The served model.
+
+    ``max_model_len`` is the maximum number of tokens of a prompt and its output: the context length
+    of the model, or what the workers' KV pages hold if that is less. It is null until a router has
+    reported workers.
+    """
 
     id: str
     object: Literal["model"]
     created: Annotated[int, Field(description="seconds since 1970")]
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
 
 
 class ModelListResponse(_Response):

@@ -169,7 +169,7 @@ class _Routes:
                 raw,
                 body,
                 max_depth=settings.max_json_depth,
-                context_length=self._gateway.model.context_length,
+                context_length=self._gateway.limits.context_length,
             )
             parsed = await self._gateway.prompts.compute(len(raw), parse)
         self._gateway.require_model(parsed.model)
@@ -219,7 +219,7 @@ class _Routes:
                 add_special=body.add_special_tokens,
                 parse_special=body.parse_special,
             )
-        limit = self._gateway.model.context_length
+        limit = self._gateway.limits.context_length
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
@@ -276,7 +276,7 @@ class _Routes:
             "object": "model",
             "created": model.created,
             "owned_by": "headrace",
-            "max_model_len": model.context_length,
+            "max_model_len": self._gateway.limits.context_length,
         }
 
     def _info(

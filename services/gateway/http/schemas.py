@@ -249,12 +249,12 @@ _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
 def parse_body(
-    raw: bytes, body: type[_AnyBody], *, max_depth: int, context_length: int
+    raw: bytes, body: type[_AnyBody], *, max_depth: int, context_length: int | None
 ) -> _AnyBody:
     """Parse a request body.
 
     Args:
-        context_length: maximum number of messages and parts of messages.
+        context_length: maximum number of messages and parts of messages; None if it is unknown.
 
     Raises:
         InvalidRequest: if the body is not JSON in UTF-8, is nested too deeply, or has an invalid

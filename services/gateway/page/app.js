@@ -36,7 +36,8 @@ async function refresh() {
 }
 
 function show(state) {
-  setText(byId("model"), `${state.model.name} · ${count(state.model.context_length)} tokens of context`);
+  const { name, context_length: context } = state.model;
+  setText(byId("model"), context === null ? name : `${name} · ${count(context)} tokens of context`);
   setReadiness(state.not_ready ? "failed" : "ready", state.not_ready ? "Not ready" : "Ready");
   setProblem(sentence(state.not_ready ?? ""));
   byId("key-button").hidden = !key.value;

@@ -81,6 +81,7 @@ async def gateway_site(
     async with running(router, *workers):
         client = RouterClient([router.url], token=settings.token, timeout_s=2)
         gateway = Gateway(settings, model, keys or ApiKeys(), client)
+        gateway.limits.update(router.readiness)
         rpc = build_rpc_server(gateway, "127.0.0.1:0")
         listener = listen_for_clients("127.0.0.1", 0, write_timeout_s=settings.write_timeout_s)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
