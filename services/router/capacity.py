@@ -213,7 +213,7 @@ class WorkerSnapshot:
         """Return what of a request would fit in one of the `roles` if the worker were idle.
 
         One choice must have space for all of its output, and all choices for the output that
-        placement counts.
+        placement counts. Each choice also needs a batch slot.
 
         Returns:
             The request with as many output tokens as fit; None if those that it requires do not.
@@ -222,7 +222,7 @@ class WorkerSnapshot:
         if role is not Role.PREFILL:  # KV of the last output token is not stored
             longest = min(longest, self.paging.max_tokens(self.pages_total) + 1)
         most = min(demand.max_tokens, longest - demand.prompt_tokens)
-        if most < demand.least_tokens:
+        if most < demand.least_tokens or demand.choices > self.max_running:
             return None
         fitted = demand.within(most)
         if fitted.pages(role, self.paging).fits(self.pages_total):
@@ -240,8 +240,7 @@ class WorkerSnapshot:
 
         It must also `fit`. A worker that computes prompts takes another one while those that it has
         are few for its rate. Prompts may wait for pages on a prefill worker. It decodes only if it
-        has batch slots for all choices or is idle, so that slots above ``max_running`` remain for
-        prompts.
+        has batch slots for all choices, so that slots above ``max_running`` remain for prompts.
         """
         if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
             return False
@@ -252,10 +251,8 @@ class WorkerSnapshot:
             return False
         if role is Role.PREFILL:
             return True
-        if self.role is Role.PREFILL:
-            free = self.max_running - self.slots
-            if free < min(demand.slots(role), self.max_running):
-                return False
+        if self.role is Role.PREFILL and self.max_running - self.slots < demand.slots(role):
+            return False
         return fitted.pages(role, self.paging).fits(self.pages_free)
 
     @property

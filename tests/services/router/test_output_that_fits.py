@@ -8,6 +8,7 @@ import pytest
 from runtime.core.request import FinishReason
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import Add
+from runtime.errors import InvalidRequest
 from runtime.models.model import Model
 from services.common.placement import Placement, PlaceRequest, Role, StoredPages
 from services.router.app import build_dispatcher
@@ -187,6 +188,19 @@ def test_engine_generates_exactly_what_fits(
     assert set(record.finished.values()) == {FinishReason.LENGTH}
     assert prompt + output < model.context_length
     assert "r" in generate(model, pages, prompt, output + 1, choices).refused
+
+
+def test_worker_with_fewer_batch_slots_than_choices_is_not_used() -> None:
+    """Its engine refuses the request. Others may have more slots."""
+    demand = Demand(20, 8, choices=5)
+    small, large = sized("c0", POOL), replace(sized("c1", POOL), max_running=5)
+    assert chosen(demand, small) == NoPlacement(Reason.TOO_LARGE)
+    pair = chosen(demand, replace(small, queue_tokens=0), replace(large, queue_tokens=500))
+    assert isinstance(pair, Pair)
+    assert pair.decode.worker_id == "c1"
+    engine = engine_of(MODELS["dense"], max_running=4)
+    refused = drive(engine, Add(request_of("r", 20, choices=5))).refused
+    assert isinstance(refused["r"], InvalidRequest)
 
 
 def generate(model: Model, pages: PageCount, prompt: int, output: int, choices: int) -> Record:

@@ -128,8 +128,8 @@ def test_incompatible_prefill_worker_does_not_take_over(policy: PolicyName) -> N
     assert chosen(worker("c0", Role.COLOCATED, 5000), other, policy=policy) == "c0"
 
 
-def test_idle_prefill_worker_takes_more_choices_than_it_has_slots() -> None:
-    demand = Demand(17, 16, choices=6)
+def test_idle_prefill_worker_with_slots_for_all_choices_takes_over() -> None:
+    demand = Demand(17, 16, choices=4)
     assert chosen(prefill("p0"), decode("d0", 5000), demand=demand) == "p0"
     assert chosen(prefill("p0", slots=1), decode("d0", 5000), demand=demand) == "p0+d0"
 
