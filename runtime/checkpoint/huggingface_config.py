@@ -58,12 +58,14 @@ def parse_eos(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tu
 def parse_context_length(hf_config: Mapping[str, Any]) -> int:
     """Return the context length in tokens.
 
-    With YaRN, it is at least ``factor`` times the original context length.
+    With YaRN, it is at least ``factor`` times the original context length, if the config has both.
+    Without the latter, ``max_position_embeddings`` may already be the extended length.
     """
     length = count(hf_config, "max_position_embeddings")
     rope = _rope_values(hf_config)
     if _rope_type(rope) == "yarn" and rope.get("factor") is not None:
-        length = max(length, int(_original_context(hf_config, rope) * number(rope, "factor")))
+        original = _original_context(hf_config, rope) or 0
+        length = max(length, int(original * number(rope, "factor")))
     return length
 
 
@@ -72,7 +74,7 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
     rope = _rope_values(hf_config)
     theta = number(rope, "rope_theta", number(hf_config, "rope_theta", 10_000.0))
     divisors = _divisors(rope)
-    original = _original_context(hf_config, rope)
+    original = _original_context(hf_config, rope) or count(hf_config, "max_position_embeddings")
     match _rope_type(rope):
         case "default":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
@@ -148,11 +150,14 @@ def _rope_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def _original_context(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the context length before scaling. The key beside the rope parameters has priority."""
+def _original_context(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
+    """Return the context length before scaling, or None if the config lacks it.
+
+    The key beside the rope parameters has priority.
+    """
     key = "original_max_position_embeddings"
-    context = count(hf_config, "max_position_embeddings")
-    return count(hf_config, key, count(rope, key, context))
+    stated = (values for values in (hf_config, rope) if values.get(key) is not None)
+    return next((count(values, key) for values in stated), None)
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

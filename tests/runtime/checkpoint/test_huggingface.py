@@ -78,6 +78,10 @@ def test_eos_tokens_of_both_config_files_are_merged(tmp_path: Path) -> None:
         ({}, 96),
         ({"max_position_embeddings": 24}, 96),
         ({"max_position_embeddings": 24, "original_max_position_embeddings": 12}, 48),
+        ({"max_position_embeddings": 120}, 120),
+        ({"original_max_position_embeddings": 30}, 120),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 96),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": None}}, 96),
     ],
 )
 def test_context_length_includes_the_extension_of_yarn(
