@@ -60,7 +60,6 @@ def load_gguf(path: Path) -> Tokenizer:
         pieces=sentencepiece_pieces(backend) if sentencepiece else byte_level_pieces(backend),
         strips_space=sentencepiece and fields.get("add_space_prefix", True),
         chat_template=ChatTemplate(template) if template else None,
-        context_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     )
 
 

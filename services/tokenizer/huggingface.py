@@ -38,7 +38,6 @@ def load_directory(path: Path) -> Tokenizer:
         pieces=pieces_for(backend, steps),
         strips_space=any(d["type"] == "Strip" and d.get("start") for d in steps),
         chat_template=ChatTemplate.from_directory(path, config),
-        context_length=model.get("max_position_embeddings"),
     )
 
 

@@ -37,7 +37,6 @@ class Tokenizer:
     Attributes:
         pieces: bytes of each token.
         visible_pieces: like ``pieces``, but with empty bytes for special tokens.
-        context_length: context length of the model in tokens, if its files state it.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Tokenizer:
         pieces: Sequence[bytes],
         strips_space: bool = False,
         chat_template: ChatTemplate | None = None,
-        context_length: int | None = None,
     ) -> None:
         self._backend = backend
         self._strips_space = strips_space
@@ -57,7 +55,6 @@ class Tokenizer:
         self.bos_id = special.bos
         self.special_names = special.names
         self.chat_template = chat_template
-        self.context_length = context_length
         self.special_ids = frozenset(
             id for id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -122,8 +122,8 @@ def test_workers_with_less_than_half_of_the_space_are_not_used(
 def test_small_worker_serves_while_the_larger_one_is_unusable() -> None:
     large, small = sized("c0", 65_536), sized("c1", 2_048)
     demand = Demand(20, CONTEXT - 20, required_tokens=1)
-    for changes in ({"health": WorkerHealth.NOT_READY}, {"health": WorkerHealth.DRAINING}):
-        pair = chosen(demand, replace(large, **changes), small)
+    for health in (WorkerHealth.NOT_READY, WorkerHealth.DRAINING):
+        pair = chosen(demand, replace(large, health=health), small)
         assert isinstance(pair, Pair)
         assert pair.decode.worker_id == "c1"
     excluded = chosen(replace(demand, exclude=frozenset({"c0"})), large, small)

@@ -1,0 +1,80 @@
+"""Limits from the worker that loads the model to the gateway: each is computed once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint.assemble import named_tensors
+from runtime.core.request import MAX_LOGPROBS, FinishReason
+from runtime.engine import Add
+from services.common.placement import Placement, Registration, Role
+from services.gateway.gateway import ServedModel
+from services.gateway.limits import ModelLimits
+from services.gateway.settings import GatewaySettings
+from services.router.app import build_dispatcher
+from services.router.readiness import readiness
+from services.router.settings import RouterSettings
+from services.worker.loading import PAGE_SIZE, Loaded, load_worker
+from services.worker.settings import WorkerSettings
+from tests.runtime.convert.samples import save_folder
+from tests.runtime.tiny import drive, request_of, tiny_checkpoint
+from tests.services.router.samples import beat, place_request
+from tests.services.tiny_model import save_tokenizer
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+
+
+def registration(loaded: Loaded) -> Registration:
+    return Registration(
+        worker_id="c0",
+        epoch="e1",
+        role=Role.COLOCATED,
+        address="127.0.0.1:5000",
+        model=loaded.identity.model,
+        compatibility=loaded.identity.compatibility,
+        page_size=PAGE_SIZE,
+        pages_total=loaded.engine.pages_total,
+        max_running=loaded.sizes.max_running,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_tokens", "expected"),
+    [
+        ({}, 1024, 400),
+        ({}, 160, 160),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, 1024, 64),
+        ({"rope_parameters": YARN}, 1024, 800),
+        ({"rope_parameters": YARN}, 640, 640),
+    ],
+)
+def test_gateway_limits_are_those_of_the_worker(
+    tmp_path: Path, config: dict[str, Any], kv_tokens: int, expected: int
+) -> None:
+    """A request without ``max_tokens`` fills what the gateway advertises, and one token more."""
+    checkpoint, folder = tiny_checkpoint(), tmp_path / "tiny"
+    save_folder(checkpoint, named_tensors(checkpoint), folder)
+    save_tokenizer(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    values = {"model": str(folder), "device": "cpu", "codec": "raw", "kv_tokens": kv_tokens}
+    loaded = load_worker(WorkerSettings.model_validate(values), decodes=True)
+    router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
+    router.register(registration(loaded), 0.0)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+
+    settings = GatewaySettings.model_validate({"model": str(folder), "max_logprobs": 100})
+    limits = ModelLimits(settings)
+    (found,) = readiness(router.fleet.snapshots(0.1), {"c0": loaded.identity.model})
+    limits.update(found)
+    assert (limits.context_length, limits.max_logprobs) == (expected, MAX_LOGPROBS)
+    assert ServedModel.load(settings).identity.mismatch(loaded.identity.model) is None
+
+    answer = router.submit(place_request(40, expected, required_tokens=1), 0.1).answer
+    assert isinstance(answer, Placement)
+    assert answer.max_tokens - (expected - 40) in (0, 1)
+    record = drive(loaded.engine, Add(request_of("r", 40, answer.max_tokens)))
+    assert len(record.output("r")) == answer.max_tokens
+    assert record.finished == {("r", 0): FinishReason.LENGTH}
