@@ -1,7 +1,7 @@
 """Resources that a request needs, and those that a worker has."""
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -109,16 +109,15 @@ class Demand:
         """Output tokens of each choice that must fit."""
         return self.max_tokens if self.required_tokens is None else self.required_tokens
 
-    def within(self, max_tokens: int) -> "Demand":
-        """Return the demand with at most this number of output tokens."""
-        if max_tokens >= self.max_tokens:
-            return self
-        return replace(self, max_tokens=max_tokens)
+    def choice_tokens(self, max_tokens: int | None = None) -> int:
+        """Return the KV tokens of one choice on a decode worker.
 
-    @property
-    def choice_tokens(self) -> int:
-        """KV tokens of one choice on a decode worker. KV of the last output token is not stored."""
-        return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
+        KV of the last output token is not stored.
+
+        Args:
+            max_tokens: maximum output tokens of each choice; default: those of the request.
+        """
+        return self.prompt_tokens + min((max_tokens or self.max_tokens) - 1, self.output_reserve)
 
     @property
     def cost(self) -> int:
@@ -127,30 +126,34 @@ class Demand:
 
     def tokens(self, role: Role) -> int:
         """Return the tokens that the request adds to the queue of a worker with this role."""
-        return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
+        return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens()
 
     def slots(self, role: Role) -> int:
         """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
-    def pages(self, role: Role, paging: Paging) -> PageCount:
+    def pages(self, role: Role, paging: Paging, max_tokens: int | None = None) -> PageCount:
         """Return the pages that the request occupies on a worker with this role.
 
         A worker that computes the prompt needs exact pages for all of it, and stored pages for what
         it encodes. A decode worker receives a prompt as stored pages and those of its window.
         Choices share the stored pages of the prompt, and its full exact pages.
+
+        Args:
+            max_tokens: maximum output tokens of each choice; default: those of the request.
         """
+        length = self.choice_tokens(max_tokens)
         prompt, stored = paging.pages(self.prompt_tokens), paging.stored_pages(self.prompt_tokens)
         if role is Role.PREFILL:
             return PageCount(prompt, stored)
         full = self.prompt_tokens // paging.page_size
-        own = self.choices * (paging.stored_pages(self.choice_tokens) - stored)
         if paging.stored is None:
-            return PageCount(full + self.choices * (paging.pages(self.choice_tokens) - full))
+            return PageCount(full + self.choices * (paging.pages(length) - full))
+        own = self.choices * (paging.stored_pages(length) - stored)
         sinks = min(full, paging.stored.sink_pages)
-        exact = sinks + self.choices * (paging.decode_pages(self.choice_tokens) - sinks)
+        exact = sinks + self.choices * (paging.decode_pages(length) - sinks)
         if role is Role.COLOCATED:
-            first = paging.pages(min(self.prompt_tokens + 1, self.choice_tokens))  # decode step
+            first = paging.pages(min(self.prompt_tokens + 1, length))  # decode step
             exact = max(exact, full + self.choices * (first - full))
         return PageCount(exact, stored + own)
 
@@ -209,51 +212,50 @@ class WorkerSnapshot:
         """Maximum tokens of a prompt and its output: the model's, or those that the pages hold."""
         return min(self.compatibility.context_length, self.paging.max_tokens(self.pages_total))
 
-    def fit(self, demand: Demand, role: Role) -> Demand | None:
-        """Return what of a request would fit in one of the `roles` if the worker were idle.
+    def max_output(self, demand: Demand, role: Role) -> int:
+        """Return the output tokens that would fit in one of the `roles` if the worker were idle.
 
         One choice must have space for all of its output, and all choices for the output that
         placement counts. Each choice also needs a batch slot.
 
         Returns:
-            The request with as many output tokens as fit; None if those that it requires do not.
+            Output tokens of each choice, at most those of the request; 0 if fewer than it requires.
         """
         longest = self.compatibility.context_length
         if role is not Role.PREFILL:  # KV of the last output token is not stored
             longest = min(longest, self.paging.max_tokens(self.pages_total) + 1)
         most = min(demand.max_tokens, longest - demand.prompt_tokens)
         if most < demand.least_tokens or demand.choices > self.max_running:
-            return None
-        fitted = demand.within(most)
-        if fitted.pages(role, self.paging).fits(self.pages_total):
-            return fitted
+            return 0
 
         def exceeds(output: int) -> bool:
-            pages = demand.within(output).pages(role, self.paging)
-            return not pages.fits(self.pages_total)
+            return not demand.pages(role, self.paging, output).fits(self.pages_total)
 
+        if not exceeds(most):
+            return most
         fitting = bisect_left(range(demand.least_tokens, most), True, key=exceeds)
-        return demand.within(demand.least_tokens + fitting - 1) if fitting else None
+        return demand.least_tokens + fitting - 1 if fitting else 0
 
     def has_capacity(self, demand: Demand, role: Role) -> bool:
         """Return whether the request fits now, in one of the `roles`.
 
-        It must also `fit`. A worker that computes prompts takes another one while those that it has
-        are few for its rate. Prompts may wait for pages on a prefill worker. It decodes only if it
-        has batch slots for all choices, so that slots above ``max_running`` remain for prompts.
+        It must also fit when the worker is idle. A worker that computes prompts takes another one
+        while those that it has are few for its rate. Prompts may wait for pages on a prefill
+        worker. It decodes only if it has batch slots for all choices, so that slots above
+        ``max_running`` remain for prompts.
         """
         if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
             return False
         if role is not Role.DECODE and self._has_prompt_backlog:
             return False
-        fitted = self.fit(demand, role)
-        if fitted is None:
+        output = self.max_output(demand, role)
+        if not output:
             return False
         if role is Role.PREFILL:
             return True
         if self.role is Role.PREFILL and self.max_running - self.slots < demand.slots(role):
             return False
-        return fitted.pages(role, self.paging).fits(self.pages_free)
+        return demand.pages(role, self.paging, output).fits(self.pages_free)
 
     @property
     def _has_prompt_backlog(self) -> bool:

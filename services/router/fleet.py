@@ -9,7 +9,7 @@ There is no clock: methods take ``now``, in seconds of a monotonic clock.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TypeVar
 
@@ -122,7 +122,7 @@ class Fleet:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
         self._placements += 1
         decode, role = pair.roles[-1]
-        demand = decode.fit(demand, role) or demand
+        demand = replace(demand, max_tokens=decode.max_output(demand, role))
         placement = Placement(
             placement_id=placement_id,
             prefill=_address(pair.prefill) if pair.prefill else None,

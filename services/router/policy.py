@@ -139,17 +139,21 @@ def _for_larger_workers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> De
     """Return the demand with half of the output tokens required that fit where most fit."""
     if demand.least_tokens >= demand.max_tokens:
         return demand
-    groups = _compatible_groups(_usable(demand, workers))
-    fits = (w.fit(demand, role) for group in groups for w, role in group.decoding)
-    most = max((fit.max_tokens for fit in fits if fit), default=0)
-    return replace(demand, required_tokens=max(demand.least_tokens, most // 2))
+    offers = list(_usable(demand, workers))
+    outputs = [w.max_output(demand, role) for w, role in offers if role is not Role.PREFILL]
+    fitting = list(filter(None, outputs))
+    if not fitting or 2 * min(fitting) >= max(fitting):  # the common case, without groups
+        return demand
+    groups = _compatible_groups(_sufficient(demand, offers))
+    fitting = [w.max_output(demand, role) for group in groups for w, role in group.decoding]
+    return replace(demand, required_tokens=max(demand.least_tokens, max(fitting, default=0) // 2))
 
 
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
     serving = list(_offers(demand, workers))
     if _compatible_groups(serving) and not _compatible_groups(_sufficient(demand, serving)):
         return NoPlacement(Reason.TOO_LARGE)
-    groups = _compatible_groups(_usable(demand, workers))
+    groups = _compatible_groups(_sufficient(demand, _usable(demand, workers)))
     if not groups:
         return NoPlacement(Reason.NO_WORKERS)
     candidates = (w.worker_id for group in groups for w in group.decoders)
@@ -170,13 +174,13 @@ def _offers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer
 
 def _sufficient(demand: Demand, offers: Iterable[Offer]) -> Iterator[Offer]:
     """Yield the offers of workers on which the request fits when they are idle."""
-    return ((w, role) for w, role in offers if w.fit(demand, role))
+    return ((w, role) for w, role in offers if w.max_output(demand, role))
 
 
 def _usable(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
-    """Yield the sufficient offers of workers that take requests now or soon."""
+    """Yield the offers of workers that take requests now or soon."""
     usable = (w for w in workers if w.health in USABLE and w.worker_id not in demand.exclude)
-    return _sufficient(demand, _offers(demand, usable))
+    return _offers(demand, usable)
 
 
 @dataclass(frozen=True, slots=True)

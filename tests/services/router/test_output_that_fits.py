@@ -137,9 +137,8 @@ def test_space_of_the_decode_worker_counts() -> None:
     prefill, decode = sized("p0", 2_048, Role.PREFILL), sized("d0", 16_384, Role.DECODE)
     pair = chosen(Demand(2_000, CONTEXT, required_tokens=1), prefill, decode)
     assert isinstance(pair, Pair)
-    assert pair.decode.fit(Demand(2_000, CONTEXT, required_tokens=1), Role.DECODE) == Demand(
-        2_000, 16_384 + 1 - 2_000, required_tokens=1
-    )
+    demand = Demand(2_000, CONTEXT, required_tokens=1)
+    assert pair.decode.max_output(demand, Role.DECODE) == 16_384 + 1 - 2_000
 
 
 def sized(worker_id: str, tokens: int, role: Role = Role.COLOCATED) -> WorkerSnapshot:
@@ -179,9 +178,7 @@ def test_engine_generates_exactly_what_fits(
         pages_total=pages,
     )
     demand = Demand(prompt, CONTEXT, choices, output_reserve=8, required_tokens=1)
-    fit = snapshot.fit(demand, Role.COLOCATED)
-    assert fit is not None
-    output = fit.max_tokens
+    output = snapshot.max_output(demand, Role.COLOCATED)
     record = generate(model, pages, prompt, output, choices)
     assert not record.refused
     assert [len(record.output("r", choice)) for choice in range(choices)] == [output] * choices
