@@ -11,7 +11,7 @@ from services.common.tracing import Kind, Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationRequest
 from services.gateway.retries import Retries, backoff_s
-from services.gateway.router_answers import NoRouter
+from services.gateway.router_answers import ExceedsWorkers, NoRouter
 from services.gateway.router_client import RoutedPlacement, RouterClient
 
 
@@ -92,8 +92,8 @@ class Placer:
                 if self._shutdown is None or not scope.expired():
                     raise
                 raise self._shutdown from None
-            except TooLarge:
-                if not (replayed and request.shortens):
+            except ExceedsWorkers:
+                if request.required_tokens is None or replayed < request.required_tokens:
                     raise
                 return None
             finally:
@@ -113,7 +113,7 @@ class Placer:
         has just started. If a worker has already begun it, it also waits for workers to be ready.
         """
         began = time.monotonic()
-        context = request.context
+        context, required = request.context, request.required_tokens
         until = min(began + self._queue_wait_s, context.deadline)
         tries = 0
         while True:
@@ -124,7 +124,7 @@ class Placer:
                 model=self._model,
                 prompt_tokens=len(request.prompt) + replayed,
                 max_tokens=request.max_tokens - replayed,
-                required_tokens=1 if request.shortens else None,
+                required_tokens=required and max(1, required - replayed),
                 choices=request.options.n,
                 tenant=context.tenant.id if context.tenant else None,
                 weight=context.tenant.weight if context.tenant else 1,

@@ -229,9 +229,9 @@ class GenerationRequest:
     chat: bool = False
 
     @property
-    def shortens(self) -> bool:
-        """Whether workers may have space for fewer tokens, because the client set no limit."""
-        return self.options.max_tokens is None
+    def required_tokens(self) -> int | None:
+        """Output tokens that must fit if the client set no limit; None: ``max_tokens`` must."""
+        return max(1, self.options.min_tokens) if self.options.max_tokens is None else None
 
 
 class RequestBuilder:

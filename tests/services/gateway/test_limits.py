@@ -123,7 +123,7 @@ async def test_request_without_max_tokens_gets_what_fits(site: Site) -> None:
 
 async def test_explicit_max_tokens_must_fit(site: Site) -> None:
     site.router.refusals = [(413, "too_large")]
-    assert (await completion(site)).status_code == 413
+    assert (await completion(site)).json()["error"]["code"] == "context_length_exceeded"
     assert [(call.max_tokens, call.required_tokens) for call in site.router.places] == [(20, None)]
 
 
@@ -150,11 +150,14 @@ async def test_retry_on_a_smaller_worker_counts_delivered_tokens(open_site: Open
     assert starts == [100, 9]
 
 
-@pytest.mark.parametrize("max_tokens", [None, 100])
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({}, True), ({"min_tokens": 2}, True), ({"min_tokens": 3}, False), ({"max_tokens": 9}, False)],
+)
 async def test_output_ends_with_length_if_no_other_worker_has_space(
-    site: Site, max_tokens: int | None
+    site: Site, fields: dict[str, int], ends: bool
 ) -> None:
-    """With ``max_tokens``, the client gets an error."""
+    """If the client asked for more tokens, it gets an error."""
 
     async def lose(stream: FakeStream) -> None:
         await stream.tokens(*site.encode("five words"))
@@ -162,12 +165,18 @@ async def test_output_ends_with_length_if_no_other_worker_has_space(
         await stream.fail(error_pb2.ERROR_CODE_INTERNAL)
 
     site.worker.script = lose
-    answer = await site.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": max_tokens})
+    answer = await site.http.post("/v1/chat/completions", json={**CHAT, **fields})
     await site.router.settled()
     assert outcomes(site) == [("failed", "decode-0")]
-    assert len(site.router.places) == 3
-    if max_tokens:
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    required = fields.get("min_tokens", 1)
+    asked = [call.required_tokens for call in site.router.places]
+    if "max_tokens" not in fields:
+        assert asked == [required, max(1, required - 2), max(1, required - 2)]
+    if not ends:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
     else:
         (choice,) = answer.json()["choices"]
         assert choice["message"]["content"] == "five words"

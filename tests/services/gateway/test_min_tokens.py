@@ -8,6 +8,7 @@ from headrace.v1 import error_pb2, inference_pb2_grpc, sampling_pb2
 from headrace.v1 import inference_pb2 as pb
 from services.common.errors import InvalidRequest
 from services.gateway.gateway import ServedModel
+from services.gateway.limits import ModelLimits
 from services.gateway.requests import GenerationOptions, RequestBuilder, RequestContext
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import StopStringFilter, TextAssembler
@@ -51,8 +52,9 @@ def test_ended_stop_string_in_the_buffer_does_not_count_later() -> None:
 
 
 def test_min_tokens_must_not_exceed_max_tokens() -> None:
-    settings = GatewaySettings.model_validate({"default_max_tokens": 16})
-    builder = RequestBuilder(settings, context_length=100, vocab_size=9)
+    values = {"default_max_tokens": 16, "context_length": 100}
+    settings = GatewaySettings.model_validate(values)
+    builder = RequestBuilder(settings, ModelLimits(settings), 9)
     context = RequestContext("r", None, 0.0, 1.0)
     for min_tokens, max_tokens, chat, fits in (
         (16, None, False, True),
