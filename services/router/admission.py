@@ -75,7 +75,7 @@ class Admission:
             )
         if call.request.admitted or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None
-        tokens = queue.tokens_before(call)
+        tokens = queue.cost_before(call)
         return self.queue_full_error(
             queue,
             call,
@@ -91,6 +91,6 @@ class Admission:
 
     def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
         """Return the predicted wait, at least the wait so far of the tenant's calls ahead of it."""
-        rate, tokens = self._placed.per_s, queue.tokens_before(call)
+        rate, tokens = self._placed.per_s, queue.cost_before(call)
         predicted_s = tokens / rate if rate else 0.0
         return max([predicted_s, *(self._now - other.arrived for other in queue.ahead(call))])

@@ -211,7 +211,7 @@ class Dispatcher:
         return self.fleet.promise(pair, call.demand, call.request.placement_id, now)
 
     def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
-        self.queue.remove(call, placed=isinstance(answer, Placement))
+        self.queue.remove(call, served=isinstance(answer, Placement))
         call.resolve(answer)
 
 

@@ -25,7 +25,7 @@ def call(tenant: str, cost: int = 2, **changes: Any) -> PendingPlacement:
 
 def place_first(queue: PlacementQueue) -> PendingPlacement:
     first = next(iter(queue))
-    assert queue.remove(first, placed=True)
+    assert queue.remove(first, served=True)
     return first
 
 
@@ -82,7 +82,7 @@ def test_no_more_tokens_than_predicted_are_placed_before_a_call(
         queue.add(call(tenant, cost))
     last = call("a", 50)
     queue.add(last)
-    predicted, placed = queue.tokens_before(last), 0
+    predicted, placed = queue.cost_before(last), 0
     while (first := place_first(queue)) is not last:
         placed += first.demand.cost
     assert predicted - MAX_COST <= placed <= predicted
@@ -150,7 +150,7 @@ def test_only_placed_calls_are_charged(placed: bool) -> None:
     first = call("a", 100)
     for each in (first, call("a", 10), call("b", 50)):
         queue.add(each)
-    queue.remove(first, placed=placed)
+    queue.remove(first, served=placed)
     assert order(queue) == (["b", "a"] if placed else ["a", "b"])
 
 
