@@ -10,6 +10,14 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def without_port(host: str) -> str:
+    """Return the host of ``host:port``, ``[::1]:port`` or of an address that has no port."""
+    bare = host.strip()
+    if bare.startswith("["):
+        return bare[1:].partition("]")[0]
+    return bare.partition(":")[0] if bare.count(":") == 1 else bare
+
+
 def is_unspecified(host: str) -> bool:
     """Return whether a listener on ``host`` uses all interfaces: ``0.0.0.0``, ``::`` or empty."""
     try:

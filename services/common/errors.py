@@ -3,9 +3,11 @@
 ServiceError                     base of the errors that end a request
 ├── InvalidRequest               400  INVALID_ARGUMENT
 ├── Unauthenticated              401  UNAUTHENTICATED
+├── Forbidden                    403  PERMISSION_DENIED    the Host header names another server
 ├── ModelNotFound                404  NOT_FOUND
 ├── QueueTimeout                 408  DEADLINE_EXCEEDED    waited too long in the queue
 ├── TooLarge                     413  INVALID_ARGUMENT     body exceeds a limit
+├── UnsupportedMediaType         415  INVALID_ARGUMENT     the body is not application/json
 ├── Overloaded                   429  RESOURCE_EXHAUSTED   with Retry-After
 ├── ClientGone                   499  CANCELLED            logged only
 ├── Unavailable                  503  UNAVAILABLE          no workers, or draining; with Retry-After
@@ -70,6 +72,13 @@ class Unauthenticated(ServiceError):
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
 
 
+class Forbidden(ServiceError):
+    """The ``Host`` header has a name that the server does not accept."""
+
+    status, kind, code = 403, "invalid_request_error", "host_not_allowed"
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+
+
 class ModelNotFound(ServiceError):
     """The requested model is not served."""
 
@@ -88,6 +97,13 @@ class TooLarge(ServiceError):
     """A body exceeds its limit."""
 
     status, kind, code = 413, "invalid_request_error", "request_too_large"
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class UnsupportedMediaType(ServiceError):
+    """The body of an HTTP request is not declared as JSON."""
+
+    status, kind, code = 415, "invalid_request_error", "unsupported_media_type"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -17,6 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from services.common.errors import SettingsError
+from services.common.hosts import HostCheck
 from services.common.probes import PATHS, Probes
 from services.common.settings import ServiceSettings
 from services.common.tls import MutualTls
@@ -37,6 +38,7 @@ def start_metrics_server(
     *,
     token: str | None = None,
     tls: MutualTls | None = None,
+    hosts: HostCheck | None = None,
     probes: Probes | None = None,
 ) -> WSGIServer:
     """Serve ``/metrics`` from a daemon thread.
@@ -48,6 +50,7 @@ def start_metrics_server(
         token: cluster token, as a bearer token or as the password of basic authentication; None
             for a server that requires none.
         tls: certificates for mutual TLS, or None for plain HTTP.
+        hosts: check of ``Host`` for a server that requires no token, or None.
         probes: ``/health`` and ``/ready``, which need no token; None for a server without them.
 
     Raises:
@@ -55,6 +58,7 @@ def start_metrics_server(
     """
     app: App = make_wsgi_app(registry)
     app = _guarded(app, token) if token else app
+    app = _with_host_check(app, hosts) if hosts else app
     return _start(host, port, _with_probes(app, probes) if probes else app, tls, "metrics")
 
 
@@ -110,6 +114,7 @@ class OperationServers:
                 registry,
                 token=settings.token,
                 tls=settings.tls,
+                hosts=settings.host_check(authenticated=bool(settings.token or settings.tls)),
                 probes=probes,
             )
         except SettingsError:
@@ -238,6 +243,19 @@ def _guarded(app: App, token: str) -> App:
         return [b"the cluster token is missing or wrong\n"]
 
     return guard
+
+
+def _with_host_check(app: App, hosts: HostCheck) -> App:
+    """Return an app that answers 403 if ``Host`` is not allowed."""
+
+    def check(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        refusal = hosts.refusal([environ.get("HTTP_HOST", "")])
+        if refusal is None:
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [refusal.encode() + b"\n"]
+
+    return check
 
 
 def may_read_metrics(authorization: str, token: str) -> bool:

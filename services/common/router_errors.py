@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class ErrorCode(StrEnum):
     """Error codes of the router, with their HTTP status."""
 
-    INVALID = "invalid"  # 400
+    INVALID = "invalid"  # 400; 403: not allowed Host; 415: the body is not JSON
     UNAUTHENTICATED = "unauthenticated"  # 401
     UNKNOWN_MODEL = "unknown_model"  # 404
     NOT_FOUND = "not_found"  # 404 or 405: no such path or method

@@ -25,6 +25,7 @@ from pydantic_settings import (
 )
 
 from services.common.errors import SettingsError
+from services.common.hosts import HostCheck
 from services.common.tls import MutualTls, TlsFiles
 
 _URL = r"^(https?://\S+)?$"
@@ -43,6 +44,14 @@ class ServiceSettings(BaseSettings):
     )
 
     host: str = Field("127.0.0.1", description="address to listen on")
+    allowed_hosts: list[str] = Field(
+        [],
+        max_length=64,
+        description="further names in the `Host` header that HTTP ports without authentication "
+        "accept, such as ai.example.com or *.example.com; * accepts all; default: on a loopback "
+        "address, IP addresses and local names, against DNS rebinding, and elsewhere all; repeat "
+        "the flag",
+    )
     log_format: str = Field(
         "auto",
         pattern="^(auto|json|human)$",
@@ -159,6 +168,18 @@ class ServiceSettings(BaseSettings):
             return self.otlp_traces_endpoint or None
         path = "" if self.otlp_protocol == "grpc" else "/v1/traces"
         return self.otlp_endpoint.rstrip("/") + path
+
+    def host_check(self, *, authenticated: bool) -> HostCheck | None:
+        """Return the check of ``Host`` for an HTTP port, or None for a port that accepts all names.
+
+        Args:
+            authenticated: whether calls need a credential, which a web page does not have.
+        """
+        if authenticated or "*" in self.allowed_hosts:
+            return None
+        if not self.allowed_hosts and not is_loopback(self.host):
+            return None
+        return HostCheck((self.host, *self.allowed_hosts))
 
     @cached_property
     def tls(self) -> MutualTls | None:

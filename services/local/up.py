@@ -224,7 +224,7 @@ def _print_usage(options: UpOptions, model: str) -> None:
     lines = (
         f"[green]ready[/]: {model} at {url}/v1, gRPC at {grpc_address}",
         f"  {escape(call)}",
-        f"  live page at {url}/, docs at {url}/docs, metrics at {url}/metrics",
+        f"  live page at {url}/, API description at {url}/openapi.json, metrics at {url}/metrics",
         f"  Ctrl-C or `headrace down --port {options.port}` stops it",
     )
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

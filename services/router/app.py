@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 from quart import Quart, Request, Response, request
 from quart.typing import ResponseTypes
-from werkzeug.exceptions import BadHost, HTTPException
+from werkzeug.exceptions import BadHost, Forbidden, HTTPException, UnsupportedMediaType
 
 from services.common.listings import ModelList, ReadinessList, WorkerList
 from services.common.metrics_server import may_read_metrics
@@ -87,7 +87,7 @@ def create_app(
     _add_workers_api(app, router, clock)
     _add_gateways_api(app, router, metrics, clock)
     _add_probes(app, router, metrics, clock, settings.retry_after_s)
-    _add_auth(app, settings.token)
+    _add_auth(app, settings)
     _add_errors(app, settings.retry_after_s)
 
     @app.after_request
@@ -264,11 +264,15 @@ def _add_probes(
         return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_auth(app: Quart, token: str | None) -> None:
+def _add_auth(app: Quart, settings: RouterSettings) -> None:
+    token = settings.token
     expected = f"Bearer {token}".encode()
+    hosts = settings.host_check(authenticated=bool(token or settings.tls))
 
     @app.before_request
     async def authenticate() -> None:
+        if hosts and (refusal := hosts.refusal(request.headers.getlist("Host"))):
+            raise Forbidden(refusal)
         given = request.headers.get("Authorization", "")
         if token is None:
             return
@@ -306,9 +310,13 @@ async def _body(model: type[M]) -> M:
     """Parse the request body.
 
     Raises:
+        UnsupportedMediaType: if it is not declared as JSON. Browsers send other types for web pages
+            of any origin without asking the server first.
         InvalidBody: if it does not match the model; the message names the first invalid field.
         RequestEntityTooLarge: if it is longer than ``max_body_bytes``.
     """
+    if request.mimetype != "application/json":
+        raise UnsupportedMediaType("the content type must be application/json")
     try:
         return model.model_validate_json(await request.get_data(cache=False))
     except ValidationError as error:

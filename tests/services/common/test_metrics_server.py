@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.common.errors import SettingsError
+from services.common.hosts import HostCheck
 from services.common.metrics_server import start_metrics_server
 
 
@@ -18,6 +19,19 @@ def test_exposes_the_registry_on_a_free_port() -> None:
     try:
         with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as response:
             assert b"headrace_example 3.0" in response.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_foreign_host_is_refused() -> None:
+    hosts = HostCheck()
+    server = start_metrics_server("127.0.0.1", 0, CollectorRegistry(), hosts=hosts)
+    url = f"http://127.0.0.1:{server.server_port}/metrics"
+    try:
+        for host, status in (("evil.example", 403), ("localhost", 200)):
+            response = httpx.get(url, headers={"host": host}, trust_env=False)
+            assert response.status_code == status
     finally:
         server.shutdown()
         server.server_close()

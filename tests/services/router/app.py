@@ -14,7 +14,8 @@ from services.router.dispatcher import Dispatcher
 from tests.services.router.samples import beat, registration
 
 TOKEN = "a-cluster-token"
-HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+JSON = {"Content-Type": "application/json"}
+HEADERS = {"Authorization": f"Bearer {TOKEN}", **JSON}
 
 
 class Router:

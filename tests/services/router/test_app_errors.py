@@ -10,7 +10,7 @@ from services.common.router_errors import ErrorCode
 from services.router.app import create_app
 from services.router.settings import RouterSettings
 from tests.services.router.app import HEADERS, TOKEN, Router, code_of
-from tests.services.router.samples import place_request
+from tests.services.router.samples import place_request, registration
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,32 @@ async def test_metrics_require_the_cluster_token(router: Router, authorization: 
     password = b64encode(f"prometheus:{TOKEN}".encode()).decode()
     for right in (HEADERS, {"Authorization": f"Basic {password}"}):
         assert (await router.client.get("/metrics", headers=right)).status_code == 200
+
+
+@pytest.mark.parametrize("declared", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_body_that_is_not_declared_as_json_is_415(declared: str | None) -> None:
+    app = create_app(RouterSettings.model_validate({"cluster_token": None}))
+    headers = {} if declared is None else {"Content-Type": declared}
+    body = registration("rogue", Role.DECODE).model_dump_json()
+    async with app.test_app():
+        client = app.test_client()
+        for path in ("register", "heartbeat", "place", "release", "deregister"):
+            response = await client.post(f"/v1/{path}", data=body, headers=headers)
+            assert response.status_code == 415
+        listed = await (await client.get("/v1/workers")).get_json()
+    assert listed["workers"] == []
+
+
+async def test_foreign_host_is_403_without_a_token(router: Router) -> None:
+    app = create_app(RouterSettings.model_validate({"cluster_token": None}))
+    host = {"Host": "evil.example:8002"}
+    async with app.test_app():
+        for path in ("/v1/workers", "/metrics", "/absent"):
+            refused = await app.test_client().get(path, headers=host)
+            assert refused.status_code == 403
+            assert "evil.example" in (await refused.get_json())["error"]["message"]
+    with_token = await router.client.get("/v1/workers", headers={**HEADERS, **host})
+    assert with_token.status_code == 200
 
 
 async def test_v1_is_open_without_a_configured_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from services.router.server import MAX_HEAD_BYTES
 from services.router.service import serve
 from services.router.settings import RouterSettings
 from tests.ports import free_port
+from tests.services.router.app import JSON
 from tests.services.router.samples import beat, place_request, registration
 
 CHUNKED = b"POST /v1/place HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -28,7 +29,7 @@ async def serving(**settings: object) -> AsyncIterator[tuple[httpx.AsyncClient, 
     port = free_port()
     task = asyncio.create_task(serve(RouterSettings.model_validate({"port": port, **settings})))
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, headers=JSON) as http:
         await asyncio.sleep(0)
         yield http, port
         os.kill(os.getpid(), signal.SIGTERM)
