@@ -1,4 +1,4 @@
-"""Limits of a public gRPC port, on connections and calls."""
+"""Limits of a public gRPC port, on connections, calls and the memory of arriving messages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,8 +9,14 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from services.common.client_limit import ClientLimit
+from services.common.errors import Overloaded
+from services.common.fair_slots import FairSlots
+
 _CHECK = "/grpc.health.v1.Health/Check"
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_MAX_ARRIVING = 32  # requests that are received at the same time
+_MAX_ARRIVING_OF_CLIENT = 16
 _MAX_OPEN_STREAMS = 64  # concurrent streams of health and reflection, which need no key
 _MIN_PING_INTERVAL_MS = 5_000  # a client that sends pings more often is disconnected
 _OPEN_STREAM_S = 600.0  # after this time such a stream ends; clients open it again
@@ -27,6 +33,8 @@ class ServerLimits:
         max_message_bytes: size above which a message is rejected before it is parsed.
         max_connections: number above which connections are closed at once.
         max_calls: maximum concurrent calls, without those of health and reflection.
+        max_client_calls: maximum of these calls for one client.
+        client_of: function that returns the name of the client of a call.
         idle_s: time after which a connection without calls is closed, seconds.
         request_timeout_s: maximum time until a connection is set up, and until the request of a
             call has arrived, seconds.
@@ -35,6 +43,8 @@ class ServerLimits:
     max_message_bytes: int
     max_connections: int
     max_calls: int
+    max_client_calls: int
+    client_of: Callable[[Context], str]
     idle_s: float
     request_timeout_s: float
 
@@ -46,6 +56,8 @@ class ServerLimits:
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             # One client may use all calls, and watch health or use reflection beside them.
             ("grpc.max_concurrent_streams", self.max_calls + 2 * _MAX_OPEN_STREAMS),
+            # A call gets memory for more than the initial window only once it is being received.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
             ("grpc.server_handshake_timeout_ms", int(self.request_timeout_s * 1000)),
@@ -55,15 +67,25 @@ class ServerLimits:
 class CallLimiter(aio.ServerInterceptor):
     """Bounds concurrent calls, and the time until the request of a call arrives.
 
+    Only `_MAX_ARRIVING` requests are received at the same time, in an order that is fair among
+    clients. This bounds the memory for incomplete messages, whose size is not known yet.
+
     Health and reflection need no key, so their calls must not use up those of the services: their
-    streams have a number and a duration of their own. ``Health/Check`` has no maximum number, since
-    probes must not fail because of other clients; its duration is bounded.
+    streams have a number and a duration of their own, and their requests arrive separately.
+    ``Health/Check`` has no maximum number, since probes must not fail because of other clients; its
+    duration is bounded.
     """
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
-        self._calls = _Counter(limits.max_calls)
-        self._open_streams = _Counter(_MAX_OPEN_STREAMS)
+        self._calls = ClientLimit(limits.max_calls, limits.max_client_calls)
+        self._open_streams = ClientLimit(_MAX_OPEN_STREAMS, _MAX_OPEN_STREAMS)
+        self._arriving, self._arriving_open = (
+            FairSlots(
+                _MAX_ARRIVING, per_tenant=_MAX_ARRIVING_OF_CLIENT, max_waiting=limits.max_calls
+            )
+            for _ in range(2)
+        )
 
     async def intercept_service(
         self,
@@ -81,23 +103,30 @@ class CallLimiter(aio.ServerInterceptor):
         return self._bounded(handler, self._calls, None)
 
     def _bounded(
-        self, handler: Handler, counter: "_Counter | None", duration_s: float | None
+        self, handler: Handler, counter: ClientLimit | None, duration_s: float | None
     ) -> Handler:
         """Return a handler with limits. It is called before the request has arrived."""
 
         async def call(requests: Any, context: Context) -> Any:
-            if counter is not None and not counter.take():
+            client = self._limits.client_of(context)
+            arriving = self._arriving if counter is self._calls else self._arriving_open
+            if counter is not None and not counter.take(client):
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many concurrent calls"
                 )
             try:
-                request = requests if handler.request_streaming else await self._first(requests)
+                if handler.request_streaming:
+                    request = requests
+                else:
+                    request = await self._first(requests, client, arriving)
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
             except DecodeError:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded"
                 )
+            except Overloaded as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
             except _NoRequest as error:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
             except TimeoutError:
@@ -107,7 +136,7 @@ class CallLimiter(aio.ServerInterceptor):
                 )
             finally:
                 if counter is not None:
-                    counter.release()
+                    counter.release(client)
 
         wrap = (
             grpc.stream_stream_rpc_method_handler
@@ -116,9 +145,9 @@ class CallLimiter(aio.ServerInterceptor):
         )
         return wrap(call, handler.request_deserializer, handler.response_serializer)
 
-    async def _first(self, requests: Any) -> Any:
+    async def _first(self, requests: Any, client: str, arriving: FairSlots) -> Any:
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
+            async with asyncio.timeout(self._limits.request_timeout_s), arriving.hold(client):
                 return await anext(requests)
         except (TimeoutError, StopAsyncIteration):
             raise _NoRequest("the request of the call did not arrive") from None
@@ -126,20 +155,6 @@ class CallLimiter(aio.ServerInterceptor):
 
 class _NoRequest(Exception):
     pass
-
-
-class _Counter:
-    def __init__(self, limit: int) -> None:
-        self._free = limit
-
-    def take(self) -> bool:
-        if not self._free:
-            return False
-        self._free -= 1
-        return True
-
-    def release(self) -> None:
-        self._free += 1
 
 
 async def _answer(handler: Handler, request: Any, context: Context) -> Any:

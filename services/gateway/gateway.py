@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.common.clients import Client, ClientAddresses
 from services.common.errors import (
     DeadlineExceeded,
     InternalFault,
@@ -21,6 +22,7 @@ from services.common.errors import (
 from services.common.listings import ModelReadiness, WorkerList
 from services.common.model_source import model_name, resolve_model
 from services.common.tracing import NO_SPAN, Span
+from services.gateway.buffers import Buffers
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.limits import ModelLimits
@@ -82,6 +84,8 @@ class Gateway:
         recent: timelines of recent requests.
         builder: builder that validates generation requests.
         prompts: encoder of prompts and conversations.
+        buffers: memory for request bodies.
+        clients: determines the addresses of clients.
     """
 
     def __init__(
@@ -118,6 +122,8 @@ class Gateway:
             ping_timeout_s=settings.ping_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )
+        self.clients = ClientAddresses(settings.trusted_proxies)
+        self.buffers = Buffers(settings.max_buffered_bytes)
         self.prompts = PromptEncoder(model.tokenizer, self.limits, settings.max_concurrent)
         self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
         self._placer = Placer(
@@ -142,7 +148,7 @@ class Gateway:
         return self._keys.tenant(authorization)
 
     def accept(
-        self, request_id: str, authorization: str | None, span: Span = NO_SPAN
+        self, request_id: str, authorization: str | None, client: Client, span: Span = NO_SPAN
     ) -> RequestContext:
         """Authenticate a request and set its deadline.
 
@@ -154,7 +160,8 @@ class Gateway:
         if self.draining:
             raise _shutting_down()
         now = time.monotonic()
-        return RequestContext(request_id, tenant, now, now + self.settings.deadline_s, span)
+        deadline = now + self.settings.deadline_s
+        return RequestContext(request_id, tenant, now, deadline, span, client.name)
 
     def require_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless ``name`` is empty or the served model."""

@@ -1,20 +1,24 @@
 """Texts and conversations to token ids. Large ones are processed outside of the event loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from services.common.errors import InvalidRequest, Overloaded
+from services.common.errors import InvalidRequest
+from services.common.fair_slots import FairSlots
+from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
 from services.gateway.requests import ContextLengthExceeded, check_message_count
 from services.tokenizer.tokenizer import Tokenizer
 
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
-_SMALL = 4096  # maximum bytes or characters that are processed on the event loop
-_ENCODING_THREADS = 2
+_SMALL = 4096  # maximum size of a request that is processed on the event loop, bytes
+_SLOTS = 3  # large requests that are processed at the same time
+_SLOTS_OF_OWNER = 2  # so that a slot is free for another one
 
 _M = TypeVar("_M")
 _T = TypeVar("_T")
@@ -23,57 +27,68 @@ _T = TypeVar("_T")
 class PromptEncoder:
     """Encodes prompts for the model of a gateway.
 
+    A request holds a slot while its body is parsed, rendered and tokenized, unless it is small.
+    Owners queue for the slots fairly, in bytes. A request that waits holds its body only; what is
+    made of it, which may be many times larger, exists for a few requests at a time.
+
     Parsing and rendering run Python code, which the interpreter's lock serializes. They share one
     thread: a second one would not make them faster, but would compete with the event loop for the
-    lock. Tokenization releases the lock and has threads of its own.
+    lock. Tokenization releases the lock and has a thread for each slot.
+
+    Sizes are those of the whole request in bytes.
 
     Args:
         limits: limits of requests, with the context length.
-        max_pending: maximum large prompts in progress; further ones are refused.
+        max_waiting: maximum large requests that wait; further ones are refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, max_pending: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, max_waiting: int) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._max_pending = max_pending
-        self._pending = 0
         self._max_token_bytes = max(map(len, tokenizer.pieces))
+        self._slots = FairSlots(_SLOTS, per_tenant=_SLOTS_OF_OWNER, max_waiting=max_waiting)
         self._python = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._encoding = ThreadPoolExecutor(_ENCODING_THREADS, thread_name_prefix="tokenizer")
+        self._encoding = ThreadPoolExecutor(_SLOTS, thread_name_prefix="tokenizer")
 
-    async def compute(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return the result of ``work``; call it in a thread if ``size`` is large.
+    @staticmethod
+    def is_large(size: int) -> bool:
+        """Return whether a request of this size is processed outside of the event loop."""
+        return size > _SMALL
 
-        Args:
-            size: size of the input, bytes.
+    @asynccontextmanager
+    async def slot(self, owner: Tenant, size: int) -> AsyncGenerator[None]:
+        """Hold a slot for a request in the ``with`` block, if it is large. Cancellation is safe.
 
         Raises:
-            Overloaded: if there are too many large prompts in progress.
+            Overloaded: if too many large requests wait.
         """
+        if not self.is_large(size):
+            yield
+            return
+        async with self._slots.hold(owner.name, weight=owner.weight, cost=size):
+            yield
+
+    async def compute(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return the result of ``work``; call it in a thread if the request is large."""
         return await self._run(self._python, size, work)
 
-    async def encode_prompt(self, text: str) -> list[int]:
+    async def encode_prompt(self, text: str, size: int) -> list[int]:
         """Return the token ids of a prompt.
 
         Raises:
             ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
-            Overloaded: as in `compute`.
         """
         self._check_length(len(text), "prompt")
-        return await self.encode(text)
+        return await self.encode(text, size)
 
     async def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
+        self, text: str, size: int, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Return the token ids of a text of any length. The arguments are those of `Tokenizer`.
-
-        Raises:
-            Overloaded: as in `compute`.
-        """
+        """Return the token ids of a text of any length. The arguments are those of `Tokenizer`."""
         encode = partial(
             self._tokenizer.encode, text, add_special=add_special, parse_special=parse_special
         )
-        return await self._run(self._encoding, len(text), encode)
+        return await self._run(self._encoding, size, encode)
 
     async def encode_chat(
         self, messages: Sequence[_M], as_input: Callable[[_M], dict[str, Any]], size: int
@@ -82,20 +97,18 @@ class PromptEncoder:
 
         Args:
             as_input: function that returns the ``role`` and the ``content`` of a message.
-            size: size of the request, bytes.
 
         Raises:
             InvalidRequest: if there is no message, a role is unknown, or the chat template of the
                 model rejects the messages.
             ContextLengthExceeded: if the messages cannot fit the context.
-            Overloaded: as in `compute`.
         """
         if not messages:
             raise InvalidRequest("at least one message is required", param="messages")
         check_message_count(len(messages), self._limits.context_length)
         prompt = await self.compute(size, lambda: self._render(messages, as_input))
         encode = partial(self._tokenizer.encode_rendered, prompt)
-        return await self._run(self._encoding, len(prompt), encode)
+        return await self._run(self._encoding, size, encode)
 
     def close(self) -> None:
         """Cancel the work that has not started."""
@@ -128,12 +141,12 @@ class PromptEncoder:
             )
 
     async def _run(self, pool: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:
-        if size <= _SMALL:
+        if not self.is_large(size):
             return work()
-        if self._pending >= self._max_pending:
-            raise Overloaded(f"{self._pending} large prompts are being processed, the limit")
-        self._pending += 1
+        working = pool.submit(work)
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
-        finally:
-            self._pending -= 1
+            return await asyncio.wrap_future(working)
+        except asyncio.CancelledError:
+            if not working.cancel():  # it occupies a thread, and hence its slot, until its end
+                await asyncio.wait([asyncio.wrap_future(working)])
+            raise

@@ -197,7 +197,9 @@ class RequestContext:
     Event loops have the same clock, but that of uvloop has a resolution of 1 ms only.
 
     Attributes:
+        tenant: owner of the API key; None if no key is required.
         span: span of the whole request.
+        client: address of the client, as `services.common.clients.Client` names it.
     """
 
     request_id: str
@@ -205,6 +207,12 @@ class RequestContext:
     arrived: float
     deadline: float
     span: Span = NO_SPAN
+    client: str = ""
+
+    @property
+    def owner(self) -> Tenant:
+        """The party among which resources are shared: the tenant, or the client without keys."""
+        return self.tenant or Tenant(self.client)
 
 
 @dataclass(frozen=True)

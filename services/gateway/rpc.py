@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
+from services.common.clients import FORWARDED_FOR, Client, ClientAddresses, split_grpc_peer
 from services.common.errors import (
     ClientGone,
     InternalFault,
@@ -40,6 +41,7 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Inference"
 
 _DOMAIN = "headrace"
+_MESSAGE_BYTES = 64  # memory for a message of a chat besides its text
 _T = TypeVar("_T")
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
@@ -57,6 +59,8 @@ def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
         max_message_bytes=2 * settings.max_body_bytes,
         max_connections=settings.max_connections,
         max_calls=settings.max_connections,
+        max_client_calls=settings.max_client_connections,
+        client_of=lambda context: _client(gateway.clients, context).name,
         idle_s=settings.keep_alive_s,
         request_timeout_s=settings.body_timeout_s,
     )
@@ -165,7 +169,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             end_request(span, status, failure)
 
     def _accept(self, request_id: str, context: Context, span: Span = NO_SPAN) -> RequestContext:
-        return self._gateway.accept(request_id, _authorization(context.invocation_metadata()), span)
+        metadata = context.invocation_metadata()
+        client = _client(self._gateway.clients, context)
+        return self._gateway.accept(request_id, _authorization(metadata), client, span)
 
     async def _generate(
         self,
@@ -180,8 +186,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
-        with span.child("tokenize"):
-            request = await self._parse(message, size, accepted)
+        with self._gateway.buffers.open(accepted.owner.name) as buffer, span.child("tokenize"):
+            buffer.grow(size + _MESSAGE_BYTES * len(message.chat.messages))
+            async with self._gateway.prompts.slot(accepted.owner, size):
+                request = await self._parse(message, size, accepted)
         usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
         unfinished = request.options.n
         async with (
@@ -210,7 +218,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             messages = message.chat.messages
             prompt = await self._gateway.prompts.encode_chat(messages, _template_input, size)
         elif kind == "text":
-            prompt = await self._gateway.prompts.encode_prompt(message.text)
+            prompt = await self._gateway.prompts.encode_prompt(message.text, size)
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:
@@ -222,6 +230,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 def _authorization(metadata: Any) -> str | None:
     given = dict(metadata or ()).get("authorization")
     return given.decode("latin-1") if isinstance(given, bytes) else given
+
+
+def _client(clients: ClientAddresses, context: Context) -> Client:
+    forwarded = [
+        value if isinstance(value, str) else value.decode("latin-1")
+        for name, value in context.invocation_metadata() or ()
+        if name == FORWARDED_FOR
+    ]
+    return clients.identify(split_grpc_peer(context.peer()), forwarded)
 
 
 def _template_input(message: inference_pb2.ChatMessage) -> dict[str, str]:

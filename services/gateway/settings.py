@@ -1,13 +1,17 @@
 """Settings of the gateway."""
 
 from pathlib import Path
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.common.clients import ClientAddresses
 from services.common.grpc_server import PING_TIMEOUT_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
+
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^/*\s]+)$"
 
 
 class GatewaySettings(ServiceSettings):
@@ -64,12 +68,33 @@ class GatewaySettings(ServiceSettings):
         "chat; if there are API keys, its data needs one",
     )
 
+    allowed_origins: list[Annotated[str, Field(pattern=_ORIGIN)]] = Field(
+        [],
+        max_length=64,
+        description="origins of web pages that may call the HTTP API (CORS), such as "
+        "https://chat.example.com; * allows all pages; default: none but the live page; repeat the "
+        "flag",
+    )
+    trusted_proxies: list[str] = Field(
+        [],
+        max_length=256,
+        description="addresses or networks (CIDR) of proxies whose X-Forwarded-For names the "
+        "client; default: the client is the peer of the connection; repeat the flag",
+    )
+
     max_connections: int = Field(
         4096,
         ge=1,
         le=1 << 20,
         description="maximum connections of each port; further ones are refused (over HTTP with "
         "429); also the maximum concurrent gRPC calls",
+    )
+    max_client_connections: int = Field(
+        2048,
+        ge=1,
+        le=1 << 20,
+        description="maximum HTTP connections and gRPC calls of one client address (IPv6: of one "
+        "/64 network); behind a trusted proxy, its maximum concurrent requests",
     )
     max_header_bytes: int = Field(
         1 << 16,
@@ -95,6 +120,14 @@ class GatewaySettings(ServiceSettings):
     )
     max_body_bytes: int = Field(
         1 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, bytes"
+    )
+    max_buffered_bytes: int = Field(
+        1 << 28,
+        ge=1 << 16,
+        le=1 << 40,
+        description="maximum size of all request bodies in memory, bytes; further requests are "
+        "refused with 429; one tenant, or one client address without API keys, may use as much as "
+        "is free, hence at most half",
     )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="maximum time until a request body has arrived, seconds"
@@ -166,3 +199,15 @@ class GatewaySettings(ServiceSettings):
         le=1 << 20,
         description="maximum tokens buffered for a client that reads slowly",
     )
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, proxies: list[str]) -> list[str]:
+        ClientAddresses(proxies)
+        return proxies
+
+    @model_validator(mode="after")
+    def _check_buffers(self) -> Self:
+        if self.max_buffered_bytes < 4 * self.max_body_bytes:
+            raise ValueError("max_buffered_bytes must be at least four times max_body_bytes")
+        return self

@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from services.common.client_limit import ClientLimit
 from services.common.errors import InvalidRequest, Overloaded, ServiceError
 from services.gateway.gateway import Gateway, valid_request_id
 from services.gateway.http.middleware import RequestTimeout, error_response
@@ -59,16 +60,23 @@ class Connection(HttpToolsProtocol):
     """The connection of one client, from accept to close.
 
     Args:
-        rejected: lingering connections that were refused because of ``max_connections``. All
-            connections share this set.
+        limit: counts the connections, except those that it refused.
+        rejected: lingering connections that ``limit`` refused. All connections share this set.
     """
 
     def __init__(
-        self, *args: Any, gateway: Gateway, rejected: set["Connection"], **kwargs: Any
+        self,
+        *args: Any,
+        gateway: Gateway,
+        limit: ClientLimit,
+        rejected: set["Connection"],
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._gateway = gateway
         self._settings = gateway.settings
+        self._limit = limit
+        self._counted_for: str | None = None  # None for a proxy, which has many clients
         self._rejected = rejected
         self._parse_error: ServiceError | None = None  # error that a parser callback raised
         self._framing_bytes = 0  # bytes since the last body data or request end
@@ -83,13 +91,19 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer(self._settings.header_timeout_s)
-        if len(self.connections) - len(self._rejected) > self._settings.max_connections:
+        peer = self.client and self.client[0]
+        if not self._gateway.clients.is_proxy(peer):
+            self._counted_for = self._gateway.clients.identify(peer).name
+        if not self._limit.take(self._counted_for):
             self._rejected.add(self)
             self._refuse(Overloaded("too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._rejected.discard(self)
+        if self in self._rejected:
+            self._rejected.remove(self)
+        else:
+            self._limit.release(self._counted_for)
         self._drop_requests()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn keeps this timer after a reset

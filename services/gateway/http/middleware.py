@@ -1,4 +1,4 @@
-"""HTTP middleware: request ids, error responses, metrics, logs, bounded bodies, disconnects."""
+"""HTTP middleware: request ids, error responses, metrics, logs, disconnects."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import ClientGone, InternalFault, ServiceError, TooLarge
+from services.common.errors import ClientGone, InternalFault, ServiceError
 from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
 from services.gateway.http.other_paths import path_error
@@ -128,34 +128,6 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
-
-
-async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
-    """Read the request body, up to ``limit`` bytes within ``timeout_s`` seconds.
-
-    Raises:
-        TooLarge: if the body is longer.
-        RequestTimeout: if the body does not arrive in time.
-        ClientGone: if the client disconnects.
-    """
-    too_large = TooLarge(f"the body is larger than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client disconnected before its request was complete")
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise RequestTimeout(f"the body did not arrive within {timeout_s} s") from None
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

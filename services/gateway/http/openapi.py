@@ -22,9 +22,11 @@ _BEARER = "ApiKey"
 _DESCRIPTIONS = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The `Host` header has a name that this server does not accept.",
     404: "The model is not served.",
     408: "The request did not arrive in time, or waited too long in the queue.",
     413: "The body is too large.",
+    415: "The content type of the body is not `application/json`.",
     429: "There are too many connections or requests; retry after `Retry-After` seconds.",
     431: "The request headers are too large.",
     500: "The service failed.",
@@ -32,9 +34,9 @@ _DESCRIPTIONS = {
     504: "The deadline of the request passed.",
 }
 # Statuses with which the connection may answer any request before a route is called.
-CONNECTION_ERRORS = (400, 408, 429, 431, 500)
+CONNECTION_ERRORS = (400, 403, 408, 429, 431, 500)
 READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # for routes that need a key and refuse during drain
-BODY_ERRORS = (*READ_ERRORS, 404, 413)
+BODY_ERRORS = (*READ_ERRORS, 404, 413, 415)
 GENERATION_ERRORS = (*BODY_ERRORS, 504)
 
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer", "minimum": 1}

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +25,11 @@ _EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Return a response with a JSON body."""
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
 class GenerationResponse(Response):

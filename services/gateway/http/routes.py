@@ -1,4 +1,4 @@
-"""Routes of the HTTP interface: OpenAI's API, probes, metrics and version."""
+"""Routes of the HTTP interface: OpenAI's API."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -6,36 +6,35 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
-from services.common.probes import RETRY_AFTER_S, health_answer, ready_answer
 from services.gateway.gateway import Gateway
 from services.gateway.http import response_schemas as schemas
+from services.gateway.http.access import AccessMiddleware, allow_origins
+from services.gateway.http.body import read_body, require_json
 from services.gateway.http.formatting import ResponseInfo
 from services.gateway.http.middleware import (
     RequestMiddleware,
+    cancel_on_disconnect,
     handle_error,
     handle_http_exception,
-    read_body,
 )
 from services.gateway.http.openapi import (
     BODY_ERRORS,
-    CONNECTION_ERRORS,
     GENERATION_ERRORS,
     READ_ERRORS,
     build_document,
     document_body,
     document_responses,
 )
+from services.gateway.http.operation import Operation
 from services.gateway.http.page import Page
-from services.gateway.http.responses import GenerationResponse
+from services.gateway.http.responses import GenerationResponse, json_response
 from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
@@ -53,7 +52,7 @@ Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a 
 does not support is a 405 with `Allow`. Probes also support HEAD."""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-_METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
+_Result = TypeVar("_Result")
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -63,11 +62,14 @@ def build_app(gateway: Gateway) -> ASGIApp:
         version=version("headrace"),
         description=_DESCRIPTION,
         redirect_slashes=False,  # a redirect would contain the client's Host header
+        docs_url=None,  # FastAPI's pages load scripts from another host
+        redoc_url=None,
     )
     app.add_exception_handler(ServiceError, handle_error)
     app.add_exception_handler(Exception, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     _Routes(gateway).attach(app)
+    Operation(gateway).attach(app)
     if gateway.settings.page:
         Page(gateway).attach(app)
 
@@ -81,7 +83,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
     def count(route: str, status: int) -> None:
         gateway.metrics.requests.labels(route, str(status)).inc()
 
-    return RequestMiddleware(app, count)
+    guarded: ASGIApp = AccessMiddleware(app, gateway)
+    if origins := gateway.settings.allowed_origins:
+        guarded = allow_origins(guarded, origins)
+    return RequestMiddleware(guarded, count)
 
 
 class _Routes:
@@ -89,10 +94,6 @@ class _Routes:
         self._gateway = gateway
 
     def attach(self, app: FastAPI) -> None:
-        self._attach_inference(app)
-        self._attach_probes(app)
-
-    def _attach_inference(self, app: FastAPI) -> None:
         def post(
             path: str,
             endpoint: Callable[..., Awaitable[Response]],
@@ -128,60 +129,63 @@ class _Routes:
         get("/v1/models", self.models, schemas.ModelListResponse)
         get("/v1/models/{name:path}", self.model, schemas.ModelResponse, 404)
 
-    def _attach_probes(self, app: FastAPI) -> None:
-        responses = {
-            self.health: document_responses(schemas.HealthResponse, CONNECTION_ERRORS),
-            self.ready: {
-                **document_responses(schemas.ReadyResponse, CONNECTION_ERRORS),
-                503: {"model": schemas.NotReadyResponse, "description": "Not ready."},
-            },
-            self.version: document_responses(schemas.VersionResponse, CONNECTION_ERRORS),
-            self.metrics: {
-                **document_responses(schemas.HealthResponse, CONNECTION_ERRORS),
-                200: {"description": "Metrics.", "content": _METRICS_CONTENT},
-            },
-        }
-        if self._gateway.settings.metrics_port is not None:
-            del responses[self.metrics]
-        for probe, documented in responses.items():
-            path = f"/{probe.__name__}"
-            response_class = PlainTextResponse if probe == self.metrics else JSONResponse
-            app.get(path, responses=documented, response_class=response_class, tags=["operation"])(
-                probe
-            )
-            app.head(path, include_in_schema=False)(probe)
-
     def _accept(self, request: Request) -> RequestContext:
         state = request.state
         return self._gateway.accept(
-            state.request_id, request.headers.get("authorization"), state.span
+            state.request_id, request.headers.get("authorization"), state.client, state.span
         )
 
-    async def _read(self, request: Request, body: type[_Body]) -> tuple[_Body, int]:
-        """Return the parsed body and its size in bytes."""
-        settings = self._gateway.settings
-        with request.state.span.child("receive"):
-            raw = await read_body(
-                request, limit=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-            )
+    async def _read(
+        self,
+        request: Request,
+        context: RequestContext,
+        body: type[_Body],
+        use: Callable[[_Body, int], Awaitable[_Result]],
+    ) -> _Result:
+        """Read and parse a body, and return what ``use`` makes of it and of its size in bytes.
+
+        The request holds memory, and a slot for large requests, until ``use`` returns.
+        """
+        gateway, settings = self._gateway, self._gateway.settings
+
+        async def parse_and_use(raw: bytes) -> _Result:
             parse = partial(
                 parse_body,
                 raw,
                 body,
                 max_depth=settings.max_json_depth,
-                context_length=self._gateway.limits.context_length,
+                context_length=gateway.limits.context_length,
             )
-            parsed = await self._gateway.prompts.compute(len(raw), parse)
-        self._gateway.require_model(parsed.model)
-        return parsed, len(raw)
+            with context.span.child("tokenize"):
+                async with gateway.prompts.slot(context.owner, len(raw)):
+                    parsed = await gateway.prompts.compute(len(raw), parse)
+                    gateway.require_model(parsed.model)
+                    return await use(parsed, len(raw))
+
+        require_json(request)
+        with gateway.buffers.open(context.owner.name) as buffer:
+            with context.span.child("receive"):
+                raw = await read_body(
+                    request,
+                    buffer,
+                    limit=settings.max_body_bytes,
+                    timeout_s=settings.body_timeout_s,
+                )
+            work = parse_and_use(raw)
+            if not gateway.prompts.is_large(len(raw)):  # it does not wait
+                return await work
+            return await cancel_on_disconnect(request.receive, work)
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
         context = self._accept(request)
-        body, _ = await self._read(request, CompletionBody)
-        options = body.options()
-        with context.span.child("tokenize"):
-            prompts = await self._prompts(body.prompt)
+
+        async def encode(
+            body: CompletionBody, size: int
+        ) -> tuple[CompletionBody, GenerationOptions, list[Sequence[int]]]:
+            return body, body.options(), await self._prompts(body.prompt, size)
+
+        body, options, prompts = await self._read(request, context, CompletionBody, encode)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -191,12 +195,13 @@ class _Routes:
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         context = self._accept(request)
-        body, size = await self._read(request, ChatBody)
-        options = body.options()
-        with context.span.child("tokenize"):
-            prompt = await self._gateway.prompts.encode_chat(
-                body.messages, Message.as_template_input, size
-            )
+
+        async def encode(
+            body: ChatBody, size: int
+        ) -> tuple[ChatBody, GenerationOptions, list[int]]:
+            return body, body.options(), await self._chat(body.messages, size)
+
+        body, options, prompt = await self._read(request, context, ChatBody, encode)
         generation = self._gateway.builder.build(
             context, prompt, options, chat=True, names=body.names
         )
@@ -205,38 +210,43 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
-        self._accept(request)
-        body, size = await self._read(request, TokenizeBody)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
-        if body.messages is not None:
-            tokens = await self._gateway.prompts.encode_chat(
-                body.messages, Message.as_template_input, size
-            )
-        else:
-            tokens = await self._gateway.prompts.encode(
+
+        async def encode(body: TokenizeBody, size: int) -> list[int]:
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
+            if body.messages is not None:
+                return await self._chat(body.messages, size)
+            return await self._gateway.prompts.encode(
                 body.prompt or "",
+                size,
                 add_special=body.add_special_tokens,
                 parse_special=body.parse_special,
             )
+
+        tokens = await self._read(request, self._accept(request), TokenizeBody, encode)
         limit = self._gateway.limits.context_length
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
-        self._accept(request)
-        body, size = await self._read(request, DetokenizeBody)
         tokenizer = self._gateway.model.tokenizer
-        largest = max(body.tokens, default=0)
-        if largest >= tokenizer.vocab_size:
-            raise InvalidRequest(f"token id {largest} is outside the vocabulary", param="tokens")
-        decode = partial(tokenizer.decode, body.tokens, skip_special=False)
-        return _json({"prompt": await self._gateway.prompts.compute(size, decode)})
+
+        async def decode(body: DetokenizeBody, size: int) -> str:
+            largest = max(body.tokens, default=0)
+            if largest >= tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"token id {largest} is outside the vocabulary", param="tokens"
+                )
+            work = partial(tokenizer.decode, body.tokens, skip_special=False)
+            return await self._gateway.prompts.compute(size, work)
+
+        text = await self._read(request, self._accept(request), DetokenizeBody, decode)
+        return json_response({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         """Return a list with the served model."""
         self._accept(request)
-        return _json({"object": "list", "data": [self._describe()]})
+        return json_response({"object": "list", "data": [self._describe()]})
 
     async def model(self, request: Request, name: str) -> Response:
         """Return the served model by name."""
@@ -244,30 +254,7 @@ class _Routes:
         if not name:
             raise HTTPException(404)
         self._gateway.require_model(name)
-        return _json(self._describe())
-
-    async def health(self) -> Response:
-        """Return 200 while the process runs."""
-        status, body = health_answer(None)
-        return _json(body, status)
-
-    async def ready(self) -> Response:
-        """Return 200 if requests can be served now, else 503 with the reason."""
-        status, body = ready_answer(await self._gateway.not_ready())
-        response = _json(body, status)
-        if status != 200:
-            response.headers["retry-after"] = str(RETRY_AFTER_S)
-        return response
-
-    async def version(self) -> Response:
-        """Return the version of the gateway."""
-        return _json({"version": version("headrace")})
-
-    async def metrics(self) -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(
-            generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST
-        )
+        return json_response(self._describe())
 
     def _describe(self) -> dict[str, Any]:
         model = self._gateway.model
@@ -295,12 +282,16 @@ class _Routes:
             continuous_usage=stream.continuous_usage_stats,
         )
 
+    async def _chat(self, messages: Sequence[Message], size: int) -> list[int]:
+        """Return the token ids of a conversation in a body of this size."""
+        return await self._gateway.prompts.encode_chat(messages, Message.as_template_input, size)
+
     async def _prompts(
-        self, prompt: str | list[str] | list[int] | list[list[int]]
+        self, prompt: str | list[str] | list[int] | list[list[int]], size: int
     ) -> list[Sequence[int]]:
-        """Return the token ids of each prompt."""
+        """Return the token ids of each prompt in a body of this size."""
         if isinstance(prompt, str):
-            return [await self._gateway.prompts.encode_prompt(prompt)]
+            return [await self._gateway.prompts.encode_prompt(prompt, size)]
         if prompt and isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         limit = self._gateway.settings.max_prompts
@@ -309,11 +300,7 @@ class _Routes:
         prompts: list[Sequence[int]] = []
         for one in prompt:
             if isinstance(one, str):
-                prompts.append(await self._gateway.prompts.encode_prompt(one))
+                prompts.append(await self._gateway.prompts.encode_prompt(one, size))
             elif isinstance(one, list):
                 prompts.append(one)
         return prompts
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.common.client_limit import ClientLimit
 from services.common.errors import SettingsError
 from services.common.http_server import listen
 from services.gateway.gateway import Gateway
@@ -53,7 +54,9 @@ def http_config(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
         SettingsError: if the installed version of uvicorn lacks a hook.
     """
     check_hooks(HttpToolsProtocol)
-    connection = partial(Connection, gateway=gateway, rejected=set())
+    settings = gateway.settings
+    limit = ClientLimit(settings.max_connections, settings.max_client_connections)
+    connection = partial(Connection, gateway=gateway, limit=limit, rejected=set())
     return uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", connection),
@@ -63,7 +66,7 @@ def http_config(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=gateway.settings.keep_alive_s,
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
     )
 

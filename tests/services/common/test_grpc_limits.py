@@ -14,6 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from services.common import grpc_limits
+from services.common.clients import split_grpc_peer
 from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
 
@@ -21,10 +22,13 @@ LIMITS = ServerLimits(
     max_message_bytes=1 << 20,
     max_connections=100,
     max_calls=1,
+    max_client_calls=100,
+    client_of=lambda context: split_grpc_peer(context.peer()) or "",
     idle_s=60.0,
     request_timeout_s=30.0,
 )
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and SETTINGS
+SLOW = (("client", "slow"),)
 CHECK = health_pb2.HealthCheckRequest()
 
 
@@ -132,6 +136,32 @@ async def test_call_without_a_request_ends(method: str) -> None:
         async with asyncio.timeout(30):
             assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await echo(other) == b"x"
+
+
+async def test_requests_that_do_not_arrive_delay_only_their_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING", 2)
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING_OF_CLIENT", 1)
+
+    def client_of(context: Any) -> str:
+        return str(dict(context.invocation_metadata() or ()).get("client", ""))
+
+    async with serving(max_calls=100, client_of=client_of) as (_, channel):
+        slow: list[Any] = [channel.stream_unary("/test.Echo/Echo")(metadata=SLOW) for _ in range(3)]
+        for call in slow:
+            await call.wait_for_connection()
+        async with asyncio.timeout(30):
+            assert await echo(channel) == b"x"
+            assert (await HealthStub(channel).Check(CHECK)).status
+        method: Any = channel.unary_unary("/test.Echo/Echo")
+        later = method(b"x", metadata=SLOW)
+        await asyncio.sleep(0.2)
+        assert not later.done()
+        for call in slow:
+            call.cancel()
+        async with asyncio.timeout(30):
+            assert await later == b"x"
 
 
 @pytest.mark.parametrize("greeting", [b"", PREFACE], ids=["silent", "idle"])

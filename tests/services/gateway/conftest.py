@@ -20,6 +20,8 @@ from services.gateway.rpc import build_rpc_server
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running
 
+JSON = {"content-type": "application/json"}
+
 
 @pytest.fixture(scope="session")
 def model() -> ServedModel:
@@ -89,7 +91,7 @@ async def gateway_site(
         await rpc.start()
         serving = asyncio.create_task(server._serve([listener]))
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, headers=JSON) as http,
             aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
         ):
             yield Site(gateway, router, workers, http, url, channel, model)

@@ -11,14 +11,14 @@ from typing import Any
 
 from tests.services.gateway.conftest import Site
 
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SHORT_TIMEOUTS = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "max_header_bytes": 4096}
 TIMEOUT_S = 10.0
 
 
 def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     lines = (*headers, b"content-length: %d" % (len(body) if length is None else length))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
 
 
@@ -39,9 +39,10 @@ class Raw:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def to(cls, site: Site, *data: bytes) -> "Raw":
+    async def to(cls, site: Site, *data: bytes, local: str = "127.0.0.1") -> "Raw":
+        """Connect from a local address, and send the data."""
         host, port = site.url.removeprefix("http://").split(":")
-        raw = cls(*await asyncio.open_connection(host, int(port)))
+        raw = cls(*await asyncio.open_connection(host, int(port), local_addr=(local, 0)))
         for chunk in data:
             await raw.send(chunk)
         return raw

@@ -205,7 +205,7 @@ async def test_unknown_paths_and_methods_have_the_error_format(site: Site) -> No
     assert response.status_code == 405
     assert response.json()["error"]["message"]
     for path in ("/v1/models/other", "/v1/models/", "/health/"):
-        response = await site.http.get(path, headers={"host": "evil.example"})
+        response = await site.http.get(path)
         assert response.status_code == 404
         assert "location" not in response.headers
     assert (await site.http.get("/v1/models/" + "m" * 5000)).text.count("m") < 200

@@ -18,6 +18,7 @@ from services.gateway.settings import GatewaySettings
 from services.router.app import create_app
 from services.router.server import http_config
 from services.router.settings import RouterSettings
+from tests.services.router.app import JSON
 from tests.services.router.samples import COMPATIBLE, beat, registration
 
 
@@ -55,8 +56,8 @@ async def site(model: ServedModel) -> AsyncIterator[Site]:
     gateway = Gateway(GatewaySettings.model_validate({"routers": [url]}), model, ApiKeys())
     transport = httpx.ASGITransport(build_app(gateway))
     async with (
-        httpx.AsyncClient(base_url=url, trust_env=False) as router,
-        httpx.AsyncClient(base_url="http://gateway", transport=transport) as probes,
+        httpx.AsyncClient(base_url=url, trust_env=False, headers=JSON) as router,
+        httpx.AsyncClient(base_url="http://localhost", transport=transport) as probes,
     ):
         yield Site(gateway, probes, router, seen)
     await gateway.close()

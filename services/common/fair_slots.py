@@ -1,0 +1,84 @@
+"""Slots for concurrent work, which are granted fairly among tenants."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from services.common.errors import Overloaded
+from services.common.fair_queue import FairQueue
+
+
+@dataclass(eq=False)
+class _Waiter:
+    tenant: str
+    weight: int
+    cost: int
+    urgency: int = 0
+    granted: bool = False
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FairSlots:
+    """A number of slots, for which tenants queue in the order of `FairQueue`.
+
+    Args:
+        slots: number of slots.
+        per_tenant: maximum slots of one tenant. If it is lower than ``slots``, a tenant that always
+            has work leaves a slot for the others.
+        max_waiting: maximum work that waits. Beyond it, the last in the line of the tenant with the
+            highest cost for its weight is refused.
+    """
+
+    def __init__(self, slots: int, *, per_tenant: int, max_waiting: int) -> None:
+        self._free = slots
+        self._per_tenant = per_tenant
+        self._max_waiting = max_waiting
+        self._held: Counter[str] = Counter()
+        self._queue: FairQueue[_Waiter] = FairQueue()
+
+    @asynccontextmanager
+    async def hold(self, tenant: str, *, weight: int = 1, cost: int = 1) -> AsyncGenerator[None]:
+        """Wait for a slot, and hold it in the ``with`` block. Cancellation leaves the queue.
+
+        Raises:
+            Overloaded: if too much work waits.
+        """
+        waiter = _Waiter(tenant, weight, cost)
+        self._queue.add(waiter)
+        self._grant()
+        if len(self._queue) > self._max_waiting:
+            surplus = self._queue.surplus
+            self._queue.remove(surplus)
+            surplus.decided.set()
+        try:
+            await waiter.decided.wait()
+            if not waiter.granted:
+                raise Overloaded(f"{self._max_waiting} large requests are waiting, the limit")
+            yield
+        finally:
+            self._queue.remove(waiter)
+            if waiter.granted:
+                self._release(tenant)
+
+    def _grant(self) -> None:
+        """Grant the free slots in the order of the queue."""
+        if not self._free:
+            return
+        for waiter in self._queue:
+            if self._held[waiter.tenant] < self._per_tenant:
+                self._queue.remove(waiter, served=True)
+                self._held[waiter.tenant] += 1
+                self._free -= 1
+                waiter.granted = True
+                waiter.decided.set()
+                if not self._free:
+                    return
+
+    def _release(self, tenant: str) -> None:
+        self._free += 1
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._grant()

@@ -1,0 +1,59 @@
+"""Reading of request bodies: media type, size, time and memory are limited."""
+
+import asyncio
+
+from starlette.requests import Request
+
+from services.common.errors import ClientGone, TooLarge, UnsupportedMediaType
+from services.gateway.buffers import Buffer
+from services.gateway.http.middleware import RequestTimeout
+
+_JSON = "application/json"
+
+
+def require_json(request: Request) -> None:
+    """Raise `UnsupportedMediaType` unless the body is declared as JSON.
+
+    Browsers send other types, or none, for web pages of any origin without asking the server first.
+    """
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != _JSON:
+        raise UnsupportedMediaType(
+            f"the content type must be {_JSON}, not {declared[:128]!r}"
+            if declared
+            else f"the header 'Content-Type: {_JSON}' is missing"
+        )
+
+
+async def read_body(request: Request, buffer: Buffer, *, limit: int, timeout_s: float) -> bytes:
+    """Read the request body, up to ``limit`` bytes within ``timeout_s`` seconds.
+
+    Args:
+        buffer: grows by the size of the body as it arrives.
+
+    Raises:
+        TooLarge: if the body is longer.
+        Overloaded: if there is no memory for it.
+        RequestTimeout: if the body does not arrive in time.
+        ClientGone: if the client disconnects.
+    """
+    too_large = TooLarge(f"the body is larger than {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client disconnected before its request was complete")
+                chunk = message.get("body", b"")
+                if len(body) + len(chunk) > limit:
+                    raise too_large
+                buffer.grow(len(chunk))
+                body += chunk
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {timeout_s} s") from None
