@@ -122,7 +122,7 @@ class GatewaySettings(ServiceSettings):
         1 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, bytes"
     )
     max_buffered_bytes: int = Field(
-        1 << 28,
+        1 << 27,
         ge=1 << 16,
         le=1 << 40,
         description="maximum size of all request bodies in memory, bytes; further requests are "
