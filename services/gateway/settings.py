@@ -11,7 +11,7 @@ from services.common.grpc_server import PING_TIMEOUT_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 
-_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^/*\s]+)$"
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\*|[^/*\s]+))$"
 
 
 class GatewaySettings(ServiceSettings):
@@ -72,8 +72,8 @@ class GatewaySettings(ServiceSettings):
         [],
         max_length=64,
         description="origins of web pages that may call the HTTP API (CORS), such as "
-        "https://chat.example.com; * allows all pages; default: none but the live page; repeat the "
-        "flag",
+        "https://chat.example.com, or all of a scheme, such as moz-extension://*; * allows all "
+        "pages; default: none but the live page; repeat the flag",
     )
     trusted_proxies: list[str] = Field(
         [],

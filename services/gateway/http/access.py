@@ -5,6 +5,8 @@ too many requests in progress through trusted proxies. Direct clients are limite
 (`services.gateway.http.connection`).
 """
 
+import re
+
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,13 +21,18 @@ _EXPOSED_HEADERS = ("retry-after", "x-request-id")
 
 
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
-    """Return the application with CORS for these origins; ``*`` stands for all.
+    """Return the application with CORS for these origins.
+
+    ``*`` allows all origins, and ``moz-extension://*`` those of a scheme: each installation of a
+    browser extension may have an origin of its own.
 
     API keys are sent in a header and not as credentials of the browser, so a page needs its own.
     """
+    schemes = [re.escape(origin[:-1]) for origin in origins if origin.endswith("://*")]
     return CORSMiddleware(
         app,
         allow_origins=origins,
+        allow_origin_regex=f"({'|'.join(schemes)}).+" if schemes else None,
         allow_methods=("GET", "HEAD", "POST"),
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,

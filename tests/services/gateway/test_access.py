@@ -83,6 +83,16 @@ async def test_other_origins_are_not_allowed(open_site: OpenSite) -> None:
     assert "Origin" in (await site.http.get("/v1/models")).headers["vary"]
 
 
+async def test_origins_of_a_scheme_can_be_allowed(open_site: OpenSite) -> None:
+    site: Site = await open_site(allowed_origins=["moz-extension://*", "tauri://localhost"])
+    for origin in ("moz-extension://0b7d0d6e", "tauri://localhost"):
+        response = await site.http.options("/tokenize", headers={**PREFLIGHT, "origin": origin})
+        assert response.headers[ALLOWED] == origin
+    for origin in ("moz-extension://", "xmoz-extension://a", "https://moz-extension", "tauri://a"):
+        response = await site.http.options("/tokenize", headers={**PREFLIGHT, "origin": origin})
+        assert ALLOWED not in response.headers
+
+
 async def test_star_allows_every_origin(open_site: OpenSite) -> None:
     site: Site = await open_site(allowed_origins=["*"])
     assert (await site.http.options("/tokenize", headers=PREFLIGHT)).headers[ALLOWED] == "*"
