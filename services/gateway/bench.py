@@ -99,13 +99,18 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
 
 def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
     address = WorkerAddress(worker_id="w", epoch="e", address=f"{_ADDRESS}:{worker_port}")
-    placed = Placement(placement_id="p", prefill=None, decode=address, max_tokens=MAX_TOKENS)
-    placement = placed.model_dump_json().encode()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive()).get("more_body"):
-            pass
-        body = placement if scope["path"] == "/v1/place" else b"{}"
+        call, more = b"", True
+        while more:
+            message = await receive()
+            call += message.get("body", b"")
+            more = message.get("more_body", False)
+        body = b"{}"
+        if scope["path"] == "/v1/place":
+            id = json.loads(call)["placement_id"]
+            placed = Placement(placement_id=id, prefill=None, decode=address, max_tokens=MAX_TOKENS)
+            body = placed.model_dump_json().encode()
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -166,7 +171,8 @@ class Clients:
         self._count = count
         body = json.dumps({"prompt": "x", "max_tokens": length, "stream": True}).encode()
         self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         ) + body
         self._length = length
         self.events = self.responses = 0

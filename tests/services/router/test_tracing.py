@@ -7,10 +7,10 @@ from services.common.placement import Role
 from services.router.app import build_dispatcher, create_app
 from services.router.settings import RouterSettings
 from tests.services.otlp_collector import PARENT, TRACE, TRACEPARENT, collecting
-from tests.services.router.app import Clock, Router
+from tests.services.router.app import JSON, Clock, Router
 from tests.services.router.samples import place_request
 
-CONTEXT = {"traceparent": TRACEPARENT}
+CONTEXT = {**JSON, "traceparent": TRACEPARENT}
 
 
 async def test_place_call_has_a_span_below_that_of_its_gateway() -> None:
