@@ -68,6 +68,16 @@ def test_environment_and_flags_are_settings(name: str, monkeypatch: pytest.Monke
             assert str(getattr(settings, field)) == value
 
 
+def test_gateway_without_keys_refuses_names_of_web_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in OURS["gateway"]["environment"].items():
+        monkeypatch.setenv(key, interpolate(value))
+    check = settings_of("gateway").load([]).host_check(authenticated=False)
+    assert check is not None
+    assert check.refusal(["evil.example:8000"])
+    for name in ("gateway:8000", "localhost:8000", "127.0.0.1:8000", "192.168.1.7:8000"):
+        assert check.refusal([name]) is None
+
+
 def test_services_find_one_another() -> None:
     routers = [
         interpolate(value)

@@ -40,6 +40,9 @@ async def test_preflight_of_an_allowed_origin(open_site: OpenSite) -> None:
         assert set(allowed.split(",")) >= {"authorization", "content-type", "x-stainless-os"}
         assert "Origin" in response.headers["vary"]
         assert "access-control-allow-credentials" not in response.headers
+    local = {**PREFLIGHT, "access-control-request-private-network": "true"}
+    response = await site.http.options("/tokenize", headers=local)
+    assert response.headers["access-control-allow-private-network"] == "true"
 
 
 async def test_responses_and_errors_name_the_allowed_origin(open_site: OpenSite) -> None:
