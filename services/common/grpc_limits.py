@@ -121,6 +121,11 @@ class CallLimiter(aio.ServerInterceptor):
                     request = await self._first(requests, client, arriving)
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
+            except aio.AbortError as error:
+                # gRPC stores it in the call. Its traceback would form a cycle with the frames, so
+                # that the request would stay in memory until a garbage collection.
+                request = None
+                raise error.with_traceback(None) from None
             except DecodeError:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded"

@@ -151,17 +151,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         endpoint = f"{SERVICE}/{method}"
         failure: ServiceError | None = None
         try:
-            return await answer()
+            try:
+                return await answer()
+            except ServiceError as error:
+                # The frames of a traceback hold the request. With this one, they would be a cycle,
+                # which keeps the request in memory until a garbage collection.
+                failure = error.with_traceback(None)
+            except Exception:
+                failure = InternalFault("internal error")
+                log.exception("unexpected error in a call")
+            await _abort(context, failure)
         except asyncio.CancelledError:
             failure = ClientGone("the client cancelled the call")
             raise
-        except ServiceError as error:
-            failure = error
-            await _abort(context, error)
-        except Exception:
-            failure = InternalFault("internal error")
-            log.exception("unexpected error in a call")
-            await _abort(context, failure)
         finally:
             status = 200 if failure is None else failure.status
             self._gateway.metrics.requests.labels(endpoint, str(status)).inc()
