@@ -1,24 +1,23 @@
 """Memory of partial attention results; every batch size uses the same buffers."""
 
 import pytest
-import torch
 
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
+from tests.runtime.device import DEVICE
 from tests.runtime.kv.compressed_data import LLAMA_3_8B
 
 pytestmark = pytest.mark.triton
 
 PROGRAMS = 528
 """Of an H100 or H200, with four for each multiprocessor."""
-CPU = torch.device("cpu")
 
 
 def kernels() -> StoredPageKernels:
     kv_format = COMPRESSED["int4"](LLAMA_3_8B)
     assert isinstance(kv_format, QuantizedFormat)
-    found = kv_format.kernels(CPU)
+    found = kv_format.kernels(DEVICE)
     assert isinstance(found, StoredPageKernels)
     return found
 
@@ -35,17 +34,17 @@ def test_memory_does_not_grow_with_the_number_of_batch_sizes(sizes: range) -> No
     held: dict[int, int] = {}
     for sequences in sizes:
         for layer in layers:
-            buffers = layer._part_buffers(parts_of(sequences), CPU)
+            buffers = layer._part_buffers(parts_of(sequences), DEVICE)
             assert all(len(buffer) >= parts_of(sequences) for buffer in buffers)
             held |= {buffer.data_ptr(): buffer.nbytes for buffer in buffers}
-    largest = sum(buffer.nbytes for buffer in kernels()._part_buffers(parts_of(256), CPU))
+    largest = sum(buffer.nbytes for buffer in kernels()._part_buffers(parts_of(256), DEVICE))
     assert sum(held.values()) < 2 * largest
 
 
 def test_buffers_that_graphs_hold_are_kept() -> None:
     made = kernels()
-    small = made._part_buffers(parts_of(1), CPU)
+    small = made._part_buffers(parts_of(1), DEVICE)
     address = small[0].data_ptr()
     del small
-    made._part_buffers(parts_of(256), CPU)
+    made._part_buffers(parts_of(256), DEVICE)
     assert address in {acc.data_ptr() for acc, *_ in made._parts}
