@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.fair_slots import FairSlots
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
-from services.gateway.requests import ContextLengthExceeded, check_message_count
+from services.gateway.request_errors import ContextLengthExceeded, check_message_count
 from services.tokenizer.tokenizer import Tokenizer
 
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.

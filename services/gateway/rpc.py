@@ -27,13 +27,8 @@ from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
-from services.gateway.requests import (
-    GenerationOptions,
-    GenerationRequest,
-    RequestContext,
-    check_message_count,
-    invalid_field,
-)
+from services.gateway.request_errors import check_message_count, invalid_field
+from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from services.gateway.spans import end_request, rpc_span
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from services.router.settings import RouterSettings
 from tests.services.certificates import Authority
 
 LIMIT_S = 60
-HTTP = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+HTTP = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # preface and empty settings
 
 

@@ -15,14 +15,13 @@ from services.gateway.http.other_fields import (
     IN_STREAM_OPTIONS,
     OtherFields,
 )
-from services.gateway.requests import (
-    GenerationFields,
-    GenerationOptions,
+from services.gateway.request_errors import (
     UnsupportedField,
     check_message_count,
     field_path,
     invalid_field,
 )
+from services.gateway.requests import GenerationFields, GenerationOptions
 
 
 class UnknownField(InvalidRequest):

@@ -1,0 +1,61 @@
+"""Errors of requests that are invalid or do not fit the model."""
+
+from collections.abc import Sequence
+
+from pydantic_core import ErrorDetails
+
+from services.common.errors import InvalidRequest
+
+_MAX_NAME_CHARS = 128  # an error message truncates a field name to this length
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt and the requested output do not fit the context length of the model.
+
+    Clients recognize the error, for example to shorten a conversation, by its code or by OpenAI's
+    wording, which the message has.
+
+    Args:
+        context_length: context length of the model, tokens.
+        requested: what the client requested, such as "9 tokens (8 in the prompt, 1 in …)".
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, context_length: int, requested: str, *, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_length} tokens. However, you "
+            f"requested {requested}. Please reduce the length of the prompt or completion.",
+            param=param,
+        )
+
+
+def check_message_count(count: int, context_length: int | None) -> None:
+    """Raise `ContextLengthExceeded` if each message of a chat cannot have one token."""
+    if context_length is not None and count > context_length:
+        raise ContextLengthExceeded(
+            context_length, f"at least {count} tokens ({count} messages)", param="messages"
+        )
+
+
+class UnsupportedField(InvalidRequest):
+    """A field of OpenAI's API that this service does not support."""
+
+    code = "unsupported_parameter"
+
+
+def invalid_field(error: ErrorDetails) -> InvalidRequest:
+    """Convert a pydantic error. ``param`` is a path such as ``messages[0].content``."""
+    param = field_path(error["loc"])
+    return InvalidRequest(f"{param}: {error['msg'].removeprefix('Value error, ')}", param=param)
+
+
+def field_path(location: Sequence[int | str]) -> str:
+    """Return the path of an invalid field, without pydantic's names of union members."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step not in ("str", "int"):
+            path += f".{step}" if path else step
+    return (path or str(location[0]) if location else "body")[:_MAX_NAME_CHARS]
