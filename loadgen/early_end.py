@@ -1,4 +1,4 @@
-"""Ends of a run by its clients: all requests in flight are cancelled at once."""
+"""Early end of a run, and hang-up of all clients: all requests in flight are cancelled at once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class HangUp:
     done: bool = False
 
     async def watch(self, runner: Runner, clock: Clock) -> None:
-        """Wait until the time has come, and stop the runner unless it was stopped before."""
+        """Wait until ``at_s``, and stop the runner unless it was stopped before."""
         if self.at_s is None:
             return
         await asyncio.sleep(max(0.0, self.at_s - clock()))

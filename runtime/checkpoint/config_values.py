@@ -48,7 +48,8 @@ def refuse_unsupported(
     """Raise if a value changes the computation in a way that is not supported.
 
     Args:
-        neutral: keys that change the computation, with the values that do not. Null never does.
+        neutral: keys that may change the computation, with their values that have no effect. Null
+            never has an effect.
         known: if not empty, all other keys that have any value are refused too.
 
     Raises:

@@ -114,7 +114,7 @@ class ShardWriter:
 def weight_files(directory: Path, single: str, index: str) -> tuple[Path, ...]:
     """Return the file ``single``, else the shards that ``index`` lists, else nothing.
 
-    As in transformers, an index beside a single file is ignored: it is a rest of an older save.
+    As in transformers, an index beside a single file is ignored: it is left from an earlier save.
 
     Raises:
         CheckpointError: the index is malformed, or a shard is missing.

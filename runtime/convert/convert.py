@@ -84,7 +84,7 @@ def _convert(path: Path) -> tuple[Checkpoint, Source]:
     source = _TensorsInMemory(named.tensors)
     if named.format is SourceFormat.DENSE:
         optional = family_of_config(hf_config).optional_tensors(hf_config)
-    else:  # their modules may have biases that the config does not have
+    else:  # factorized modules may have biases that the config does not declare
         optional = optional_tensors_of(config, source)
     made = assemble(config, source, optional, "", None, "cpu")
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
@@ -188,8 +188,8 @@ def _pickles(directory: Path) -> Sequence[Path]:
 def _with_known_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the prefixes of `_PREFIXES` removed from architecture names.
 
-    The ``model_type`` of such an architecture is another one than that of the original, and is
-    removed too.
+    The ``model_type`` of such an architecture differs from that of the original, and is removed
+    too.
     """
     names = hf_config.get("architectures")
     if not isinstance(names, list):

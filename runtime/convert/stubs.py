@@ -9,7 +9,7 @@ from runtime.errors import CheckpointError
 
 _MAX_MODULES, _MAX_DEPTH = 1 << 17, 64
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys of a state dict or module in a dict that has other values too."""
+"""Keys under which training scripts save a state dict or module beside other values."""
 _PREFIXES = ("_orig_mod.", "module.")
 """Prefixes of all names in modules from `torch.compile` and `DistributedDataParallel`."""
 

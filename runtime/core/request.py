@@ -46,7 +46,7 @@ class SamplingParams:
             log probabilities. Log probabilities are computed from the model's logits, without bias,
             penalties or temperature.
         min_tokens: output index before which the tokens in ``suppressed`` are not sampled.
-        suppressed: token ids; for a request with ``min_tokens`` those that end a choice.
+        suppressed: token ids, usually of the tokens that end a choice.
     """
 
     temperature: float = 0.0

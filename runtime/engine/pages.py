@@ -93,7 +93,7 @@ class SequencePages:
     def suffice_for_step(self, running: int) -> bool:
         """Return whether the free pages suffice for a step of any ``running`` sequences.
 
-        A sequence lacks at most one page of each kind that the KV format has.
+        A sequence needs at most one more page of each kind that the KV format has.
         """
         return PageCount(running, running * bool(self.stored)).fits(self.free)
 

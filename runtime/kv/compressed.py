@@ -73,9 +73,9 @@ class CompressedLayer(Protocol):
 class CompressedFormat(Protocol):
     """A lossy representation of K and V in pages.
 
-    A format states in the optional attribute ``keeps_rope`` whether it ignores ``first_positions``,
-    because it encodes K after RoPE. If True, the tokens of a page may have any positions
-    (`runtime.kv.eviction`).
+    A format that encodes K after RoPE, and hence ignores ``first_positions``, sets the optional
+    attribute ``keeps_rope`` to True. The tokens of a page may then have any positions, as after an
+    eviction (`runtime.kv.eviction`).
 
     Attributes:
         name: stable name of the format.

@@ -26,8 +26,8 @@ from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 
 MAX_ELEMENTS = 1 << 24
-"""Maximum elements of the keys, and of the logits, of the KV heads that are computed together. A
-single KV head may exceed it: one of 128 dimensions with 131,072 tokens has just as many."""
+"""Maximum elements of the keys, and of the logits, of the KV heads that are computed together. It
+equals one KV head of 128 dimensions with 131,072 tokens. A single KV head may exceed it."""
 
 
 def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
@@ -114,7 +114,7 @@ def compact(
         layers: planes of each layer, `[page, kv_heads, slot, dim]` each, updated.
         pages: int64 `[p]`, pages of the sequence.
         kept: int64 `[layers, heads, count]`, indices of the tokens to move.
-        first: index within the sequence of the slot for the first of them.
+        first: slot, counted from the start of the sequence, for the first token.
         first_head: index of the first of the KV heads.
     """
     size = layers[0][0].shape[2]

@@ -1,4 +1,4 @@
-"""Configs of the Llama family: what ``config.json`` says, and what each architecture fixes.
+"""Configs of the Llama family: parsing of ``config.json``, and properties of each architecture.
 
 transformers is the reference. A key that its class for an architecture ignores has no effect here
 either, unless other architectures use it to change the computation: see `_NEUTRAL`.
@@ -41,21 +41,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "transformers_weights": (),
 }
-"""Keys that change the computation of some architecture, with the values that do not."""
+"""Keys that change the computation of some architectures: their values without effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What transformers fixes for an architecture, and its defaults of keys that are absent.
+    """Properties that transformers fixes for an architecture, and defaults of absent config keys.
 
     Attributes:
         kv_heads: default of ``num_key_value_heads``; None: the number of query heads.
         head_dim: default of ``head_dim``; None: ``hidden_size / num_attention_heads``.
         biased: linears that always have a bias.
-        biased_if: linears that have a bias, by the config key that says so.
+        biased_if: linears that have a bias if a config key is true, by this key.
         qk_norm: whether query and key heads have a norm.
-        window: whether attention is limited to ``sliding_window``; ``opt-in`` is by
-            ``use_sliding_window``.
+        window: whether attention is limited to ``sliding_window``; with ``opt-in``, only if
+            ``use_sliding_window`` is true.
     """
 
     model_type: str

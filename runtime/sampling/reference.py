@@ -20,7 +20,7 @@ MAX_LOGIT = 1e30
 _CANDIDATES = 1024
 """Number of most probable tokens that a draw considers first. Most distributions need no more."""
 _ROUNDING = 1e-9
-"""Relative distance from top-p within which a sum of probabilities has reached it. The rounding of
+"""Relative tolerance with which a sum of probabilities counts as top-p or more. The rounding of
 sums may depend on the batch, and sums of equal probabilities often meet top-p exactly."""
 
 

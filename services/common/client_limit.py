@@ -1,4 +1,4 @@
-"""Limit on what clients use at the same time, in total and for each address."""
+"""Limit on concurrent use, such as connections, in total and for each client address."""
 
 from collections import Counter
 

@@ -21,7 +21,8 @@ class Client:
 
     Attributes:
         name: its IPv4 address or its IPv6 network.
-        forwarded: whether a proxy named it, so that its connection is that of the proxy.
+        forwarded: whether ``X-Forwarded-For`` of a trusted proxy named it. The connection is then
+            the proxy's.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Client:
 
 
 class ClientAddresses:
-    """Determines clients, by the peers of their connections and by ``X-Forwarded-For``.
+    """Identifies clients by the peer of the connection and by ``X-Forwarded-For``.
 
     The header counts only if a trusted proxy sent it. Every proxy appends the address of its own
     peer, so the list is read from its end, until an address is not that of a trusted proxy.

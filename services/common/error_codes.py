@@ -1,4 +1,4 @@
-"""Error codes that services exchange: their names, and what a gateway does about each."""
+"""Error codes that services exchange: their names, and how a gateway handles each."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,21 +14,24 @@ from services.common.errors import (
 
 
 class Cause(Enum):
-    """What ended an attempt at a request."""
+    """The cause that ended an attempt at a request.
 
-    REQUEST = auto()  # the request: it ends, and no worker is blamed
-    CONGESTION = auto()  # load: it is tried elsewhere, and no worker is blamed
-    REFUSAL = auto()  # a full or draining worker: it is placed again, which is no failure
-    FAULT = auto()  # a worker: it is tried elsewhere, and the worker is blamed
-    LOSS = auto()  # the end of a worker's process: as FAULT, and counted as a lost worker
+    Unless the cause is the request itself, the gateway retries the request on other workers.
+    """
+
+    REQUEST = auto()  # not retried; no worker is reported to the router
+    CONGESTION = auto()  # overload; no worker is reported
+    REFUSAL = auto()  # full or draining worker; reported, but not as a failure
+    FAULT = auto()  # failure of a worker, which is reported
+    LOSS = auto()  # end of a worker's process: like FAULT, and counts as a lost worker
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a gateway does about an error code.
+    """How a gateway handles an error code.
 
     Attributes:
-        error: error that ends the request; None if it is tried elsewhere.
+        error: error that ends the request; None if the request is retried.
     """
 
     cause: Cause
@@ -57,7 +60,7 @@ VERDICTS: "dict[error_pb2.ErrorCode.ValueType, Verdict]" = {
 }
 """The verdict on every error code. A gateway treats a code that it does not know as INTERNAL."""
 UNREACHED = Verdict(Cause.FAULT)
-"""The verdict on a worker without a connection: no request can have ended its process."""
+"""The verdict if the gateway was not connected to the worker: the request did not reach it."""
 
 
 def error_reason(code: "error_pb2.ErrorCode.ValueType") -> str:

@@ -12,7 +12,7 @@ ServiceError                     base of the errors that end a request
 ├── ClientGone                   499  CANCELLED            logged only
 ├── Unavailable                  503  UNAVAILABLE          no workers, or draining; with Retry-After
 ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
-├── OutputNotFinite              500  INTERNAL           the model has no output for the request
+├── OutputNotFinite              500  INTERNAL             the model's logits are NaN or infinite
 └── InternalFault                500  INTERNAL
 SettingsError                    a service cannot start with its settings
 """

@@ -75,12 +75,12 @@ class FairQueue(Generic[_Item]):
 
     @property
     def surplus(self) -> _Item:
-        """The last item of the tenant with the highest queued cost for its weight."""
+        """The last item of the tenant with the highest queued cost relative to its weight."""
         line = max(self._lines.values(), key=lambda line: line.cost / line.weight)
         return line.entries[-1][2]
 
     def add(self, item: _Item) -> None:
-        """Queue an item after those of its tenant that are as urgent or more."""
+        """Queue an item after those of its tenant that are at least as urgent."""
         self._arrivals += 1
         line = self._lines.setdefault(item.tenant, _Line(self._round))
         line.weight = item.weight

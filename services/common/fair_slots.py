@@ -27,8 +27,8 @@ class FairSlots:
         slots: number of slots.
         per_tenant: maximum slots of one tenant. If it is lower than ``slots``, a tenant that always
             has work leaves a slot for the others.
-        max_waiting: maximum work that waits. Beyond it, the last in the line of the tenant with the
-            highest cost for its weight is refused.
+        max_waiting: maximum number of waiting callers. Beyond it, the last caller of the tenant
+            with the highest queued cost relative to its weight is refused.
     """
 
     def __init__(self, slots: int, *, per_tenant: int, max_waiting: int) -> None:
@@ -43,7 +43,7 @@ class FairSlots:
         """Wait for a slot, and hold it in the ``with`` block. Cancellation leaves the queue.
 
         Raises:
-            Overloaded: if too much work waits.
+            Overloaded: if too many callers wait.
         """
         waiter = _Waiter(tenant, weight, cost)
         self._queue.add(waiter)
@@ -55,7 +55,7 @@ class FairSlots:
         try:
             await waiter.decided.wait()
             if not waiter.granted:
-                raise Overloaded(f"{self._max_waiting} large requests are waiting, the limit")
+                raise Overloaded(f"more than {self._max_waiting} large requests are waiting")
             yield
         finally:
             self._queue.remove(waiter)

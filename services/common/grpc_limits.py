@@ -122,8 +122,8 @@ class CallLimiter(aio.ServerInterceptor):
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
             except aio.AbortError as error:
-                # gRPC stores it in the call. Its traceback would form a cycle with the frames, so
-                # that the request would stay in memory until a garbage collection.
+                # gRPC stores the error in the call. A traceback would form a reference cycle with
+                # its frames, and keep the request in memory until a garbage collection.
                 request = None
                 raise error.with_traceback(None) from None
             except DecodeError:

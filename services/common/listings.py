@@ -1,6 +1,6 @@
-"""What routers report: their workers, the served models and whether requests can be placed.
+"""Listings of a router: workers, served models and whether requests can be placed.
 
-These are answers of the router's HTTP API, which `services.common.placement` describes.
+These are responses of the router's HTTP API, which `services.common.placement` describes.
 """
 
 from typing import Annotated
@@ -77,8 +77,8 @@ class ModelReadiness(Message):
         reason: why not; None if ``ready``.
         infos: the model as its ready workers registered it, without repetitions.
         context_length: maximum tokens of a prompt and its output on the registered workers: the
-            context length of the model, or the tokens that their KV pages hold if those are fewer;
-            None if no worker or compatible pair is registered.
+            context length of the model, or the number of tokens that their KV pages can hold,
+            whichever is smaller; None if no worker or compatible pair is registered.
     """
 
     model: Label

@@ -47,10 +47,10 @@ class ServiceSettings(BaseSettings):
     allowed_hosts: list[str] = Field(
         [],
         max_length=64,
-        description="further names in the `Host` header that HTTP ports without authentication "
-        "accept, such as ai.example.com or *.example.com; * accepts all; default: on a loopback "
-        "address, IP addresses and local names, against DNS rebinding, and elsewhere all; repeat "
-        "the flag",
+        description="host names that HTTP ports without authentication accept in the `Host` "
+        "header besides IP addresses and local names, such as ai.example.com or *.example.com; "
+        "* accepts all; default: no other names on a loopback address (against DNS rebinding), all "
+        "names on others; repeat the flag",
     )
     log_format: str = Field(
         "auto",

@@ -50,5 +50,5 @@ class DecodeSettings(WorkerSettings):
         "auto",
         description="tokens on this worker above which the router sends whole requests to prefill "
         "workers with `decodes`; auto: never on the CPU; on a GPU, the number of tokens whose KV, "
-        "as `kv_format` and `kv_eviction` keep it, is two thirds of the size of the weights",
+        "stored with `kv_format` and `kv_eviction`, has two thirds of the size of the weights",
     )

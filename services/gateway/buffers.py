@@ -11,9 +11,9 @@ class Buffers:
     """Bounds the bytes of request bodies in memory, in total and for each owner.
 
     An owner may hold at most as many bytes as are free (dynamic thresholds: Choudhury and Hahne,
-    1998). One owner thus holds at most half of the limit, two a third each, and another one always
-    finds space. A request that exceeds this is refused instead of delayed: requests that hold parts
-    of their bodies and wait for each other could not continue.
+    1998). One owner thus holds at most half of the limit, two owners a third each, and there is
+    always space for another one. A request that exceeds this is refused instead of delayed:
+    requests that hold parts of their bodies and wait for each other could not continue.
 
     Args:
         limit: maximum bytes of all bodies together.

@@ -71,7 +71,7 @@ class Generator:
         The caller enforces the deadline of the request.
 
         Args:
-            siblings: what the prompts of one client request share; default: it has one prompt.
+            siblings: state that the prompts of one client request share; None for a single prompt.
 
         Raises:
             ServiceError: if the request cannot be completed.

@@ -18,7 +18,7 @@ class ModelLimits:
         self.max_logprobs = settings.max_logprobs
 
     def update(self, found: ModelReadiness) -> None:
-        """Take the limits from a router's answer. Those that it lacks remain as they were."""
+        """Update the limits from a router's answer. Limits that it lacks are not changed."""
         if found.context_length is not None:
             lowered = self._settings.context_length
             self.context_length = min(found.context_length, lowered or found.context_length)

@@ -1,4 +1,4 @@
-"""Placement of the attempts of requests: the wait for routers and workers, ended by a drain."""
+"""Placement of attempts of requests, including the wait for routers and workers."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ class Siblings:
     admitted for all of them.
 
     Attributes:
-        turn: lock of the prompt that is being placed.
+        turn: lock that a prompt holds while it is placed.
         admitted: whether a prompt was placed.
     """
 
@@ -49,7 +49,7 @@ class Placer:
         self._shutdown: ServiceError | None = None
 
     def stop(self, error: ServiceError) -> None:
-        """End the requests that wait for a placement, now and later, with an error."""
+        """Fail all requests that wait for a placement, and all later ones, with an error."""
         self._shutdown = error
         while self._placing:
             self._placing.pop().reschedule(0)  # now

@@ -18,7 +18,7 @@ from services.tokenizer.tokenizer import Tokenizer
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _SMALL = 4096  # maximum size of a request that is processed on the event loop, bytes
 _SLOTS = 3  # large requests that are processed at the same time
-_SLOTS_OF_OWNER = 2  # so that a slot is free for another one
+_SLOTS_OF_OWNER = 2  # maximum slots of one owner; leaves a slot for others
 
 _M = TypeVar("_M")
 _T = TypeVar("_T")
@@ -28,8 +28,8 @@ class PromptEncoder:
     """Encodes prompts for the model of a gateway.
 
     A request holds a slot while its body is parsed, rendered and tokenized, unless it is small.
-    Owners queue for the slots fairly, in bytes. A request that waits holds its body only; what is
-    made of it, which may be many times larger, exists for a few requests at a time.
+    Owners queue for the slots fairly, in bytes. A waiting request holds only its body. The
+    parsed and tokenized forms, which may be many times larger, exist only for requests with slots.
 
     Parsing and rendering run Python code, which the interpreter's lock serializes. They share one
     thread: a second one would not make them faster, but would compete with the event loop for the

@@ -13,7 +13,7 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt and the requested output do not fit the context length of the model.
 
     Clients recognize the error, for example to shorten a conversation, by its code or by OpenAI's
-    wording, which the message has.
+    wording, which the message uses.
 
     Args:
         context_length: context length of the model, tokens.

@@ -92,8 +92,8 @@ class GenerationFields(BaseModel):
         Field(
             ge=0,
             lt=1 << 31,
-            description="output tokens of each choice before which neither an end-of-sequence "
-            "token nor a stop string ends it",
+            description="minimum output tokens of each choice before an end-of-sequence token or a "
+            "stop string ends it",
         ),
     ] = 0
     n: Annotated[int, Field(ge=1, description="number of choices for each prompt")] = 1
@@ -175,7 +175,7 @@ class RequestContext:
 
     @property
     def owner(self) -> Tenant:
-        """The party among which resources are shared: the tenant, or the client without keys."""
+        """Owner for fair sharing of resources: the tenant, or the client without an API key."""
         return self.tenant or Tenant(self.client)
 
 
@@ -202,7 +202,7 @@ class GenerationRequest:
 
     @property
     def required_tokens(self) -> int | None:
-        """Output tokens that must fit if the client set no limit; None: ``max_tokens`` must."""
+        """Output tokens that must fit on the workers; None: all of ``max_tokens``."""
         return max(1, self.options.min_tokens) if self.options.max_tokens is None else None
 
 

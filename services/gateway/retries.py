@@ -17,11 +17,11 @@ class Retries:
     """Attempts of one request that did not complete it.
 
     Attributes:
-        number: number of all of them.
+        number: number of failed attempts.
         failures: number of those that count towards ``max_attempts``. An attempt that a draining
             worker ended after it had delivered tokens does not count: in a rolling restart, a long
             stream moves once for each worker.
-        lost: workers that were lost. One that is tried again before the router knows is one loss.
+        lost: workers that were lost. A worker that is lost in several attempts counts once.
         excluded: ids of workers that are used only as a last resort.
     """
 

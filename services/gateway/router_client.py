@@ -284,7 +284,7 @@ class RouterClient:
 
 
 async def _twice(call: Callable[[], Awaitable[T]]) -> T:
-    """Call a router, a second time if the connection was closed before the answer.
+    """Call a router; repeat the call once if the connection was closed before the answer.
 
     A router that stops closes its idle connections, and may do so while a call is sent on one.
     """

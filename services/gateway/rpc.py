@@ -149,8 +149,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             try:
                 return await answer()
             except ServiceError as error:
-                # The frames of a traceback hold the request. With this one, they would be a cycle,
-                # which keeps the request in memory until a garbage collection.
+                # The frames of a traceback hold the request. With `failure`, they would form a
+                # reference cycle, and keep the request in memory until a garbage collection.
                 failure = error.with_traceback(None)
             except Exception:
                 failure = InternalFault("internal error")

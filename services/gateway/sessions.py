@@ -52,7 +52,7 @@ class WorkerStream:
         """Buffer a delta for `next`. If it has an error, `next` raises it after all deltas."""
         if self._failure is not None:
             return
-        # What was buffered before, since one delta has many tokens after a pause of this process.
+        # Check before adding this delta, which has many tokens after a pause of this process.
         if self._buffered_tokens > self._max_buffered_tokens:
             self.fail(
                 Unavailable(

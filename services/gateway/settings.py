@@ -72,8 +72,8 @@ class GatewaySettings(ServiceSettings):
         [],
         max_length=64,
         description="origins of web pages that may call the HTTP API (CORS), such as "
-        "https://chat.example.com, or all of a scheme, such as moz-extension://*; * allows all "
-        "pages; default: none but the live page; repeat the flag",
+        "https://chat.example.com, or all origins of a scheme, such as moz-extension://*; * allows "
+        "all pages; default: only the live page; repeat the flag",
     )
     trusted_proxies: list[str] = Field(
         [],
@@ -94,7 +94,7 @@ class GatewaySettings(ServiceSettings):
         ge=1,
         le=1 << 20,
         description="maximum HTTP connections and gRPC calls of one client address (IPv6: of one "
-        "/64 network); behind a trusted proxy, its maximum concurrent requests",
+        "/64 network); for a client behind a trusted proxy, maximum concurrent requests",
     )
     max_header_bytes: int = Field(
         1 << 16,
@@ -126,8 +126,8 @@ class GatewaySettings(ServiceSettings):
         ge=1 << 16,
         le=1 << 40,
         description="maximum size of all request bodies in memory, bytes; further requests are "
-        "refused with 429; one tenant, or one client address without API keys, may use as much as "
-        "is free, hence at most half",
+        "refused with 429; one tenant (without API keys, one client address) may use at most as "
+        "many bytes as are free, hence at most half",
     )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="maximum time until a request body has arrived, seconds"
@@ -153,8 +153,8 @@ class GatewaySettings(ServiceSettings):
         16,
         ge=1,
         le=1 << 20,
-        description="default of max_tokens for completions; a chat may fill the context; either "
-        "gets fewer tokens if fewer fit",
+        description="default of max_tokens for completions; a chat by default may fill the "
+        "context; both get fewer tokens if fewer fit on the workers",
     )
 
     max_concurrent: int = Field(
@@ -180,8 +180,8 @@ class GatewaySettings(ServiceSettings):
         2,
         ge=1,
         le=64,
-        description="number of workers whose processes end while they have a request, after which "
-        "it is not retried: the request may be the cause",
+        description="number of lost workers after which a request is not retried, because it may "
+        "be the cause; a worker is lost if its process ends while it has the request",
     )
     connect_timeout_s: float = Field(
         5.0, gt=0, le=60, description="maximum time to connect to a router or worker, seconds"

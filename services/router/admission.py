@@ -51,7 +51,7 @@ class Admission:
         self._now = now
 
     def reset(self) -> None:
-        """Forget the rate, because no worker has work: what slowed them down is over."""
+        """Forget the rate, because no worker has work: the cause of a slow rate is over."""
         self._placed.reset()
 
     def placed(self, call: PendingPlacement) -> None:

@@ -209,7 +209,7 @@ class WorkerSnapshot:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of a prompt and its output: the model's, or those that the pages hold."""
+        """Maximum tokens of a prompt and its output: limited by the model and by the pages."""
         return min(self.compatibility.context_length, self.paging.max_tokens(self.pages_total))
 
     def max_output(self, demand: Demand, role: Role) -> int:
@@ -239,8 +239,8 @@ class WorkerSnapshot:
     def has_capacity(self, demand: Demand, role: Role) -> bool:
         """Return whether the request fits now, in one of the `roles`.
 
-        It must also fit when the worker is idle. A worker that computes prompts takes another one
-        while those that it has are few for its rate. Prompts may wait for pages on a prefill
+        It must also fit when the worker is idle. A worker that computes prompts accepts another one
+        while its prompt backlog is short for its rate. Prompts may wait for pages on a prefill
         worker. It decodes only if it has batch slots for all choices, so that slots above
         ``max_running`` remain for prompts.
         """

@@ -29,7 +29,7 @@ from services.router.policy import Pair
 from services.router.tracked_worker import TrackedWorker
 
 MAX_RETIRED = 4096
-"""Ended epochs, and placements released before they were made, that are remembered."""
+"""Maximum number of ended epochs, and of releases of unknown placements, that are remembered."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -71,7 +71,7 @@ class Fleet:
         self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
-        self._released: OrderedDict[str, None] = OrderedDict()  # ids that were unknown
+        self._released: OrderedDict[str, None] = OrderedDict()  # ids of unknown placements
         self._expiries: deque[tuple[float, str]] = deque()
         self._placements = 0
 
@@ -141,7 +141,7 @@ class Fleet:
         return placement
 
     def has_seen(self, placement_id: str) -> bool:
-        """Return whether a placement with this id is in progress or was released unknown."""
+        """Return whether this placement is in progress, or was released before it was made."""
         return placement_id in self._records or placement_id in self._released
 
     def release(self, release: Release, now: float) -> float | None:

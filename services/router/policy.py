@@ -101,8 +101,8 @@ def place(
 ) -> Pair | NoPlacement:
     """Choose a compatible pair with capacity.
 
-    If the request requires fewer output tokens than its maximum, workers on which less than half as
-    many fit as on other ones are not used, so that small workers do not end long outputs early.
+    If the request requires fewer output tokens than its maximum, workers are not used on which
+    less than half as many fit as on the largest worker. Small workers would end long outputs early.
 
     Args:
         reserved: ids of workers that must not decode the request, because earlier requests wait
@@ -136,7 +136,7 @@ def context_length(workers: Iterable[WorkerSnapshot]) -> int | None:
 
 
 def _for_larger_workers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Demand:
-    """Return the demand with half of the output tokens required that fit where most fit."""
+    """Return the demand, requiring at least half of the output that fits on the largest worker."""
     if demand.least_tokens >= demand.max_tokens:
         return demand
     offers = list(_usable(demand, workers))

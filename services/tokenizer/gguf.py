@@ -29,7 +29,7 @@ _END_NAMES = frozenset(
         "<end_of_utterance>",
     )
 )
-# Vocabularies in which a name means something else: tokens that identify one, and the name.
+# Names that do not end a turn in some vocabularies: tokens that identify the vocabulary, the name.
 _NOT_ENDS = (
     ({"<|return|>", "<|call|>"}, "<|end|>"),
     ({"<|calls|>", "<|flush|>"}, "<|end|>"),
@@ -165,7 +165,7 @@ def _special(fields: dict[str, Any], sentencepiece: bool) -> SpecialTokens:
 def _post_processor(
     fields: dict[str, Any], special: SpecialTokens
 ) -> processors.TemplateProcessing | None:
-    """Return what adds BOS and EOS to a text, or None if nothing does."""
+    """Return the post-processor that adds BOS and EOS to a text, or None if neither is added."""
     starts = fields.get("model") == "llama" or fields.get("pre") in gguf_splits.WHOLE_WORDS
     first = special.names.get("bos_token") if fields.get("add_bos_token", starts) else None
     last = special.names.get("eos_token") if fields.get("add_eos_token") else None

@@ -57,7 +57,7 @@ KNOWN = frozenset(_BY_NAME)
 """Supported names."""
 
 WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"))
-"""Names of vocabularies with BOS, in which a word that is a token is not built from merges."""
+"""Names whose vocabularies add BOS, and encode a word that is a token without merges."""
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:

@@ -30,9 +30,9 @@ def check_logits(engine: Engine) -> None:
 class SelfTest:
     """Computes one token of the fixed prompt after a request whose logits were not finite.
 
-    A request may have such logits on a sound worker, because activations overflow. Clients could
-    otherwise stop every worker with it. If the fixed prompt has no finite logits either, weights or
-    device are damaged, and the worker must get no requests.
+    A request may have such logits on a sound worker, because activations overflow. If it made the
+    worker unready, clients could stop every worker. If the fixed prompt has no finite
+    logits either, weights or device are damaged, and the worker must get no requests.
 
     Attributes:
         failure: why the worker must get no requests, or None.

@@ -5,7 +5,7 @@ from headrace.v1 import sampling_pb2
 from services.common.grpc_server import MAX_BATCH_BYTES
 
 _FEW_TOKENS = 2048
-"""Tokens that fit into one message with any number of alternatives, so that it is not measured."""
+"""Tokens that fit into one message with any alternatives, so that their size is not computed."""
 
 
 class StepOutbox:
@@ -37,7 +37,7 @@ class StepOutbox:
     def take(self) -> pb.DecodeStep:
         """Remove output from the outbox, in order, and return it as a message of bounded size.
 
-        A delta that is too long is split. Its last tokens stay, with what follows them.
+        A delta that is too long is split. The rest of it and later deltas remain in the outbox.
         """
         if self._tokens <= _FEW_TOKENS:
             step = pb.DecodeStep(deltas=self.deltas.values())

@@ -87,7 +87,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         self._free(stream)
 
     def cancel_choice(self, stream: Stream, choice: int) -> None:
-        """Stop to decode one choice of a stream."""
+        """Stop decoding one choice of a stream."""
         self._worker.engine.submit(CancelChoice(stream.key, choice))
 
     def end_all(self) -> None:

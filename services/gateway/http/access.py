@@ -26,7 +26,7 @@ def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
     ``*`` allows all origins, and ``moz-extension://*`` those of a scheme: each installation of a
     browser extension may have an origin of its own.
 
-    API keys are sent in a header and not as credentials of the browser, so a page needs its own.
+    API keys are sent in a header and not as credentials of the browser, so a page needs an API key.
     """
     schemes = [re.escape(origin[:-1]) for origin in origins if origin.endswith("://*")]
     return CORSMiddleware(

@@ -142,7 +142,7 @@ class _Routes:
         body: type[_Body],
         use: Callable[[_Body, int], Awaitable[_Result]],
     ) -> _Result:
-        """Read and parse a body, and return what ``use`` makes of it and of its size in bytes.
+        """Read and parse a body; return the result of ``use(body, size)``, with the size in bytes.
 
         The request holds memory, and a slot for large requests, until ``use`` returns.
         """
@@ -172,7 +172,7 @@ class _Routes:
                     timeout_s=settings.body_timeout_s,
                 )
             work = parse_and_use(raw)
-            if not gateway.prompts.is_large(len(raw)):  # it does not wait
+            if not gateway.prompts.is_large(len(raw)):  # it never waits for a slot
                 return await work
             return await cancel_on_disconnect(request.receive, work)
 

@@ -11,7 +11,7 @@ from tests.runtime.kv.compressed_data import LLAMA_3_8B
 pytestmark = pytest.mark.triton
 
 PROGRAMS = 528
-"""Of an H100 or H200, with four for each multiprocessor."""
+"""Programs of the kernel on an H100 or H200: four for each of 132 multiprocessors."""
 
 
 def kernels() -> StoredPageKernels:

@@ -54,7 +54,7 @@ async def test_tenant_that_always_has_work_leaves_a_slot() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_cost_counts_and_not_the_number() -> None:
+async def test_slots_are_shared_by_cost_and_not_by_number() -> None:
     work = Work(slots_of(1))
     tasks = [work.start("large", f"l{i}", 300) for i in range(3)]
     tasks += [work.start("small", f"s{i}", 100) for i in range(6)]

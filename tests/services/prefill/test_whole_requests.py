@@ -38,7 +38,7 @@ async def test_whole_requests_get_the_tokens_of_disaggregated_ones(site: Site) -
 
 
 async def test_stop_tokens_are_not_sampled_before_min_tokens(site: Site) -> None:
-    """With and without a prefill worker, which would sample the first token."""
+    """One worker, or a prefill worker that samples the first token and a decode worker."""
     prefill, decode = await site.prefill(), await site.decode()
     start = start_of(prefill, 1)
     start.request.sampling.min_tokens = 5

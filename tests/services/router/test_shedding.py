@@ -152,7 +152,7 @@ def test_time_on_workers_is_measured_from_placement_to_success() -> None:
 
 
 def _stall(service: Service, seconds: float) -> None:
-    """Let the worker take nothing while calls wait, then let it finish all of them."""
+    """Queue calls while the worker has no free pages, then let it finish all of them."""
     calls = [service.submit() for _ in range(10)]
     for _ in range(round(seconds)):
         service.now += 1.0
@@ -166,7 +166,7 @@ def _stall(service: Service, seconds: float) -> None:
             service.router.release(ended, service.now)
 
 
-def test_idle_workers_take_after_a_stall_what_they_took_before() -> None:
+def test_requests_are_not_shed_after_a_stall_once_workers_are_idle() -> None:
     service = Service()
     _stall(service, 20)
     service.router.heartbeat(beat("c0", pages_free=2), service.now)

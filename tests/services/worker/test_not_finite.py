@@ -1,4 +1,4 @@
-"""Requests whose logits are not finite, and the test that tells a damaged worker from them."""
+"""Requests whose logits are not finite, and the self-test that detects a damaged worker."""
 
 import itertools
 from dataclasses import replace
