@@ -1,6 +1,7 @@
 """Closed loop: a fixed number of requests in flight, each followed by another when it ends."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 from loadgen.clock import Clock
@@ -34,15 +35,17 @@ class ClosedLoop(Runner):
         super().__init__([], target)
         self._requests, self._concurrency, self._duration_s = requests, concurrency, duration_s
         self._exhausted = False
+        self._stopped_at = math.inf
 
     @property
     def load_end(self) -> float:
         """Time until which all slots were in use: the duration, or the last send if it was earlier.
 
-        It is earlier if the run was stopped or no more requests could be prepared.
+        It is earlier if the run was stopped before or no more requests could be prepared.
         """
-        if self._duration_s is not None and not self._exhausted and not self.stopped.is_set():
-            return self._duration_s
+        if self._duration_s is not None and not self._exhausted:
+            if self._stopped_at >= self._duration_s:
+                return self._duration_s
         return self.records[-1].due if self.records else 0.0
 
     async def run(self, clock: Clock) -> None:
@@ -60,7 +63,7 @@ class ClosedLoop(Runner):
                 slots = [
                     tasks.create_task(self._fill_slot(clock)) for _ in range(self._concurrency)
                 ]
-                canceller = tasks.create_task(self._cancel_slots_when_stopped(slots))
+                canceller = tasks.create_task(self._cancel_slots_when_stopped(slots, clock))
                 await asyncio.wait(slots)
                 refill.cancel()
                 canceller.cancel()
@@ -88,7 +91,10 @@ class ClosedLoop(Runner):
         self.records.append(record)
         return record
 
-    async def _cancel_slots_when_stopped(self, slots: list[asyncio.Task[None]]) -> None:
+    async def _cancel_slots_when_stopped(
+        self, slots: list[asyncio.Task[None]], clock: Clock
+    ) -> None:
         await self.stopped.wait()
+        self._stopped_at = clock()
         for slot in slots:
             slot.cancel()

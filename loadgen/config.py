@@ -181,7 +181,7 @@ class RunConfig:
 
     Raises:
         UsageError: if a closed loop is combined with an option of open loops, or ``hang_up`` has no
-            duration.
+            duration or is combined with a reference.
     """
 
     target: str
@@ -216,6 +216,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.hang_up and self.limits.duration_s is None:
             raise UsageError("--hang-up needs --duration, at the end of which clients hang up")
+        if self.hang_up and self.reference is not None:
+            raise UsageError("--hang-up leaves answers incomplete: omit it or --check-against")
         if self.concurrency is None:
             return
         if self.concurrency < 1:

@@ -143,9 +143,12 @@ class Dispatcher:
         """Record the end of a placed request, or cancel the call that would place it."""
         self.admission.elapse(self.queue, now)
         request_s = self.fleet.release(release, now)
-        if request_s is None and (call := self.queue.find(release.placement_id)):
-            self._answer(call, Released("this placement was released"))
-        if request_s is not None and release.outcome is Outcome.OK:
+        if request_s is None:
+            if call := self.queue.find(release.placement_id):
+                self._answer(call, Released("this placement was released"))
+            else:  # as after each call whose connection was closed: nothing has become free
+                return
+        elif release.outcome is Outcome.OK:
             self.admission.ended(request_s)
         self._place_waiting(now)
 

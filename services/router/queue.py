@@ -58,7 +58,8 @@ class PlacementQueue(FairQueue[PendingPlacement]):
 
     def find(self, placement_id: str) -> PendingPlacement | None:
         """Return the queued call with this placement id, if there is one."""
-        return next((call for call in self if call.request.placement_id == placement_id), None)
+        calls = (call for line in self._lines.values() for _, _, call in line.entries)
+        return next((call for call in calls if call.request.placement_id == placement_id), None)
 
     def overdue(self, now: float) -> list[PendingPlacement]:
         """Return the calls whose deadline has passed."""

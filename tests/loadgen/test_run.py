@@ -114,6 +114,7 @@ def test_clients_hang_up_at_the_end_of_the_duration(tmp_path: Path, loop: tuple[
     assert not summary["stopped"]
     assert summary["outcomes"]["unfinished"] == len(truths) > 0
     assert all(truth.left is not None for truth in truths)
+    assert summary["window"]["end"] == pytest.approx(2)
 
 
 @pytest.mark.slow
