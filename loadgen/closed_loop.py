@@ -43,9 +43,9 @@ class ClosedLoop(Runner):
 
         It is earlier if the run was stopped before or no more requests could be prepared.
         """
-        if self._duration_s is not None and not self._exhausted:
-            if self._stopped_at >= self._duration_s:
-                return self._duration_s
+        duration_s = self._duration_s
+        if duration_s is not None and not self._exhausted and self._stopped_at >= duration_s:
+            return duration_s
         return self.records[-1].due if self.records else 0.0
 
     async def run(self, clock: Clock) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,13 +67,13 @@ class FakeStream:
         await self.send(decode_pb2.StreamDelta(stream=self.start.stream, error=error))
 
     async def send(self, delta: decode_pb2.StreamDelta) -> None:
-        async with self.worker.writing:  # a gRPC call allows one write at a time
-            await self._context.write(decode_pb2.DecodeStep(deltas=[delta]))
+        await self.send_bytes(decode_pb2.DecodeStep(deltas=[delta]).SerializeToString())
 
     async def send_bytes(self, step: bytes) -> None:
-        """Send an encoded step, which may be malformed."""
-        async with self.worker.writing:
-            await self._context.write(step)
+        """Send an encoded step, which may be malformed, unless the gateway has ended the call."""
+        async with self.worker.writing:  # a gRPC call allows one write at a time
+            with suppress(aio.UsageError):
+                await self._context.write(step)
 
 
 Script = Callable[[FakeStream], Coroutine[Any, Any, None]]
