@@ -10,11 +10,15 @@ A prefill worker with ``decodes`` can serve a request alone, as a colocated work
   fewest queued tokens replaces it if they are fewer than the excess of the pair's decode worker.
 - Fallback, every policy. Prefill workers serve requests alone if no other worker can decode them
   now: the decode and colocated workers are full, not ready, or not registered.
+
+If a request requires fewer output tokens than its maximum, small workers would end long outputs
+early. Of the workers that can take it now, those are not used on which less than half as many
+output tokens fit as on the largest of them. A request never waits for a larger worker.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from random import Random
 from typing import Protocol, TypeVar
@@ -101,9 +105,6 @@ def place(
 ) -> Pair | NoPlacement:
     """Choose a compatible pair with capacity.
 
-    If the request requires fewer output tokens than its maximum, workers are not used on which
-    less than half as many fit as on the largest worker. Small workers would end long outputs early.
-
     Args:
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
@@ -113,7 +114,6 @@ def place(
         return NoPlacement(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
         return NoPlacement(Reason.UNKNOWN_MODEL)
-    demand = _for_larger_workers(demand, workers)
     ready = _compatible_groups(
         (w, role)
         for w, role in _offers(demand, workers)
@@ -121,7 +121,9 @@ def place(
         and (role is Role.PREFILL or w.worker_id not in reserved)
         and w.has_capacity(demand, role)
     )
-    return _choose(ready, policy, rng) if ready else _explain(demand, workers)
+    if not ready:
+        return _explain(demand, workers)
+    return _choose(_larger(demand, ready), policy, rng)
 
 
 def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
@@ -133,20 +135,6 @@ def context_length(workers: Iterable[WorkerSnapshot]) -> int | None:
     """Return the largest context of these workers; None if they cannot serve requests."""
     groups = _compatible_groups((w, role) for w in workers for role in w.roles)
     return max((w.context_length for group in groups for w in group.decoders), default=None)
-
-
-def _for_larger_workers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Demand:
-    """Return the demand, requiring at least half of the output that fits on the largest worker."""
-    if demand.least_tokens >= demand.max_tokens:
-        return demand
-    offers = list(_usable(demand, workers))
-    outputs = [w.max_output(demand, role) for w, role in offers if role is not Role.PREFILL]
-    fitting = list(filter(None, outputs))
-    if not fitting or 2 * min(fitting) >= max(fitting):  # the common case, without groups
-        return demand
-    groups = _compatible_groups(_sufficient(demand, offers))
-    fitting = [w.max_output(demand, role) for group in groups for w, role in group.decoding]
-    return replace(demand, required_tokens=max(demand.least_tokens, max(fitting, default=0) // 2))
 
 
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
@@ -206,10 +194,24 @@ class _Group:
         return [*self.decode, *self.colocated] if self.prefill else self.colocated
 
     @property
-    def decoding(self) -> list[Offer]:
-        """The `decoders`, each with its role."""
-        paired = [(w, Role.DECODE) for w in self.decode] if self.prefill else []
-        return [*paired, *((w, Role.COLOCATED) for w in self.colocated)]
+    def is_fallback(self) -> bool:
+        """Whether prefill workers must decode because no decode worker can."""
+        return bool(self.prefill) and not self.decode
+
+    def largest_output(self, demand: Demand) -> int:
+        """Return the output tokens that fit on the largest decoder.
+
+        Prefill workers count only in a fallback.
+        """
+        paired = bool(self.prefill and self.decode)
+        decoders, role = (self.decode, Role.DECODE) if paired else (self.colocated, Role.COLOCATED)
+        return max(w.max_output(demand, role) for w in decoders)
+
+    def with_output(self, demand: Demand, least: float) -> "_Group":
+        """Return the group without decoders on which fewer output tokens fit."""
+        decode = [w for w in self.decode if w.max_output(demand, Role.DECODE) >= least]
+        colocated = [w for w in self.colocated if w.max_output(demand, Role.COLOCATED) >= least]
+        return _Group(self.prefill, decode, colocated)
 
 
 def _compatible_groups(offers: Iterable[Offer]) -> list[_Group]:
@@ -228,6 +230,16 @@ def _compatible_groups(offers: Iterable[Offer]) -> list[_Group]:
     return [group for group in (*groups, *shared.values()) if group.decoders]
 
 
+def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
+    """Return the groups without workers that are too small for a request of unknown output."""
+    if demand.least_tokens >= demand.max_tokens:
+        return groups
+    regular = [group for group in groups if not group.is_fallback] or groups
+    half = max(group.largest_output(demand) for group in regular) / 2
+    larger = (group.with_output(demand, half) for group in groups)
+    return [group for group in larger if group.decoders]
+
+
 def _choose(groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
     """Apply the policy to each role within each group, then to the resulting pairs."""
     choose = _BY_NAME[policy]
@@ -241,7 +253,7 @@ def _choose(groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
             pairs.append(pair)
         else:
             alone = Pair(None, choose(group.colocated, rng))
-            (fallbacks if group.prefill else pairs).append(alone)
+            (fallbacks if group.is_fallback else pairs).append(alone)
     return choose(pairs or fallbacks, rng)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.services.router.samples import COMPATIBLE, beat, place_request, regis
 
 CONTEXT = 32_768
 POOL = 16_384  # tokens
+CHAT = Demand(20, CONTEXT - 20, required_tokens=1)
 MODELS = {name: Model(tiny_checkpoint(), kv_format=name) for name in ("dense", "int4")}
 
 
@@ -112,24 +114,63 @@ def test_workers_with_less_than_half_of_the_space_are_not_used(
     workers = [sized(f"c{number}", tokens) for number, tokens in enumerate(pools)]
     found = set()
     for seed in range(16):
-        demand = Demand(20, CONTEXT - 20, required_tokens=1)
-        pair = place(demand, workers, PolicyName.SHORTEST_QUEUE, Random(seed))
+        pair = place(CHAT, workers, PolicyName.SHORTEST_QUEUE, Random(seed))
         assert isinstance(pair, Pair)
         found.add(pair.decode.worker_id)
     assert found == used
 
 
-def test_small_worker_serves_while_the_larger_one_is_unusable() -> None:
-    large, small = sized("c0", 65_536), sized("c1", 2_048)
-    demand = Demand(20, CONTEXT - 20, required_tokens=1)
-    for health in (WorkerHealth.NOT_READY, WorkerHealth.DRAINING):
-        pair = chosen(demand, replace(large, health=health), small)
-        assert isinstance(pair, Pair)
-        assert pair.decode.worker_id == "c1"
-    excluded = chosen(replace(demand, exclude=frozenset({"c0"})), large, small)
-    assert isinstance(excluded, Pair)
-    probation = replace(large, health=WorkerHealth.PROBATION)
-    assert chosen(demand, probation, small) == NoPlacement(Reason.BUSY, frozenset({"c0"}))
+UNAVAILABLE: list[dict[str, Any]] = [
+    *({"health": health} for health in WorkerHealth if health is not WorkerHealth.READY),
+    {"pages_free": PageCount(0)},
+    {"slots": 8},
+    {"max_prompt_tokens": 1.0, "prompt_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("state", UNAVAILABLE)
+def test_small_worker_serves_while_the_larger_one_takes_no_requests(state: dict[str, Any]) -> None:
+    large, small = replace(sized("c0", 65_536), **state), sized("c1", 2_048)
+    assert decoder(chosen(CHAT, large, small)) == (Role.COLOCATED, "c1")
+
+
+@pytest.mark.parametrize("state", UNAVAILABLE[:-1])
+def test_small_prefill_worker_replaces_the_decode_worker(state: dict[str, Any]) -> None:
+    prefill = replace(sized("p0", 1_024, Role.PREFILL), decodes=True)
+    decode = replace(sized("d0", POOL, Role.DECODE), **state)
+    assert decoder(chosen(CHAT, prefill, decode)) == (Role.COLOCATED, "p0")
+
+
+def test_large_prefill_worker_does_not_replace_a_smaller_decode_worker() -> None:
+    """Prefill workers decode if no other worker can, whatever their size."""
+    prefill = replace(sized("p0", POOL, Role.PREFILL), decodes=True)
+    decode = sized("d0", 1_024, Role.DECODE)
+    assert decoder(chosen(CHAT, prefill, decode)) == (Role.DECODE, "d0")
+    other = replace(sized("c0", 1_024), queue_tokens=500)
+    full = replace(decode, slots=8)
+    assert decoder(chosen(CHAT, prefill, full, other)) == (Role.COLOCATED, "c0")
+
+
+def test_small_prefill_worker_does_not_take_over_from_a_larger_decode_worker() -> None:
+    prefill = replace(sized("p0", 1_024, Role.PREFILL), decodes=True)
+    decode = replace(sized("d0", POOL, Role.DECODE), overflow_tokens=0, queue_tokens=500)
+    assert decoder(chosen(CHAT, prefill, decode)) == (Role.DECODE, "d0")
+    explicit = replace(CHAT, max_tokens=16)
+    assert decoder(chosen(explicit, prefill, decode)) == (Role.COLOCATED, "p0")
+
+
+def test_excluded_large_worker_does_not_count() -> None:
+    excluding = replace(CHAT, exclude=frozenset({"c0"}))
+    found = chosen(excluding, sized("c0", 65_536), sized("c1", 2_048))
+    assert decoder(found) == (Role.COLOCATED, "c1")
+
+
+def test_chat_is_answered_by_the_small_worker_when_the_large_one_is_lost() -> None:
+    router = dispatcher(8_192, 1_024)
+    router.heartbeat(beat("c1"), 2.0)  # the last heartbeat of the other one was at 0
+    answer = router.submit(chat(wait_s=5), 2.1).answer
+    assert isinstance(answer, Placement)
+    assert (answer.decode.worker_id, answer.max_tokens) == ("c1", 1_024 + 1 - 20)
 
 
 def test_space_of_the_decode_worker_counts() -> None:
@@ -139,6 +180,12 @@ def test_space_of_the_decode_worker_counts() -> None:
     assert isinstance(pair, Pair)
     demand = Demand(2_000, CONTEXT, required_tokens=1)
     assert pair.decode.max_output(demand, Role.DECODE) == 16_384 + 1 - 2_000
+
+
+def decoder(found: Pair | NoPlacement) -> tuple[Role, str]:
+    """Return the worker that decodes, and its role."""
+    assert isinstance(found, Pair), found
+    return found.roles[-1][1], found.decode.worker_id
 
 
 def sized(worker_id: str, tokens: int, role: Role = Role.COLOCATED) -> WorkerSnapshot:
