@@ -77,7 +77,7 @@ class ModelReadiness(Message):
         reason: why not; None if ``ready``.
         infos: the model as its ready workers registered it, without repetitions.
         context_length: maximum tokens of a prompt and its output on the registered workers: the
-            context length of the model, or the number of tokens that their KV pages can hold,
+            context length of the model, or the number of tokens that fit in their KV pages,
             whichever is smaller; None if no worker or compatible pair is registered.
     """
 

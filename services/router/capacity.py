@@ -209,8 +209,12 @@ class WorkerSnapshot:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of a prompt and its output: limited by the model and by the pages."""
-        return min(self.compatibility.context_length, self.paging.max_tokens(self.pages_total))
+        """Maximum tokens of a prompt and its output: limited by the model and by the pages.
+
+        KV of the last output token is not stored.
+        """
+        stored = self.paging.max_tokens(self.pages_total)
+        return min(self.compatibility.context_length, stored + 1)
 
     def max_output(self, demand: Demand, role: Role) -> int:
         """Return the output tokens that would fit in one of the `roles` if the worker were idle.
@@ -221,9 +225,8 @@ class WorkerSnapshot:
         Returns:
             Output tokens of each choice, at most those of the request; 0 if fewer than it requires.
         """
-        longest = self.compatibility.context_length
-        if role is not Role.PREFILL:  # KV of the last output token is not stored
-            longest = min(longest, self.paging.max_tokens(self.pages_total) + 1)
+        prefills = role is Role.PREFILL
+        longest = self.compatibility.context_length if prefills else self.context_length
         most = min(demand.max_tokens, longest - demand.prompt_tokens)
         if most < demand.least_tokens or demand.choices > self.max_running:
             return 0
