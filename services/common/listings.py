@@ -78,7 +78,8 @@ class ModelReadiness(Message):
         infos: the model as its ready workers registered it, without repetitions.
         context_length: maximum tokens of a prompt and its output on the registered workers: the
             context length of the model, or the number of tokens that fit in their KV pages,
-            whichever is smaller; None if no worker or compatible pair is registered.
+            whichever is smaller; None if no worker or compatible pair is registered, or if the
+            router has just started and further workers may register.
     """
 
     model: Label

@@ -206,13 +206,17 @@ def _add_gateways_api(
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:
-        now = clock()
-        infos = {v.worker_id: v.model_info for v in router.fleet.views(now) if v.model_info}
-        return _json(ReadinessList(models=readiness(router.fleet.snapshots(now), infos)))
+        return _json(_readiness(router, clock()))
 
     @app.get("/v1/models")
     async def models() -> Response:
         return _json(ModelList(models=router.fleet.models()))
+
+
+def _readiness(router: Dispatcher, now: float) -> ReadinessList:
+    infos = {v.worker_id: v.model_info for v in router.fleet.views(now) if v.model_info}
+    workers, settled = router.fleet.snapshots(now), router.is_settled(now)
+    return ReadinessList(models=readiness(workers, infos, settled=settled))
 
 
 def _place_span(body: PlaceRequest) -> Span:

@@ -72,6 +72,10 @@ class Dispatcher:
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
 
+    def is_settled(self, now: float) -> bool:
+        """Return whether all live workers have registered."""
+        return now >= self._settled_at
+
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
         """Submit a placement request; it is answered at once, or queued until its deadline.
 
@@ -203,7 +207,7 @@ class Dispatcher:
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
         # Gateways ask again without exclusions, so only a call without them needs to wait.
-        starting = now < self._settled_at and not request.exclude
+        starting = not self.is_settled(now) and not request.exclude
         if starting and reason is not Reason.AMBIGUOUS_MODEL:
             return Starting(
                 "the router has just started, and no suitable worker has registered yet"

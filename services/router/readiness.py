@@ -13,15 +13,23 @@ _MAX_VALUE_CHARS = 24  # of a property of a worker
 
 
 def readiness(
-    workers: Sequence[WorkerSnapshot], infos: Mapping[str, ModelInfo] | None = None
+    workers: Sequence[WorkerSnapshot],
+    infos: Mapping[str, ModelInfo] | None = None,
+    *,
+    settled: bool = True,
 ) -> list[ModelReadiness]:
     """Return the readiness of each registered model, sorted by name.
 
     Args:
         infos: models as the workers registered them, by id of the worker.
+        settled: whether all live workers have registered. Otherwise no context length is reported,
+            because larger workers may still register.
     """
     names = sorted({w.model for w in workers})
-    return [_readiness(model, workers, infos or {}) for model in names]
+    found = [_readiness(model, workers, infos or {}) for model in names]
+    if settled:
+        return found
+    return [model.model_copy(update={"context_length": None}) for model in found]
 
 
 def unmatched(workers: Sequence[WorkerSnapshot]) -> dict[str, str]:

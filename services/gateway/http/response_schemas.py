@@ -136,8 +136,8 @@ class ModelResponse(_Response):
     """The served model.
 
     ``max_model_len`` is the maximum number of tokens of a prompt and its output: the context length
-    of the model, or the number of tokens that the workers' KV pages can hold, whichever is smaller.
-    It is null until a router has reported workers.
+    of the model, or the number of tokens that fit in the workers' KV pages, whichever is smaller.
+    It is null until a router reports it.
     """
 
     id: str

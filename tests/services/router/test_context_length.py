@@ -2,9 +2,12 @@
 
 import pytest
 
+from services.common.listings import ReadinessList
 from services.common.placement import Placement, Registration, Role, StoredPages, WorkerState
-from services.router.app import build_dispatcher
-from services.router.errors import TooLarge
+from services.gateway.limits import ModelLimits
+from services.gateway.settings import GatewaySettings
+from services.router.app import build_dispatcher, create_app
+from services.router.errors import Starting, TooLarge
 from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 from tests.services.router.samples import COMPATIBLE, beat, place_request, registration
@@ -17,6 +20,10 @@ STORED = StoredPages(total=1000, sink_pages=1, window=64)
 def pool(name: str, role: Role, tokens: int, stored: StoredPages | None = None) -> Registration:
     pages = tokens // 16
     return registration(name, role, pages_total=pages, stored=stored, compatibility=MODEL)
+
+
+SMALL = pool("c0", Role.COLOCATED, 1_024)
+LARGE = pool("c1", Role.COLOCATED, 16_384)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,57 @@ def test_router_places_exactly_what_it_reports(stored: StoredPages | None) -> No
     assert isinstance(fits, Placement)
     exceeds = router.submit(place_request(1_000, found.context_length - 999), 0.2).answer
     assert isinstance(exceeds, TooLarge)
+
+
+class _Site:
+    """A router, its HTTP API without a socket, and the limits of a gateway that asks it."""
+
+    def __init__(self) -> None:
+        self.limits = ModelLimits(GatewaySettings.model_validate({}))
+        self.now = 1000.0
+        self.restart()
+
+    def restart(self) -> None:
+        settings = RouterSettings.model_validate({"gone_after_s": 10})
+        self.router = build_dispatcher(settings, self.now)
+        self._app = create_app(settings, self.router, clock=lambda: self.now)
+
+    async def join(self, worker: Registration) -> None:
+        """Register a worker, which is ready. The gateway then asks the router."""
+        self.router.register(worker, self.now)
+        self.router.heartbeat(beat(worker.worker_id, pages_free=worker.pages_total), self.now)
+        await self.ask()
+
+    async def ask(self) -> None:
+        answer = await self._app.test_client().get("/v1/readiness")
+        (found,) = ReadinessList.model_validate(await answer.get_json()).models
+        self.limits.update(found)
+
+
+async def test_context_length_is_not_reported_until_all_workers_have_registered() -> None:
+    """A smaller worker registers first. Until then the router checks the length of requests."""
+    site = _Site()
+    await site.join(SMALL)
+    assert site.limits.context_length is None
+    assert isinstance(site.router.submit(place_request(1_000, 1_000), site.now).answer, Starting)
+    await site.join(LARGE)
+    assert site.limits.context_length is None
+    assert isinstance(site.router.submit(place_request(1_000, 1_000), site.now).answer, Placement)
+    site.now += 10
+    await site.ask()
+    assert site.limits.context_length == 16_385
+
+
+async def test_gateway_keeps_its_limit_while_workers_register_with_a_restarted_router() -> None:
+    site = _Site()
+    site.now += 10
+    await site.join(LARGE)
+    site.restart()
+    await site.join(SMALL)
+    assert site.limits.context_length == 16_385
+    site.now += 10  # the large worker has not registered
+    await site.ask()
+    assert site.limits.context_length == 1_025
 
 
 def test_pair_with_different_context_lengths_is_not_ready() -> None:
