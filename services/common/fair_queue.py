@@ -10,7 +10,7 @@ by at most the cost of one item of each tenant, divided by its weight.
 """
 
 from bisect import insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import Any, Generic, Protocol, TypeVar
@@ -72,6 +72,11 @@ class FairQueue(Generic[_Item]):
         """Iterate over a copy of the queue, in the order in which items should be served."""
         lines = [line.due() for line in self._lines.values()]
         return iter([item for _, _, item in merge(*lines)])
+
+    @property
+    def tenants(self) -> Iterable[Hashable]:
+        """The tenants with queued items."""
+        return self._lines.keys()
 
     @property
     def surplus(self) -> _Item:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -35,8 +35,22 @@ class FairSlots:
         self._free = slots
         self._per_tenant = per_tenant
         self._max_waiting = max_waiting
-        self._held: Counter[str] = Counter()
+        self._held: Counter[Hashable] = Counter()
         self._queue: FairQueue[_Waiter] = FairQueue()
+
+    def is_free(self, tenant: str) -> bool:
+        """Return whether `hold` would grant this tenant a slot without waiting."""
+        return self._free > 0 and self._held[tenant] < self._per_tenant
+
+    def is_wanted(self, tenant: str) -> bool:
+        """Return whether a tenant should give a slot back, since another caller waits for it.
+
+        This is the case if no tenant holds more slots, and a waiting caller would get the slot.
+        """
+        return self._held[tenant] == max(self._held.values(), default=0) and any(
+            waiting == tenant or self._held[waiting] < self._per_tenant
+            for waiting in self._queue.tenants
+        )
 
     @asynccontextmanager
     async def hold(self, tenant: str, *, weight: int = 1, cost: int = 1) -> AsyncGenerator[None]:
@@ -55,7 +69,7 @@ class FairSlots:
         try:
             await waiter.decided.wait()
             if not waiter.granted:
-                raise Overloaded(f"more than {self._max_waiting} large requests are waiting")
+                raise Overloaded(f"more than {self._max_waiting} requests are waiting")
             yield
         finally:
             self._queue.remove(waiter)

@@ -1,7 +1,9 @@
 """Limits of a public gRPC port, on connections, calls and the memory of arriving messages."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,10 @@ from services.common.fair_slots import FairSlots
 _CHECK = "/grpc.health.v1.Health/Check"
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _MAX_ARRIVING = 32  # requests that are received at the same time
-_MAX_ARRIVING_OF_CLIENT = 16
+_MAX_ARRIVING_OF_OWNER = 16
+_MAX_CHECKS = 64  # requests of Health/Check that are received at the same time
+_SLOT_S = 1.0  # time after which a request that has not arrived ends if another one waits
+_CHECK_TIMEOUT_S = 5.0  # maximum time until the request of Health/Check has arrived
 _MAX_OPEN_STREAMS = 64  # concurrent streams of health and reflection, which need no key
 _MIN_PING_INTERVAL_MS = 5_000  # a client that sends pings more often is disconnected
 _OPEN_STREAM_S = 600.0  # after this time such a stream ends; clients open it again
@@ -35,9 +40,11 @@ class ServerLimits:
         max_calls: maximum concurrent calls, without those of health and reflection.
         max_client_calls: maximum of these calls for one client.
         client_of: function that returns the name of the client of a call.
+        owner_of: function that returns the owner of a call, such as a tenant. Calls that wait until
+            their request may be received are served fairly among owners.
         idle_s: time after which a connection without calls is closed, seconds.
         request_timeout_s: maximum time until a connection is set up, and until the request of a
-            call has arrived, seconds.
+            call has arrived (except `_CHECK_TIMEOUT_S` for ``Health/Check``), seconds.
     """
 
     max_message_bytes: int
@@ -45,6 +52,7 @@ class ServerLimits:
     max_calls: int
     max_client_calls: int
     client_of: Callable[[Context], str]
+    owner_of: Callable[[Context], str]
     idle_s: float
     request_timeout_s: float
 
@@ -68,12 +76,16 @@ class CallLimiter(aio.ServerInterceptor):
     """Bounds concurrent calls, and the time until the request of a call arrives.
 
     Only `_MAX_ARRIVING` requests are received at the same time, in an order that is fair among
-    clients. This bounds the memory for incomplete messages, whose size is not known yet.
+    owners. This bounds the memory for incomplete messages, whose size is not known yet. gRPC does
+    not tell whether a part of a message has arrived. A call that sends nothing thus counts as well,
+    but cannot block others: if a call waits, one that has not arrived within `_SLOT_S` ends. It is
+    one of the owner with the most requests that are being received.
 
     Health and reflection need no key, so their calls must not use up those of the services: their
     streams have a number and a duration of their own, and their requests arrive separately.
-    ``Health/Check`` has no maximum number, since probes must not fail because of other clients; its
-    duration is bounded.
+    ``Health/Check`` has no maximum number and never waits, since probes must not fail because of
+    other clients. If `_MAX_CHECKS` of its requests are being received, the oldest one ends: those
+    of probes arrive with their call.
     """
 
     def __init__(self, limits: ServerLimits) -> None:
@@ -82,10 +94,11 @@ class CallLimiter(aio.ServerInterceptor):
         self._open_streams = ClientLimit(_MAX_OPEN_STREAMS, _MAX_OPEN_STREAMS)
         self._arriving, self._arriving_open = (
             FairSlots(
-                _MAX_ARRIVING, per_tenant=_MAX_ARRIVING_OF_CLIENT, max_waiting=limits.max_calls
+                _MAX_ARRIVING, per_tenant=_MAX_ARRIVING_OF_OWNER, max_waiting=limits.max_calls
             )
             for _ in range(2)
         )
+        self._checks: deque[asyncio.Timeout] = deque()  # of requests that are being received
 
     async def intercept_service(
         self,
@@ -109,7 +122,6 @@ class CallLimiter(aio.ServerInterceptor):
 
         async def call(requests: Any, context: Context) -> Any:
             client = self._limits.client_of(context)
-            arriving = self._arriving if counter is self._calls else self._arriving_open
             if counter is not None and not counter.take(client):
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many concurrent calls"
@@ -117,8 +129,13 @@ class CallLimiter(aio.ServerInterceptor):
             try:
                 if handler.request_streaming:
                     request = requests
+                elif counter is None:
+                    request = await self._receive_check(requests)
+                elif counter is self._open_streams:
+                    request = await self._receive(requests, client, self._arriving_open)
                 else:
-                    request = await self._first(requests, client, arriving)
+                    owner = self._limits.owner_of(context)
+                    request = await self._receive(requests, owner, self._arriving)
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
             except aio.AbortError as error:
@@ -150,16 +167,49 @@ class CallLimiter(aio.ServerInterceptor):
         )
         return wrap(call, handler.request_deserializer, handler.response_serializer)
 
-    async def _first(self, requests: Any, client: str, arriving: FairSlots) -> Any:
+    async def _receive(self, requests: Any, owner: str, arriving: FairSlots) -> Any:
+        """Return the request of a call when it has arrived."""
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s), arriving.hold(client):
-                return await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
-            raise _NoRequest("the request of the call did not arrive") from None
+            async with asyncio.timeout(self._limits.request_timeout_s), arriving.hold(owner):
+                request = asyncio.ensure_future(_first(requests))
+                try:
+                    while not (await asyncio.wait([request], timeout=_SLOT_S))[0]:
+                        if arriving.is_wanted(owner):
+                            raise _NoRequest
+                    return request.result()
+                finally:
+                    request.cancel()
+                    del request  # an error in it would form a reference cycle with this frame
+        except TimeoutError:
+            raise _NoRequest from None
+
+    async def _receive_check(self, requests: Any) -> Any:
+        if len(self._checks) >= _MAX_CHECKS:
+            oldest = self._checks.popleft()
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S) as timeout:
+                self._checks.append(timeout)
+                try:
+                    return await _first(requests)
+                finally:
+                    with suppress(ValueError):  # it was removed to end it
+                        self._checks.remove(timeout)
+        except TimeoutError:
+            raise _NoRequest from None
 
 
 class _NoRequest(Exception):
-    pass
+    def __init__(self) -> None:
+        super().__init__("the request of the call did not arrive")
+
+
+async def _first(requests: Any) -> Any:
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise _NoRequest from None
 
 
 async def _answer(handler: Handler, request: Any, context: Context) -> Any:

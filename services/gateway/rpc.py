@@ -56,6 +56,7 @@ def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
         max_calls=settings.max_connections,
         max_client_calls=settings.max_client_connections,
         client_of=lambda context: _client(gateway.clients, context).name,
+        owner_of=lambda context: _owner(gateway, context),
         idle_s=settings.keep_alive_s,
         request_timeout_s=settings.body_timeout_s,
     )
@@ -178,27 +179,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         span: Span,
     ) -> None:
         accepted = self._accept(request_id, context, span)
+        async with enforce_deadline(_deadline(accepted, context)):
+            request = await self._encode(message, accepted)
+            await self._write_output(request, context)
+
+    async def _encode(
+        self, message: inference_pb2.GenerateRequest, accepted: RequestContext
+    ) -> GenerationRequest:
         check_message_count(len(message.chat.messages), self._gateway.limits.context_length)
         limit, size = self._gateway.settings.max_body_bytes, message.ByteSize()
         if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
-        with self._gateway.buffers.open(accepted.owner.name) as buffer, span.child("tokenize"):
+        with (
+            self._gateway.buffers.open(accepted.owner.name) as buffer,
+            accepted.span.child("tokenize"),
+        ):
             buffer.grow(size + _MESSAGE_BYTES * len(message.chat.messages))
             async with self._gateway.prompts.slot(accepted.owner, size):
-                request = await self._parse(message, size, accepted)
+                return await self._parse(message, size, accepted)
+
+    async def _write_output(self, request: GenerationRequest, context: Context) -> None:
         usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
         unfinished = request.options.n
-        async with (
-            enforce_deadline(_deadline(accepted, context)),
-            aclosing(self._gateway.generate([request])) as output,
-        ):
+        async with aclosing(self._gateway.generate([request])) as output:
             async for deltas in output:
                 for delta in deltas:
                     usage.completion_tokens += len(delta.tokens)
                     unfinished -= bool(delta.finish)
                     response = inference_pb2.GenerateResponse(
-                        request_id=request_id,
+                        request_id=request.context.request_id,
                         choice=delta.choice,
                         text=delta.text,
                         tokens=delta.tokens,
@@ -236,6 +246,12 @@ def _client(clients: ClientAddresses, context: Context) -> Client:
         if name == FORWARDED_FOR
     ]
     return clients.identify(split_grpc_peer(context.peer()), forwarded)
+
+
+def _owner(gateway: Gateway, context: Context) -> str:
+    """Return whose share of resources a call with a valid key uses."""
+    tenant = gateway.authenticate(_authorization(context.invocation_metadata()))
+    return tenant.name if tenant else _client(gateway.clients, context).name
 
 
 def _template_input(message: inference_pb2.ChatMessage) -> dict[str, str]:

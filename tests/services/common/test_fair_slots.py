@@ -105,3 +105,18 @@ async def test_surplus_of_the_heaviest_tenant_is_refused() -> None:
         await tasks[3]
     assert await work.finish_all() == ["f0", "o", "f1", "f2"]
     await asyncio.gather(*tasks[:3], other)
+
+
+async def test_slot_is_wanted_from_the_tenant_with_the_most_if_another_could_use_it() -> None:
+    slots = slots_of(3, 2)
+    work = Work(slots)
+    tasks = [work.start(tenant, tenant + str(i)) for i, tenant in enumerate("aab")]
+    await settle()
+    assert not slots.is_free("c")
+    assert not any(map(slots.is_wanted, "ab")), "nobody waits"
+    tasks.append(work.start("a", "waiting"))
+    await settle()
+    assert [slots.is_wanted(tenant) for tenant in "ab"] == [True, False]
+    await work.finish_all()
+    await asyncio.gather(*tasks)
+    assert all(map(slots.is_free, "abc"))

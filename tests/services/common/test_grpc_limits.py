@@ -24,11 +24,12 @@ LIMITS = ServerLimits(
     max_calls=1,
     max_client_calls=100,
     client_of=lambda context: split_grpc_peer(context.peer()) or "",
+    owner_of=lambda context: split_grpc_peer(context.peer()) or "",
     idle_s=60.0,
     request_timeout_s=30.0,
 )
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and SETTINGS
-SLOW = (("client", "slow"),)
+ECHO, CHECK_METHOD = "/test.Echo/Echo", "/grpc.health.v1.Health/Check"
 CHECK = health_pb2.HealthCheckRequest()
 
 
@@ -61,10 +62,22 @@ def other_channel(server: GrpcServer) -> aio.Channel:
     return aio.insecure_channel(f"127.0.0.1:{server.port}", options=options)
 
 
-async def echo(channel: aio.Channel, request: bytes = b"x") -> bytes:
-    method: Any = channel.unary_unary("/test.Echo/Echo")
-    answer: bytes = await method(request, timeout=10)
+def named(context: Any) -> str:
+    """Return the owner in the metadata of a call."""
+    return str(dict(context.invocation_metadata() or ()).get("owner", ""))
+
+
+async def echo(channel: aio.Channel, request: bytes = b"x", owner: str = "") -> bytes:
+    method: Any = channel.unary_unary(ECHO)
+    answer: bytes = await method(request, timeout=10, metadata=(("owner", owner),))
     return answer
+
+
+async def open_silent(channel: aio.Channel, method: str = ECHO, owner: str = "") -> Any:
+    """Open a call without sending its request."""
+    call: Any = channel.stream_unary(method)(metadata=(("owner", owner),))
+    await call.wait_for_connection()
+    return call
 
 
 async def code_of(call: Any) -> grpc.StatusCode:
@@ -128,40 +141,57 @@ async def test_calls_above_the_limit_are_rejected() -> None:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("method", ["/test.Echo/Echo", "/grpc.health.v1.Health/Check"])
-async def test_call_without_a_request_ends(method: str) -> None:
+@pytest.mark.parametrize("method", [ECHO, CHECK_METHOD])
+async def test_call_without_a_request_ends(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(grpc_limits, "_CHECK_TIMEOUT_S", 2.0)
     async with serving(request_timeout_s=2.0) as (server, channel), other_channel(server) as other:
-        silent: Any = channel.stream_unary(method)()
-        await silent.wait_for_connection()
-        async with asyncio.timeout(30):
+        silent = await open_silent(channel, method)
+        async with asyncio.timeout(20):
             assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await echo(other) == b"x"
 
 
-async def test_requests_that_do_not_arrive_delay_only_their_client(
+async def test_silent_calls_of_all_slots_do_not_block_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING", 2)
-    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING_OF_CLIENT", 1)
-
-    def client_of(context: Any) -> str:
-        return str(dict(context.invocation_metadata() or ()).get("client", ""))
-
-    async with serving(max_calls=100, client_of=client_of) as (_, channel):
-        slow: list[Any] = [channel.stream_unary("/test.Echo/Echo")(metadata=SLOW) for _ in range(3)]
-        for call in slow:
-            await call.wait_for_connection()
-        async with asyncio.timeout(30):
-            assert await echo(channel) == b"x"
-            assert (await HealthStub(channel).Check(CHECK)).status
-        method: Any = channel.unary_unary("/test.Echo/Echo")
-        later = method(b"x", metadata=SLOW)
-        await asyncio.sleep(0.2)
-        assert not later.done()
-        for call in slow:
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING_OF_OWNER", 1)
+    async with serving(max_calls=100, owner_of=named) as (_, channel):
+        silent = [await open_silent(channel, owner=owner) for owner in "aabb"]
+        assert await echo(channel) == b"x"
+        assert await echo(channel, owner="a") == b"x"
+        assert (await HealthStub(channel).Check(CHECK)).status
+        for call in silent:
             call.cancel()
-        async with asyncio.timeout(30):
-            assert await later == b"x"
+
+
+async def test_slow_request_of_an_owner_with_few_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING", 3)
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING_OF_OWNER", 2)
+    monkeypatch.setattr(grpc_limits, "_SLOT_S", 0.1)
+    async with serving(max_calls=100, owner_of=named) as (_, channel):
+        slow = await open_silent(channel, owner="slow")
+        flood = [await open_silent(channel, owner="flood") for _ in range(2)]
+        for _ in range(2):
+            assert await echo(channel) == b"x"
+        ended = await first_done(flood)
+        assert await ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert sum(call.done() for call in flood) == 1
+        await slow.write(b"late")
+        await slow.done_writing()
+        assert await slow == b"late"
+
+
+async def test_silent_checks_do_not_block_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_limits, "_MAX_CHECKS", 2, raising=False)
+    monkeypatch.setattr(grpc_limits, "_MAX_ARRIVING", 2)
+    async with serving() as (_, channel):
+        silent = [await open_silent(channel, CHECK_METHOD) for _ in range(3)]
+        assert (await HealthStub(channel).Check(CHECK, timeout=10)).status
+        assert await code_of(silent[0]) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not silent[2].done()
 
 
 @pytest.mark.parametrize("greeting", [b"", PREFACE], ids=["silent", "idle"])
