@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,6 +54,10 @@ class PromptEncoder:
     def is_large(size: int) -> bool:
         """Return whether a request of this size is processed outside of the event loop."""
         return size > _SMALL
+
+    def is_available(self, owner: Tenant, size: int) -> bool:
+        """Return whether `slot` would not wait."""
+        return not self.is_large(size) or self._slots.is_free(owner.name)
 
     @asynccontextmanager
     async def slot(self, owner: Tenant, size: int) -> AsyncGenerator[None]:
@@ -144,9 +148,18 @@ class PromptEncoder:
         if not self.is_large(size):
             return work()
         working = pool.submit(work)
+        result = asyncio.wrap_future(working)
         try:
-            return await asyncio.wrap_future(working)
+            await asyncio.wait([result])
         except asyncio.CancelledError:
-            if not working.cancel():  # it occupies a thread, and hence its slot, until its end
-                await asyncio.wait([asyncio.wrap_future(working)])
+            working.cancel()
+            while not result.done():  # it occupies a thread, and hence its slot, until its end
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([result])
+            if not result.cancelled():
+                result.exception()  # nobody needs it
             raise
+        try:
+            return result.result()
+        finally:
+            del working, result  # an error in them would form a reference cycle with this frame

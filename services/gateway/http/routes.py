@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
 from services.gateway.http.body import read_body, require_json
@@ -144,7 +144,8 @@ class _Routes:
     ) -> _Result:
         """Read and parse a body; return the result of ``use(body, size)``, with the size in bytes.
 
-        The request holds memory, and a slot for large requests, until ``use`` returns.
+        The request holds memory, and a slot for large requests, until ``use`` returns. It leaves
+        the queue for slots if its client disconnects or its deadline passes.
         """
         gateway, settings = self._gateway, self._gateway.settings
 
@@ -156,11 +157,10 @@ class _Routes:
                 max_depth=settings.max_json_depth,
                 context_length=gateway.limits.context_length,
             )
-            with context.span.child("tokenize"):
-                async with gateway.prompts.slot(context.owner, len(raw)):
-                    parsed = await gateway.prompts.compute(len(raw), parse)
-                    gateway.require_model(parsed.model)
-                    return await use(parsed, len(raw))
+            async with gateway.prompts.slot(context.owner, len(raw)):
+                parsed = await gateway.prompts.compute(len(raw), parse)
+                gateway.require_model(parsed.model)
+                return await use(parsed, len(raw))
 
         require_json(request)
         with gateway.buffers.open(context.owner.name) as buffer:
@@ -171,10 +171,12 @@ class _Routes:
                     limit=settings.max_body_bytes,
                     timeout_s=settings.body_timeout_s,
                 )
-            work = parse_and_use(raw)
-            if not gateway.prompts.is_large(len(raw)):  # it never waits for a slot
-                return await work
-            return await cancel_on_disconnect(request.receive, work)
+            with context.span.child("tokenize"):
+                async with enforce_deadline(context.deadline):
+                    work = parse_and_use(raw)
+                    if gateway.prompts.is_available(context.owner, len(raw)):
+                        return await work
+                    return await cancel_on_disconnect(request.receive, work)
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""

@@ -1,6 +1,7 @@
 """Prompts: special tokens come from the template only, and large prompts do not block the loop."""
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -276,3 +277,50 @@ async def test_thread_of_an_abandoned_request_keeps_its_slot(
     gate.opened.set()
     assert (await later).status_code == 200
     assert gate.reached == 3
+
+
+async def test_repeated_cancellation_waits_for_the_thread_and_ignores_its_error(
+    site: Site,
+) -> None:
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    started, finish = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        started.set()
+        assert finish.wait(60)
+        raise ValueError
+
+    working = asyncio.create_task(site.gateway.prompts.compute(1 << 20, fail))
+    await until(started.is_set)
+    for _ in range(3):
+        working.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not working.done()
+    finish.set()
+    await asyncio.wait([working])
+    assert working.cancelled()
+    del working
+    gc.collect()
+    assert not unhandled
+
+
+async def test_deadline_passes_while_a_request_waits_for_a_slot(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site: Site = await open_site(deadline_s=1.0)
+    gate = Gate(monkeypatch)
+    running = [asyncio.create_task(site.http.post("/tokenize", json=HEAVY)) for _ in range(2)]
+    await until(lambda: gate.reached == 2)
+    stub = inference_pb2_grpc.InferenceStub(site.rpc)
+    call = stub.Generate(pb.GenerateRequest(text=HEAVY["prompt"]), timeout=20)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "the request's deadline passed" in str(caught.value.details())
+    async with asyncio.timeout(20):
+        for path in ("/tokenize", "/v1/completions"):
+            assert (await site.http.post(path, json=HEAVY)).status_code == 504
+    gate.opened.set()
+    assert {response.status_code for response in await asyncio.gather(*running)} == {504}
