@@ -157,7 +157,7 @@ class PromptEncoder:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([result])
             if not result.cancelled():
-                result.exception()  # nobody needs it
+                result.exception()  # retrieved, so that asyncio does not log it
             raise
         try:
             return result.result()
