@@ -29,6 +29,9 @@ AUDIT  ?=
 # Seeds of the fault tests, one run for each.
 FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
 
+# Tests start hundreds of processes; without byte code, each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help up down fast test test-long test-operate test-gpu faults check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets

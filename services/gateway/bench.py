@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 import uvicorn
 import uvloop
-from grpc import aio
 from rich.console import Console
 from rich.table import Table
 from starlette.types import Receive, Scope, Send
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
+from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.messages import MAX_TOKENS
 from services.common.model_source import resolve_model
@@ -123,9 +123,9 @@ def _run_backend(core: int, worker_port: int, router_port: int, rate: float) -> 
     tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(_TEXT)
 
     async def main() -> None:
-        server = aio.server()
-        server.add_insecure_port(f"{_ADDRESS}:{worker_port}")
-        decode_pb2_grpc.add_DecodeServicer_to_server(SyntheticWorker(tokens, rate), server)
+        server = GrpcServer(f"{_ADDRESS}:{worker_port}", ())
+        worker = SyntheticWorker(tokens, rate)
+        decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)
         await server.start()
         config = uvicorn.Config(_router(worker_port), port=router_port, log_config=None)
         await uvicorn.Server(config).serve()
