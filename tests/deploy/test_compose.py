@@ -104,11 +104,22 @@ def test_containers_are_restricted(name: str) -> None:
     service = OURS[name]
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
-    assert any(volume.startswith("cache:/cache") for volume in service["volumes"])
+    assert f"{name}-cache:/cache" in service["volumes"]
     assert service["build"]["args"]["FLAVOR"] in FLAVORS
     assert service["image"] == f"headrace:{service['build']['args']['FLAVOR']}"
     drain = settings_of(service["command"][0]).model_fields["drain_s"].default
     assert int(service["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_services_share_no_volume_that_they_can_write() -> None:
+    """Caches contain compiled code, which would run in the other services."""
+    writable = [
+        volume.partition(":")[0]
+        for service in COMPOSE["services"].values()
+        for volume in map(interpolate, service.get("volumes", []))
+        if not volume.endswith(":ro")
+    ]
+    assert len(writable) == len(set(writable)) > 4
 
 
 def test_mounted_files_exist() -> None:
