@@ -24,8 +24,6 @@ from tests.operate.chart.tools import CHART, ToolError
 
 pytestmark = pytest.mark.operate
 
-DEPLOY = CHART.parents[1] / "deploy"
-
 REFUSED = {
     "unknown key": ("replicas=3", "replicas"),
     "unknown key in a section": ("gateway.replica=3", "replica"),
@@ -157,12 +155,6 @@ def test_pods_keep_the_restricted_standard(name: str) -> None:
             ]
             expected[role] = [*rules, f"{role}: add"]
     assert violations == expected
-
-
-def test_monitoring_files_are_those_of_deploy() -> None:
-    files = CHART / "files"
-    assert (files / "rules.yaml").resolve() == DEPLOY / "prometheus" / "rules.yaml"
-    assert (files / "dashboards").resolve() == DEPLOY / "grafana" / "dashboards"
 
 
 def test_rules_and_dashboards_are_complete() -> None:
