@@ -11,10 +11,17 @@ emptyDir: {}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether the model is factorized or something is calibrated ("true" or empty). */}}
+{{- define "headrace.prepares" -}}
+{{- with .Values.model.prepare -}}
+{{- if or .keep .codebooks .kvFormat -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Whether a Job prepares the model on a persistent volume claim ("true" or empty). */}}
 {{- define "headrace.modelJob" -}}
 {{- $model := .Values.model -}}
-{{- $prepares := or $model.prepare.keep $model.prepare.codebooks $model.prepare.kvFormat -}}
+{{- $prepares := include "headrace.prepares" . -}}
 {{- $claim := or $model.claim.enabled (hasKey $model.volume "persistentVolumeClaim") -}}
 {{- if and $prepares (not $claim) -}}
 {{- fail "model.prepare needs model.claim.enabled or model.volume.persistentVolumeClaim" -}}
@@ -76,8 +83,12 @@ emptyDir: {}
 {{- end -}}
 {{- end -}}
 
-{{/* Environment of a container that downloads: (dict "root" $ "role" values). */}}
+{{/* Environment of a container that downloads: (dict "root" root "role" values). */}}
 {{- define "headrace.fetchEnv" -}}
+{{- include "headrace.withOwnEnv" (list (include "headrace.madeFetchEnv" .) .role.env) -}}
+{{- end -}}
+
+{{- define "headrace.madeFetchEnv" -}}
 {{- with .root.Values.model.fetch.tokenSecret }}
 {{- if .name }}
 - name: HF_TOKEN
@@ -92,9 +103,6 @@ emptyDir: {}
   value: {{ . | quote }}
 {{- end }}
 {{ include "headrace.cacheEnv" . | trim }}
-{{- with .role.env }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* Shell command that downloads, unless it was done before: (dict "root" $ "include" patterns). The

@@ -47,7 +47,7 @@ spec:
       envFrom:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-      {{- with $role.resources }}
+      {{- with include "headrace.resources" . | fromYaml }}
       resources:
         {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -67,7 +67,7 @@ spec:
     - name: models
       {{- include "headrace.modelVolume" $root | nindent 6 }}
     - name: cache
-      {{- toYaml $role.cache | nindent 6 }}
+      {{- include "headrace.cacheVolume" $role | nindent 6 }}
     - name: tmp
       emptyDir: {}
     {{- with $role.volumes }}

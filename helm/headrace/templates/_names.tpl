@@ -1,17 +1,33 @@
 {{- define "headrace.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- include "headrace.cut" (list 63 (default .Chart.Name .Values.nameOverride)) -}}
 {{- end -}}
 
 {{/* Name of all objects, at most 40 characters: suffixes follow, and labels have at most 63. */}}
 {{- define "headrace.fullname" -}}
 {{- $name := include "headrace.name" . -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- include "headrace.cut" (list 40 (default $full .Values.fullnameOverride)) -}}
 {{- end -}}
+
+{{/* A name of limited length: (list length name). What is cut is replaced by a hash of the whole name, so
+     that two long names stay distinct. */}}
+{{- define "headrace.cut" -}}
+{{- $length := first . -}}
+{{- $name := last . -}}
+{{- if le (len $name) $length -}}
+{{- $name -}}
+{{- else -}}
+{{- printf "%s-%s" (trunc (int (sub $length 9)) $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Content of a file of the chart: (list root path). */}}
+{{- define "headrace.file" -}}
+{{- $content := (first .).Files.Get (last .) -}}
+{{- if not $content -}}
+{{- fail (printf "this package of the chart lacks %s" (last .)) -}}
+{{- end -}}
+{{- $content -}}
 {{- end -}}
 
 {{- define "headrace.selectorLabels" -}}
@@ -38,22 +54,28 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end -}}
 
-{{/* Metadata of an object: (dict "root" $ "name" suffix "component" label). The component is by default
-     the suffix. */}}
+{{/* Component of an object: its role, with the set of workers unless that is `blue`:
+     (dict "root" root "name" role). */}}
+{{- define "headrace.component" -}}
+{{- .name -}}
+{{- if and (eq "green" (default "" .root.set)) (has .name (list "prefill" "decode" "model")) -}}-green{{- end -}}
+{{- end -}}
+
+{{/* Metadata of an object: (dict "root" root "name" role "suffix" end of the name). */}}
 {{- define "headrace.metadata" -}}
-name: {{ include "headrace.fullname" .root }}{{ with .name }}-{{ . }}{{ end }}
+name: {{ include "headrace.fullname" .root }}{{ with .name }}-{{ include "headrace.component" $ }}{{ end }}{{ with .suffix }}-{{ . }}{{ end }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "headrace.labels" .root | nindent 2 }}
-  {{- with default .name .component }}
-  app.kubernetes.io/component: {{ . }}
+  {{- if .name }}
+  app.kubernetes.io/component: {{ include "headrace.component" . }}
   {{- end }}
 {{- end -}}
 
-{{/* Labels that select the pods of a role: (dict "root" $ "name" role). */}}
+{{/* Labels that select the pods of a role: (dict "root" root "name" role). */}}
 {{- define "headrace.roleLabels" -}}
 {{ include "headrace.selectorLabels" .root }}
-app.kubernetes.io/component: {{ .name }}
+app.kubernetes.io/component: {{ include "headrace.component" . }}
 {{- end -}}
 
 {{- define "headrace.serviceAccount" -}}

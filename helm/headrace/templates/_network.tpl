@@ -5,6 +5,24 @@ router: {}
 prefill: {router: [http], decode: [transfer]}
 decode: {router: [http], prefill: [grpc, transfer]}
 model: {}
+test: {gateway: [http]}
+{{- end -}}
+
+{{/* Peers that are the pods of a role, in all sets of workers: (dict "root" root "name" role). */}}
+{{- define "headrace.rolePods" -}}
+{{- $components := list .name -}}
+{{- if has .name (list "prefill" "decode") -}}
+{{- $components = list -}}
+{{- range $set, $_ := include "headrace.sets" .root | fromJson -}}
+{{- $components = append $components (include "headrace.component" (dict "root" (dict "set" $set) "name" $.name)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $components }}
+- podSelector:
+    matchLabels:
+      {{- include "headrace.selectorLabels" $.root | nindent 6 }}
+      app.kubernetes.io/component: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{/* Ports of a NetworkPolicy: (dict "root" $ "name" role "ports" names). */}}
@@ -28,9 +46,7 @@ model: {}
 {{- range $caller, $called := include "headrace.connections" $root | fromYaml }}
 {{- with index $called $name }}
 - from:
-    - podSelector:
-        matchLabels:
-          {{- include "headrace.roleLabels" (dict "root" $root "name" $caller) | nindent 10 }}
+    {{- include "headrace.rolePods" (dict "root" $root "name" $caller) | nindent 4 }}
   ports:
     {{- include "headrace.policyPorts" (dict "root" $root "name" $name "ports" .) | nindent 4 }}
 {{- end }}
@@ -41,9 +57,6 @@ model: {}
   {{- with $values.networkPolicy.clients }}
   from:
     {{- toYaml . | nindent 4 }}
-    - podSelector:
-        matchLabels:
-          {{- include "headrace.roleLabels" (dict "root" $root "name" "test") | nindent 10 }}
   {{- end }}
 {{- end }}
 {{- /* With an InferencePool, metrics are on the gateway's HTTP port, which only `clients` and `monitoring` open. */}}
@@ -66,19 +79,18 @@ model: {}
 {{- $values := .root.Values -}}
 {{- range $called, $ports := index (include "headrace.connections" .root | fromYaml) .name }}
 - to:
-    - podSelector:
-        matchLabels:
-          {{- include "headrace.roleLabels" (dict "root" $root "name" $called) | nindent 10 }}
+    {{- include "headrace.rolePods" (dict "root" $root "name" $called) | nindent 4 }}
   ports:
     {{- include "headrace.policyPorts" (dict "root" $root "name" $called "ports" $ports) | nindent 4 }}
 {{- end }}
-{{- $downloads := eq .name "model" | ternary true (and (ne .name "router") (not (include "headrace.modelJob" .root))) }}
+{{- $reads := has .name (list "gateway" "prefill" "decode") }}
+{{- $downloads := or (eq .name "model") (and $reads (not (include "headrace.modelJob" .root))) }}
 {{- if and $downloads $values.model.fetch.repository }}
 {{- $url := urlParse (default "https://hub" $values.model.fetch.endpoint) }}
 - ports:
     - {protocol: TCP, port: {{ include "headrace.urlPort" $url }}}
 {{- end }}
-{{- if and $values.tracing.endpoint (ne .name "model") }}
+{{- if and $values.tracing.endpoint (or $reads (eq .name "router")) }}
 - ports:
     - {protocol: TCP, port: {{ urlParse $values.tracing.endpoint | include "headrace.urlPort" }}}
 {{- end }}

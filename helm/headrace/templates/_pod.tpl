@@ -1,5 +1,11 @@
-{{/* Pod template of a role: (dict "root" $ "name" role "role" values). */}}
+{{/* Pod template of a role: (dict "root" root "name" role "role" values). */}}
 {{- define "headrace.pod" -}}
+{{- $pod := include "headrace.uncheckedPod" . -}}
+{{- include "headrace.checkPod" (dict "name" (include "headrace.section" .) "spec" (fromYaml $pod).spec) -}}
+{{- $pod -}}
+{{- end -}}
+
+{{- define "headrace.uncheckedPod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
 {{- $role := .role -}}
@@ -20,11 +26,15 @@ metadata:
 spec:
   {{- include "headrace.podBase" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "headrace.grace" . }}
-  {{- if ne .name "router" }}
-  {{- with include "headrace.modelInit" . }}
+  {{- $init := ne .name "router" | ternary (include "headrace.modelInit" .) "" }}
+  {{- if or $init $role.extraInitContainers }}
   initContainers:
+    {{- with $role.extraInitContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with $init }}
     {{- . | nindent 4 }}
-  {{- end }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ .name }}
@@ -86,9 +96,12 @@ spec:
         {{- with $role.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with $role.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: cache
-      {{- toYaml $role.cache | nindent 6 }}
+      {{- include "headrace.cacheVolume" $role | nindent 6 }}
     - name: tmp
       emptyDir: {}
     {{- if $model }}
@@ -121,6 +134,11 @@ spec:
     {{- with $role.volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Source of the volume for caches: values of a role. */}}
+{{- define "headrace.cacheVolume" -}}
+{{- toYaml (default (dict "emptyDir" dict) .cache) -}}
 {{- end -}}
 
 {{/* Container ports by name. */}}

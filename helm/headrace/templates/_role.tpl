@@ -1,24 +1,121 @@
 {{/* Effective values of a role, as JSON: `defaults`, then `workers`, then those of the role. */}}
 {{- define "headrace.role" -}}
 {{- $values := .root.Values -}}
-{{- $role := deepCopy $values.defaults -}}
+{{- $layers := list $values.defaults -}}
 {{- if has .name (list "prefill" "decode" "model") -}}
-{{- $role = mustMergeOverwrite $role (deepCopy $values.workers) -}}
+{{- $layers = append $layers $values.workers -}}
 {{- end -}}
-{{- $own := eq .name "model" | ternary $values.model.job (index $values .name) -}}
-{{- $role = mustMergeOverwrite $role (deepCopy $own) -}}
+{{- $layers = append $layers (eq .name "model" | ternary $values.model.job (index $values .name)) -}}
+{{- $role := dict -}}
+{{- range $layers -}}
+{{- $role = include "headrace.merge" (dict "base" $role "over" . "replaced" (include "headrace.unions" "" | fromJsonArray)) | fromJson -}}
+{{- end -}}
+{{- if and (eq .name "model") (not (include "headrace.prepares" .root)) -}}
+{{- /* A download uses no device. Workers that wait for it may hold all of them. */}}
+{{- $_ := unset $role "resourceClaims" -}}
+{{- $resources := pick $role.resources "requests" "limits" -}}
+{{- range $kind, $amounts := $resources -}}
+{{- range $name := keys $amounts -}}
+{{- if include "headrace.isGpu" $name -}}{{- $_ := unset $amounts $name -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $role "resources" $resources -}}
+{{- end -}}
 {{- toJson $role -}}
 {{- end -}}
 
-{{/* Image of a role: (dict "root" $ "role" values). */}}
+{{/* Merge two maps, as JSON: (dict "base" map "over" map "replaced" paths). The maps at these paths are
+     replaced. */}}
+{{- define "headrace.merge" -}}
+{{- $base := deepCopy .base -}}
+{{- range $path := .replaced -}}
+{{- $keys := splitList "." $path -}}
+{{- $old := $base -}}
+{{- $new := $.over -}}
+{{- range initial $keys -}}
+{{- $old = index $old . | default dict -}}
+{{- $new = index $new . | default dict -}}
+{{- end -}}
+{{- if hasKey $new (last $keys) -}}{{- $_ := unset $old (last $keys) -}}{{- end -}}
+{{- end -}}
+{{- mustMergeOverwrite $base (deepCopy .over) | toJson -}}
+{{- end -}}
+
+{{/* Paths of a role's values where one key excludes another, such as the sources of a volume; as JSON, each
+     with the given prefix. */}}
+{{- define "headrace.unions" -}}
+{{- $paths := list (printf "%scache" .) -}}
+{{- range $context := list "podSecurityContext" "securityContext" -}}
+{{- range $profile := list "seccompProfile" "appArmorProfile" -}}
+{{- $paths = append $paths (printf "%s%s.%s" $ $context $profile) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $paths -}}
+{{- end -}}
+
+{{/* Values of each set of workers that runs, as JSON, by its name. See `blueGreen`. */}}
+{{- define "headrace.sets" -}}
+{{- $sets := dict -}}
+{{- $plan := default dict .Values.blueGreen -}}
+{{- range default (list "blue") $plan.sets -}}
+{{- if eq . "blue" -}}
+{{- $_ := set $sets . $.Values -}}
+{{- else -}}
+{{- $green := default dict $plan.green -}}
+{{- $replaced := list "model.volume" -}}
+{{- range $section := list "workers" "prefill" "decode" -}}
+{{- $replaced = concat $replaced (include "headrace.unions" (printf "%s." $section) | fromJsonArray) -}}
+{{- end -}}
+{{- $values := include "headrace.merge" (dict "base" $.Values "over" $green "replaced" $replaced) | fromJson -}}
+{{- if dig "model" "volume" dict $green -}}{{- $_ := set $values.model.claim "enabled" false -}}{{- end -}}
+{{- $_ := set $sets . $values -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $sets -}}
+{{- end -}}
+
+{{/* Name of the set of workers whose model gateways serve. */}}
+{{- define "headrace.activeSet" -}}
+{{- $active := default "blue" (default dict .Values.blueGreen).active -}}
+{{- if not (hasKey (include "headrace.sets" . | fromJson) $active) -}}
+{{- fail (printf "blueGreen.active is %s, which blueGreen.sets does not run" $active) -}}
+{{- end -}}
+{{- $active -}}
+{{- end -}}
+
+{{/* Image of a role: (dict "root" $ "role" values). A tag of the role takes precedence over a digest of all
+     roles. */}}
 {{- define "headrace.image" -}}
-{{- $image := mustMergeOverwrite (deepCopy .root.Values.image) .role.image -}}
-{{- if $image.digest -}}
-image: {{ $image.repository }}@{{ $image.digest }}
+{{- $own := .role.image -}}
+{{- $image := mustMergeOverwrite (deepCopy .root.Values.image) $own -}}
+{{- $digest := default (index (default dict $image.digests) $image.flavor) $image.digest -}}
+{{- if and $own.tag (not $own.digest) -}}{{- $digest = "" -}}{{- end -}}
+{{- if $digest -}}
+image: {{ $image.repository }}@{{ $digest }}
 {{- else -}}
 image: {{ $image.repository }}:{{ default (printf "%s-%s" .root.Chart.AppVersion $image.flavor) $image.tag }}
 {{- end }}
 imagePullPolicy: {{ $image.pullPolicy }}
+{{- end -}}
+
+{{/* Number of pods of a role. That of an autoscaled Deployment belongs to its autoscaler, so it stays as it is:
+     a number that a release no longer sets would become 1. Empty for a new Deployment, and where the chart is
+     only rendered. */}}
+{{- define "headrace.replicas" -}}
+{{- if eq "none" (dig "autoscaling" "type" "none" .role) -}}
+{{- .role.replicas -}}
+{{- else -}}
+{{- $name := printf "%s-%s" (include "headrace.fullname" .root) (include "headrace.component" .) -}}
+{{- $running := lookup "apps/v1" "Deployment" .root.Release.Namespace $name | default dict -}}
+{{- with dig "spec" "replicas" 0 $running -}}
+{{- max . $.role.autoscaling.minReplicas -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether a resource is a GPU ("true" or empty): the name of a resource. */}}
+{{- define "headrace.isGpu" -}}
+{{- if regexMatch "^nvidia\\.com/(gpu|gpu\\.shared|mig-.+)$" . -}}true{{- end -}}
 {{- end -}}
 
 {{/* Seconds between SIGTERM and SIGKILL: the drain, what precedes it, and 20 s to close. */}}
@@ -65,8 +162,25 @@ kv_format: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Environment of a role's container: (dict "root" $ "name" role "role" values). */}}
+{{/* Environment of a role's container: (dict "root" root "name" role "role" values). */}}
 {{- define "headrace.env" -}}
+{{- include "headrace.withOwnEnv" (list (include "headrace.madeEnv" .) .role.env) -}}
+{{- end -}}
+
+{{/* Environment that the chart makes, and that of the values, which replaces variables of the same name:
+     (list YAML variables). */}}
+{{- define "headrace.withOwnEnv" -}}
+{{- $own := last . | default list -}}
+{{- $names := list -}}
+{{- range $own -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $env := list -}}
+{{- range first . | fromYamlArray -}}
+{{- if not (has .name $names) -}}{{- $env = append $env . -}}{{- end -}}
+{{- end -}}
+{{- toYaml (concat $env $own) -}}
+{{- end -}}
+
+{{- define "headrace.madeEnv" -}}
 {{- $prefix := printf "HEADRACE_%s_" (upper .name) -}}
 {{- $values := .root.Values -}}
 - name: HEADRACE_CLUSTER_TOKEN
@@ -117,9 +231,6 @@ kv_format: {{ . }}
 {{- end }}
 {{- end }}
 {{ include "headrace.cacheEnv" . | trim }}
-{{- with .role.env }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* Folders for files that processes write; the root file system is read-only. */}}

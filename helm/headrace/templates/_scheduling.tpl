@@ -1,7 +1,7 @@
 {{/* Scheduling of a role's pods: (dict "root" $ "name" role "role" values). */}}
 {{- define "headrace.scheduling" -}}
 {{- $labels := include "headrace.roleLabels" . | fromYaml -}}
-{{- with pick .role "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName" }}
+{{- with pick .role "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName" "schedulerName" "resourceClaims" }}
 {{- range $key, $value := . }}
 {{- if $value }}
 {{ toYaml (dict $key $value) }}

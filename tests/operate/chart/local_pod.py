@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from tests.operate.chart.manifests import Manifest, containers
+from tests.operate.chart.manifests import Manifest, main_container
 from tests.ports import free_ports
 
 PATIENCE_S = 180.0
@@ -71,7 +71,7 @@ class LocalPod:
     def __init__(self, cluster: Cluster, pod: Manifest, name: str) -> None:
         self._cluster, self.name = cluster, name
         self.spec = pod["spec"]
-        self.container = containers(pod)[-1]
+        self.container = main_container(pod)
         ports = self.container["ports"]
         self.ports = {
             port["name"]: (port["containerPort"], local)

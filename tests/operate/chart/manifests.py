@@ -16,7 +16,7 @@ from tests.operate.chart.tools import CHART, Helm, custom_models, kubernetes_sch
 Manifest = dict[str, Any]
 
 HELMS = ("3.17", "4.1")
-KUBERNETES = ("1.33", "1.35")
+KUBERNETES = ("1.34", "1.37")
 SCENARIOS = tuple(sorted(path.stem.removesuffix("-values") for path in CHART.glob("ci/*.yaml")))
 ROLES = ("gateway", "router", "prefill", "decode")
 
@@ -99,6 +99,12 @@ def pod_of(manifests: list[Manifest], role: str) -> Manifest:
 
 def containers(pod: Manifest) -> list[Manifest]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def main_container(pod: Manifest) -> Manifest:
+    """Return the container of the role; sidecars follow it."""
+    first: Manifest = pod["spec"]["containers"][0]
+    return first
 
 
 def schema_errors(manifests: list[Manifest], version: str) -> list[str]:

@@ -14,6 +14,7 @@ from tests.operate.chart.hub import model_hub
 from tests.operate.chart.manifests import (
     Manifest,
     containers,
+    main_container,
     of_kind,
     pod_of,
     pod_templates,
@@ -80,7 +81,7 @@ def test_job_downloads_factorizes_and_calibrates_once(repository: Path, tmp_path
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert {p for p in before if before[p] != after[p]} == {folder / "complete"}
 
-    worker = containers(pod_of(manifests, "decode"))[-1]
+    worker = main_container(pod_of(manifests, "decode"))
     environment = {entry["name"]: entry.get("value", "") for entry in worker["env"]}
     model = Path(environment["HEADRACE_DECODE_MODEL"].replace("/models", str(models)))
     layers = load_checkpoint(model).layers

@@ -116,13 +116,13 @@ class Helm:
             env={"PATH": os.environ["PATH"], "HOME": str(CACHE / "home")},
         )
 
-    def render(self, *arguments: str, chart: str = ".") -> list[dict[str, Any]]:
-        """Return the manifests of the chart for a release `r` in the namespace `serving`.
+    def render(self, *arguments: str, chart: str = ".", release: str = "r") -> list[dict[str, Any]]:
+        """Return the manifests of the chart for a release in the namespace `serving`.
 
         Raises:
             ToolError: with the output of Helm, if it refuses the values.
         """
-        done = self.run("template", "r", chart, "--namespace", "serving", *arguments)
+        done = self.run("template", release, chart, "--namespace", "serving", *arguments)
         if done.returncode:
             raise ToolError(done.stderr)
         return [document for document in yaml.safe_load_all(done.stdout) if document]

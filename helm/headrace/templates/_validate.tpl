@@ -1,0 +1,192 @@
+{{/* Refuse values that the schema accepts, but that cannot work. */}}
+{{- define "headrace.validate" -}}
+{{- $faults := list -}}
+{{- $sets := include "headrace.sets" . | fromJson -}}
+{{- range $name := list "gateway" "router" -}}
+{{- $role := include "headrace.role" (dict "root" $ "name" $name) | fromJson -}}
+{{- $faults = concat $faults (include "headrace.roleFaults" (dict "root" $ "name" $name "role" $role) | fromJsonArray) -}}
+{{- end -}}
+{{- range $set, $values := $sets -}}
+{{- $root := set (set (omit $ "Values") "Values" $values) "set" $set -}}
+{{- $faults = concat $faults (include "headrace.workerFaults" $root | fromJsonArray) -}}
+{{- end -}}
+{{- $faults = concat $faults (include "headrace.portFaults" . | fromJsonArray) (include "headrace.nameFaults" . | fromJsonArray) -}}
+{{- with $faults -}}
+{{- fail (printf "these values cannot work:\n- %s" (uniq . | join "\n- ")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Path of a role's values, for messages: (dict "root" root "name" role). */}}
+{{- define "headrace.section" -}}
+{{- if eq "green" (default "" .root.set) -}}blueGreen.green.{{- end -}}
+{{- .name -}}
+{{- end -}}
+
+{{/* Faults of any role, as a JSON list: (dict "root" root "name" role "role" values). */}}
+{{- define "headrace.roleFaults" -}}
+{{- $faults := list -}}
+{{- $name := include "headrace.section" . -}}
+{{- with .role.autoscaling -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- $faults = append $faults (printf "%s.autoscaling.minReplicas (%v) is greater than maxReplicas (%v)" $name .minReplicas .maxReplicas) -}}
+{{- end -}}
+{{- if and (eq .type "cpu") (not (or (dig "requests" "cpu" "" $.role.resources) (dig "limits" "cpu" "" $.role.resources))) -}}
+{{- $faults = append $faults (printf "%s.autoscaling.type cpu needs %s.resources.requests.cpu" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with dig "strategy" "rollingUpdate" dict .role -}}
+{{- if and (eq "0" (toString .maxSurge | trimSuffix "%")) (eq "0" (toString .maxUnavailable | trimSuffix "%")) -}}
+{{- $faults = append $faults (printf "%s.strategy.rollingUpdate: maxSurge and maxUnavailable must not both be 0" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $gpus := include "headrace.gpus" .role.resources | fromJson -}}
+{{- if and $gpus.count (has .name (list "gateway" "router")) -}}
+{{- $faults = append $faults (printf "%s.resources: a %s uses no GPU; set GPUs in workers.resources, since defaults.resources apply to all roles" $name .name) -}}
+{{- end -}}
+{{- if ne $gpus.count $gpus.requested -}}
+{{- $faults = append $faults (printf "%s.resources: requests and limits of GPUs must be equal" $name) -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Number of GPUs in the limits of resources, and in the requests (default: the limits); as JSON. */}}
+{{- define "headrace.gpus" -}}
+{{- $count := 0 -}}
+{{- $requested := 0 -}}
+{{- range $name, $amount := .limits -}}
+{{- if include "headrace.isGpu" $name -}}
+{{- $count = add $count (int $amount) -}}
+{{- $requested = add $requested (int (dig $name $amount (default dict $.requests))) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $amount := .requests -}}
+{{- if and (include "headrace.isGpu" $name) (not (hasKey (default dict $.limits) $name)) -}}
+{{- $requested = add $requested (int $amount) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "count" $count "requested" $requested | toJson -}}
+{{- end -}}
+
+{{/* Faults of the workers of one set, as a JSON list: root. */}}
+{{- define "headrace.workerFaults" -}}
+{{- $faults := list -}}
+{{- $roles := dict -}}
+{{- $replicas := dict -}}
+{{- $names := dict -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $role := include "headrace.role" (dict "root" $ "name" $name) | fromJson -}}
+{{- $context := dict "root" $ "name" $name "role" $role -}}
+{{- $full := include "headrace.section" $context -}}
+{{- $_ := set $roles $name $role -}}
+{{- $_ := set $names $name $full -}}
+{{- $_ := set $replicas $name (eq $role.autoscaling.type "none" | ternary $role.replicas $role.autoscaling.minReplicas | int) -}}
+{{- $faults = concat $faults (include "headrace.roleFaults" $context | fromJsonArray) -}}
+{{- $gpus := (include "headrace.gpus" $role.resources | fromJson).count -}}
+{{- $image := mustMergeOverwrite (deepCopy $.Values.image) $role.image -}}
+{{- $ours := not (or $image.tag $image.digest) -}}
+{{- if gt (int $gpus) 1 -}}
+{{- $faults = append $faults (printf "%s.resources: a worker uses one GPU, not %v; set %s.replicas" $full $gpus $full) -}}
+{{- end -}}
+{{- if and $gpus (or (eq "cpu" (toString $role.settings.device)) (and $ours (ne $image.flavor "cuda"))) -}}
+{{- $faults = append $faults (printf "%s.resources: the GPU is not used, with image.flavor %s and device %s; GPUs need workers.image.flavor cuda" $full $image.flavor (default "auto" $role.settings.device)) -}}
+{{- end -}}
+{{- if and $ours (eq $image.flavor "control") -}}
+{{- $faults = append $faults (printf "%s.image.flavor: the image control has no workers; use cpu or cuda" $full) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not $replicas.decode) (ne "true" (toString $roles.prefill.settings.decodes)) -}}
+{{- $faults = append $faults (printf "%s.replicas is 0, so no request can be served; only prefill workers with prefill.settings.decodes: true work alone" $names.decode) -}}
+{{- end -}}
+{{- if and (not $replicas.prefill) (not $roles.decode.settings.colocated) -}}
+{{- $faults = append $faults (printf "%s.replicas is 0, so no request can be served; only decode workers with decode.settings.colocated: true work alone" $names.prefill) -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Faults of port numbers, as a JSON list: root. */}}
+{{- define "headrace.portFaults" -}}
+{{- $faults := list -}}
+{{- $range := splitList "-" .Values.transfer.ports -}}
+{{- $low := first $range | int -}}
+{{- $high := last $range | int -}}
+{{- if or (lt $low 1) (gt $low $high) (gt $high 65535) -}}
+{{- $faults = append $faults (printf "transfer.ports: %s is not a range of ports such as 21000-21015" .Values.transfer.ports) -}}
+{{- end -}}
+{{- range $name, $port := include "headrace.ports" (dict "root" . "name" "decode") | fromYaml -}}
+{{- if and (le $low (int $port)) (le (int $port) $high) -}}
+{{- $faults = append $faults (printf "transfer.ports: %s contains %v, the port %s of workers" $.Values.transfer.ports $port $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.gateway.service -}}
+{{- if eq (int .port) (int .grpcPort) -}}
+{{- $faults = append $faults (printf "gateway.service: port and grpcPort are both %v" .port) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Faults of the names of models, as a JSON list: root. Routers tell the models of two sets apart by their
+     names. */}}
+{{- define "headrace.nameFaults" -}}
+{{- $faults := list -}}
+{{- $models := dict -}}
+{{- range $set, $values := include "headrace.sets" . | fromJson -}}
+{{- $root := set (omit $ "Values") "Values" $values -}}
+{{- $path := include "headrace.modelPath" $root -}}
+{{- $model := dict "path" $path "name" (default (base $path | trimSuffix ".gguf") (include "headrace.servedName" $root)) -}}
+{{- range $other := values $models -}}
+{{- if and (eq $other.name $model.name) (ne $other.path $model.path) -}}
+{{- $faults = append $faults (printf "blueGreen: both sets serve a model under the name %s; set blueGreen.green.model.servedName" $model.name) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $models $set $model -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Refuse a pod that an API server refuses, or in which a device is not used: (dict "name" path of the
+     values "spec" spec of the pod). */}}
+{{- define "headrace.checkPod" -}}
+{{- $named := dict "volumes" list "containers" list "ports" list -}}
+{{- range .spec.volumes -}}{{- $_ := set $named "volumes" (append $named.volumes .name) -}}{{- end -}}
+{{- $claimed := list -}}
+{{- range concat (default list .spec.initContainers) .spec.containers -}}
+{{- $box := .name -}}
+{{- $_ := set $named "containers" (append $named.containers $box) -}}
+{{- $lists := dict "env" list "volumeMounts" list -}}
+{{- range .env -}}{{- $_ := set $lists "env" (append $lists.env .name) -}}{{- end -}}
+{{- range .volumeMounts -}}{{- $_ := set $lists "volumeMounts" (append $lists.volumeMounts .mountPath) -}}{{- end -}}
+{{- range .ports -}}
+{{- $_ := set $named "ports" (append $named.ports (printf "%v %s" .containerPort (default "TCP" .protocol))) -}}
+{{- end -}}
+{{- range dig "resources" "claims" list . -}}{{- $claimed = append $claimed .name -}}{{- end -}}
+{{- range $field, $items := $lists -}}
+{{- include "headrace.distinct" (list (printf "%s: container %s: %s" $.name $box $field) $items) -}}
+{{- end -}}
+{{- end -}}
+{{- range $field, $items := $named -}}
+{{- include "headrace.distinct" (list (printf "%s: %s" $.name $field) $items) -}}
+{{- end -}}
+{{- $claims := list -}}
+{{- range .spec.resourceClaims -}}{{- $claims = append $claims .name -}}{{- end -}}
+{{- range $claims -}}
+{{- if not (has . $claimed) -}}
+{{- fail (printf "%s.resourceClaims: no container uses %s; name it in %s.resources.claims" $.name . $.name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $claimed -}}
+{{- if not (has . $claims) -}}
+{{- fail (printf "%s.resources.claims: %s is not in %s.resourceClaims" $.name . $.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuse a list with equal items: (list what items). */}}
+{{- define "headrace.distinct" -}}
+{{- $items := last . -}}
+{{- range $index, $item := $items -}}
+{{- if has $item (slice $items 0 $index) -}}
+{{- fail (printf "%s: %v occurs twice" (first $) $item) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
