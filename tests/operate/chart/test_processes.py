@@ -185,7 +185,7 @@ def check_metrics(
             context = (loaded, endpoint["tlsConfig"]["serverName"])
         for name, pod in pods.items():
             role = "router" if "router" in name else name
-            if role not in keep["regex"].split("|"):
+            if not re.fullmatch(keep["regex"], role):
                 continue
             port = pod.port(endpoint["port"])
             headers = {"authorization": f"Bearer {token}"}
