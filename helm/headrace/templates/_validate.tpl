@@ -19,7 +19,7 @@
 {{/* Path of a role's values, for messages: (dict "root" root "name" role). */}}
 {{- define "headrace.section" -}}
 {{- if eq "green" (default "" .root.set) -}}blueGreen.green.{{- end -}}
-{{- .name -}}
+{{- eq .name "model" | ternary "model.job" .name -}}
 {{- end -}}
 
 {{/* Faults of any role, as a JSON list: (dict "root" root "name" role "role" values). */}}
@@ -81,24 +81,38 @@
 {{- $_ := set $names $name $full -}}
 {{- $_ := set $replicas $name (eq $role.autoscaling.type "none" | ternary $role.replicas $role.autoscaling.minReplicas | int) -}}
 {{- $faults = concat $faults (include "headrace.roleFaults" $context | fromJsonArray) -}}
-{{- $gpus := (include "headrace.gpus" $role.resources | fromJson).count -}}
-{{- $image := mustMergeOverwrite (deepCopy $.Values.image) $role.image -}}
-{{- $ours := not (or $image.tag $image.digest) -}}
-{{- if gt (int $gpus) 1 -}}
-{{- $faults = append $faults (printf "%s.resources: a worker uses one GPU, not %v; set %s.replicas" $full $gpus $full) -}}
+{{- $faults = concat $faults (include "headrace.deviceFaults" $context | fromJsonArray) -}}
 {{- end -}}
-{{- if and $gpus (or (eq "cpu" (toString $role.settings.device)) (and $ours (ne $image.flavor "cuda"))) -}}
-{{- $faults = append $faults (printf "%s.resources: the GPU is not used, with image.flavor %s and device %s; GPUs need workers.image.flavor cuda" $full $image.flavor (default "auto" $role.settings.device)) -}}
-{{- end -}}
-{{- if and $ours (eq $image.flavor "control") -}}
-{{- $faults = append $faults (printf "%s.image.flavor: the image control has no workers; use cpu or cuda" $full) -}}
-{{- end -}}
+{{- if include "headrace.modelJob" . -}}
+{{- $context := dict "root" . "name" "model" "role" (include "headrace.role" (dict "root" . "name" "model") | fromJson) -}}
+{{- $faults = concat $faults (include "headrace.deviceFaults" $context | fromJsonArray) -}}
 {{- end -}}
 {{- if and (not $replicas.decode) (ne "true" (toString $roles.prefill.settings.decodes)) -}}
 {{- $faults = append $faults (printf "%s.replicas is 0, so no request can be served; only prefill workers with prefill.settings.decodes: true work alone" $names.decode) -}}
 {{- end -}}
 {{- if and (not $replicas.prefill) (not $roles.decode.settings.colocated) -}}
 {{- $faults = append $faults (printf "%s.replicas is 0, so no request can be served; only decode workers with decode.settings.colocated: true work alone" $names.prefill) -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Faults of the GPUs and of the image of a worker or of the model's Job, as a JSON list:
+     (dict "root" root "name" role "role" values). */}}
+{{- define "headrace.deviceFaults" -}}
+{{- $faults := list -}}
+{{- $name := include "headrace.section" . -}}
+{{- $role := .role -}}
+{{- $gpus := (include "headrace.gpus" $role.resources | fromJson).count -}}
+{{- $image := mustMergeOverwrite (deepCopy .root.Values.image) $role.image -}}
+{{- $ours := not (or $image.tag $image.digest) -}}
+{{- if gt (int $gpus) 1 -}}
+{{- $faults = append $faults (printf "%s.resources: a process uses one GPU, not %v" $name $gpus) -}}
+{{- end -}}
+{{- if and $gpus (or (eq "cpu" (toString $role.settings.device)) (and $ours (ne $image.flavor "cuda"))) -}}
+{{- $faults = append $faults (printf "%s.resources: the GPU is not used, with image.flavor %s and device %s; GPUs need workers.image.flavor cuda" $name $image.flavor (default "auto" $role.settings.device)) -}}
+{{- end -}}
+{{- if and $ours (eq $image.flavor "control") -}}
+{{- $faults = append $faults (printf "%s.image.flavor: the image control has no workers; use cpu or cuda" $name) -}}
 {{- end -}}
 {{- toJson $faults -}}
 {{- end -}}

@@ -80,7 +80,12 @@ REFUSED = {
     ),
     "two GPUs for a worker": (
         "workers.image.flavor=cuda,decode.resources.limits.nvidia\\.com/gpu=2",
-        "one GPU, not 2",
+        "decode.resources: a process uses one GPU, not 2",
+    ),
+    "two GPUs for the Job": (
+        "model.claim.enabled=true,model.prepare.codebooks=true,workers.image.flavor=cuda,"
+        "model.job.resources.limits.nvidia\\.com/gpu=2",
+        "model.job.resources: a process uses one GPU, not 2",
     ),
     "GPU with an image for the CPU": ("workers.resources.limits.nvidia\\.com/gpu=1", "flavor"),
     "GPU with a device setting for the CPU": (
