@@ -3,13 +3,15 @@
 import json
 import os
 import signal
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.loadgen.synthetic import Behaviour, Outcome, closed_port, serving
-from tests.loadgen.synthetic_client import WORDS, exchange
+from tests.loadgen.synthetic_client import WORDS, exchange, raw_request
 
 
 def stream_events(text: str) -> list[Any]:
@@ -53,7 +55,25 @@ def test_models_and_tokenizer_endpoints() -> None:
         assert server.log() == []
 
 
-def test_server_ends_with_its_block() -> None:
+def test_blocks_share_a_process_that_forgets_the_block_before() -> None:
+    with serving(Behaviour(outcomes=(Outcome.SLOW_HEADERS,))) as server:
+        address = urlsplit(server.url)
+        waiting = socket.create_connection((address.hostname, address.port), 30)
+        waiting.sendall(raw_request(prompt="w1", max_tokens=1))
+        while not server.log():
+            continue
+    with waiting:
+        assert waiting.recv(1) == b"", "the connection was dropped"
+    with serving(Behaviour()) as other:
+        assert other.pid == server.pid
+        assert other.log() == []
+        assert exchange(other.url, prompt="w1", max_tokens=2)[0].startswith(b"HTTP/1.1 200")
+        assert [truth.outcome for truth in other.log()] == [Outcome.OK]
+        with serving(Behaviour()) as another:
+            assert another.pid != other.pid
+
+
+def test_server_of_a_failed_block_is_not_used_again() -> None:
     with pytest.raises(ZeroDivisionError), serving(Behaviour()) as server:
         raise ZeroDivisionError
     with pytest.raises(ProcessLookupError):

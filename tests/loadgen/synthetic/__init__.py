@@ -1,14 +1,16 @@
 """Synthetic server with exactly known latencies, as ground truth for the load generator.
 
 It implements OpenAI's API over HTTP/1.1 and ``headrace.v1.Inference`` over gRPC in a separate
-process (`serving`). Event i of an answer is written at ``started + ttft_s + i * itl_s``: deadlines
-are absolute, so that lateness does not accumulate. Its log contains the actual times. All times are
-seconds of ``time.monotonic()``, which all processes of a Linux machine share.
+process (`serving`), which tests share, one after the other. Event i of an answer is written at
+``started + ttft_s + i * itl_s``: deadlines are absolute, so that lateness does not accumulate. Its
+log contains the actual times. All times are seconds of ``time.monotonic()``, which all processes of
+a Linux machine share.
 
 Only generation requests are numbered, use slots, and are subject to outcomes and stalls. Requests
 for metadata are not.
 """
 
+import atexit
 import dataclasses
 import json
 import os
@@ -153,35 +155,75 @@ class SyntheticServer:
         Raises:
             RuntimeError: if the process has ended.
         """
-        assert self._process.stdin
-        with suppress(BrokenPipeError):  # reading the answer reports the error
-            os.write(self._process.stdin.fileno(), b"\n")
-        entries = [Truth(**entry) for entry in _read_line(self._process)]
+        entries = [Truth(**entry) for entry in self._ask("")]
         for entry in entries:
             entry.outcome = Outcome(entry.outcome)
         return entries
 
+    def reset(self, behaviour: Behaviour) -> None:
+        """Drop all connections, and behave as a new server.
+
+        Raises:
+            RuntimeError: if the process has ended.
+        """
+        self._ask(behaviour.to_json())
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with self._process:  # closes the pipes and waits
+            pass
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # reading the answer reports the error
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())
+        return _read_line(self._process)
+
+
+_idle: list[SyntheticServer] = []
+"""Servers of blocks that have ended. The next block takes one, which spares starting a process."""
+
 
 @contextmanager
 def serving(behaviour: Behaviour) -> Iterator[SyntheticServer]:
-    """Run a server in a separate process, on free loopback ports, until the block ends.
+    """Run a server in a separate process, on loopback ports, until the block ends.
 
     Raises:
         RuntimeError: if it does not start; its output is on stderr.
     """
+    server = _idle.pop() if _idle else _start()
+    try:
+        server.reset(behaviour)
+        yield server
+        if server.is_running:
+            server.reset(Behaviour())
+            _idle.append(server)
+    finally:
+        if server not in _idle:
+            server.end()
+
+
+def _start() -> SyntheticServer:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.loadgen.synthetic", behaviour.to_json()],
+        [sys.executable, "-m", "tests.loadgen.synthetic", Behaviour().to_json()],
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a test's Ctrl-C must reach the load generator only
     )
-    with process:  # __exit__ closes the pipes and waits
-        try:
-            yield SyntheticServer(process, **_read_line(process))
-        finally:
-            process.kill()
+    return SyntheticServer(process, **_read_line(process))
+
+
+@atexit.register
+def _end_idle() -> None:
+    for server in _idle:
+        server.end()
 
 
 def _read_line(process: "subprocess.Popen[str]") -> Any:

@@ -7,6 +7,7 @@ import select
 import selectors
 import sys
 from typing import Any
+from weakref import WeakSet
 
 import orjson
 from grpc import aio
@@ -31,13 +32,38 @@ class _PreciseSelector(selectors.EpollSelector):
         return super().select(0)
 
 
+class _Server:
+    """Current schedule, and the connections that use it."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.schedule = Schedule(behaviour)
+        self._connections: WeakSet[Connection] = WeakSet()
+
+    def connect(self) -> Connection:
+        connection = Connection(self.schedule)
+        self._connections.add(connection)
+        return connection
+
+    def reset(self, behaviour: Behaviour) -> None:
+        """Drop all connections and start with an empty log."""
+        for connection in tuple(self._connections):
+            connection.abort()
+        self.schedule = Schedule(behaviour)
+        gc.collect()
+
+
 async def _main(behaviour: Behaviour) -> None:
-    """Serve until stdin ends. Each line on stdin requests the log, written as a line of JSON."""
+    """Serve until stdin ends.
+
+    An empty line on stdin requests the log, written as a line of JSON. Another line is the JSON of
+    the behaviour from now on; the ports are written as the answer.
+    """
     loop = asyncio.get_running_loop()
-    server, over = Schedule(behaviour), asyncio.Event()
-    http = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=4096)
+    server, over, lines = _Server(behaviour), asyncio.Event(), b""
+    http = await loop.create_server(server.connect, "127.0.0.1", 0, backlog=4096)
     rpc = aio.server(options=[("grpc.so_reuseport", 0)])
-    inference_pb2_grpc.add_InferenceServicer_to_server(Servicer(server), rpc)
+    servicer = Servicer(lambda: server.schedule)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, rpc)
     ports = {"http_port": http.sockets[0].getsockname()[1]}
     ports["grpc_port"] = rpc.add_insecure_port("127.0.0.1:0")
     await rpc.start()
@@ -46,13 +72,18 @@ async def _main(behaviour: Behaviour) -> None:
         sys.stdout.buffer.write(orjson.dumps(content) + b"\n")
         sys.stdout.buffer.flush()
 
-    def log_requested() -> None:
-        if os.read(0, 1):
-            write_line(server.log)
-        else:
+    def read_lines() -> None:
+        nonlocal lines
+        received = os.read(0, 65536)
+        if not received:
             over.set()
+        *whole, lines = (lines + received).split(b"\n")
+        for line in whole:
+            if line:
+                server.reset(Behaviour.from_json(line.decode()))
+            write_line(ports if line else server.schedule.log)
 
-    loop.add_reader(0, log_requested)
+    loop.add_reader(0, read_lines)
     gc.disable()  # a collection would make events late
     write_line(ports)
     await over.wait()

@@ -34,6 +34,10 @@ class Connection(asyncio.Protocol):
         if self._answering and not self._answering.done():
             self._answering.cancel()
 
+    def abort(self) -> None:
+        """Drop the connection."""
+        self._transport.abort()
+
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         now = self._loop.time()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -30,8 +31,10 @@ _STATUSES_MIDWAY = {
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, server: Schedule) -> None:
-        self._server = server
+    """Servicer of the schedule that is current when a call arrives."""
+
+    def __init__(self, current: Callable[[], Schedule]) -> None:
+        self._current = current
 
     async def ListModels(
         self, _request: pb.ListModelsRequest, _context: Context
@@ -41,12 +44,13 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        await self._server.sleep(time.monotonic())
+        server = self._current()
+        await server.sleep(time.monotonic())
         limit = request.max_tokens or DEFAULT_MAX_TOKENS
         id, prompt_tokens = request.request_id, self._count(request)
-        truth = self._server.arrive(time.monotonic(), id, prompt_tokens, limit)
+        truth = server.arrive(time.monotonic(), id, prompt_tokens, limit)
         try:
-            await self._answer(truth, context)
+            await self._answer(server, truth, context)
         except asyncio.CancelledError:
             truth.left = time.monotonic()
             raise
@@ -59,7 +63,7 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
         texts = [request.text, *(message.content for message in request.chat.messages)]
         return len(request.tokens.ids) + len(" ".join(texts).split())
 
-    async def _answer(self, truth: Truth, context: Context) -> None:
+    async def _answer(self, server: Schedule, truth: Truth, context: Context) -> None:
         outcome = truth.outcome
         if status := _STATUSES.get(outcome):
             await context.abort(status, "requested failure")
@@ -67,12 +71,12 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
             await context.send_initial_metadata(())
         if outcome in (Outcome.SLOW, Outcome.SLOW_HEADERS):
             await asyncio.get_running_loop().create_future()
-        async with Slot(self._server, truth) as slot:
+        async with Slot(server, truth) as slot:
             if outcome is Outcome.EMPTY:
                 await slot.until(0)
                 await context.write(self._response(truth, range(0), last=True))
                 return
-            spans = self._server.spans(truth.max_tokens)
+            spans = server.spans(truth.max_tokens)
             for i, span in enumerate(spans):
                 await slot.until(i)
                 if i == len(spans) // 2:
