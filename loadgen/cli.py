@@ -16,6 +16,7 @@ from typing import Annotated
 import orjson
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from loadgen.compare import Side
 from loadgen.compare import compare as compare_sides
@@ -23,6 +24,7 @@ from loadgen.config import RunConfig
 from loadgen.errors import LoadgenError
 from loadgen.extra import require_extra
 from loadgen.files import COMPARISON, REPORT, SWEEP, read_run, read_sweep
+from loadgen.number import counted
 from loadgen.options import parse_requirements, with_run_options
 from loadgen.run import Outcome, run
 from loadgen.sweep import SweepConfig, parse_concurrencies, parse_rates, sweep
@@ -55,7 +57,7 @@ def run_command(
 ) -> None:
     """Send requests on a fixed schedule, or in a closed loop, and report latencies and outcomes."""
     require_extra()
-    console = Console()
+    console = _console()
     requirements = parse_requirements(require)
     config = replace(config, requirements=requirements, concurrency=concurrency)
     outcome = run(config, console, sys.argv[1:])
@@ -65,7 +67,7 @@ def run_command(
 
         outcome.write(out)
         write_page(out / REPORT, run_page(outcome.records, outcome.document))
-        console.print(f"results in {out}, report in {out / REPORT}")
+        _say(console, f"results in {out}, report in {out / REPORT}")
     code = _exit_code(config, outcome, console)
     if code:
         raise typer.Exit(code)
@@ -92,7 +94,7 @@ def sweep_command(
 ) -> None:
     """Run the same load at several rates or concurrencies and find the knee."""
     require_extra()
-    console = Console()
+    console = _console()
     plan = SweepConfig(
         parse_rates(rates) if rates is not None else (),
         seeds,
@@ -101,20 +103,21 @@ def sweep_command(
         parse_concurrencies(concurrency) if concurrency is not None else (),
     )
     run_once = partial(run, console=console, arguments=sys.argv[1:])
-    document = sweep(config, plan, out, run_once, console.print)
+    document = sweep(config, plan, out, run_once, partial(_say, console))
     if not document:
         raise typer.Exit(STOPPED)
     from loadgen.report import sweep_page, write_page
 
     write_page(out / REPORT, sweep_page(document))
-    console.print(sweep_table(document), f"results in {out}, report in {out / REPORT}")
+    console.print(sweep_table(document, console.width))
+    _say(console, f"results in {out}, report in {out / REPORT}")
     if document["stopped"]:
         raise typer.Exit(STOPPED)
-    if invalid := [point["invalid"] for point in document["points"] if point["invalid"]]:
-        console.print(f"invalid run: {invalid[0]}")
+    if any(point["invalid"] for point in document["points"]):
         raise typer.Exit(INVALID)
     if unlike := sum(point["unlike"] for point in document["points"]):
-        console.print(f"the answers of {unlike} runs do not match those of {config.reference}")
+        runs = counted(unlike, "run")
+        _say(console, f"{runs} with other answers than those of {config.reference}")
         raise typer.Exit(MISSED)
 
 
@@ -131,15 +134,15 @@ def compare_command(
     if len(given) != 2:
         raise typer.BadParameter("expected two names, such as before,after", param_hint="--names")
     document = compare_sides(*(Side.read(*pair) for pair in zip((a, b), given, strict=True)))
-    console = Console()
-    console.print(comparison_table(document))
+    console = _console()
+    console.print(comparison_table(document, console.width))
     if out is not None:
         from loadgen.report import compare_page, write_page
 
         out.mkdir(parents=True, exist_ok=True)
         (out / COMPARISON).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
         write_page(out / REPORT, compare_page(document))
-        console.print(f"results in {out}, report in {out / REPORT}")
+        _say(console, f"results in {out}, report in {out / REPORT}")
 
 
 @app.command("report")
@@ -159,28 +162,42 @@ def report_command(
         page = run_page(*read_run(folder))
     target = out or folder / REPORT
     write_page(target, page)
-    Console().print(f"report in {target}")
+    _say(_console(), f"report in {target}")
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print a line as it is: not wrapped, so that a path in it can be copied."""
+    console.print(Text(text, style), soft_wrap=True)
 
 
 def _exit_code(config: RunConfig, outcome: Outcome, console: Console) -> int:
     """Print what went wrong and return the exit code."""
     for fault in outcome.document["faults"]:
         if "failed" in fault:
-            console.print(f"fault not injected: {fault['what']}: {fault['failed']}")
+            _say(console, f"fault not injected: {fault['what']}: {fault['failed']}", "red")
     missed = [one for one in config.requirements if not one.met_by(outcome.summary)]
     for requirement in missed:
-        value = requirement.value_in(outcome.summary)
-        console.print(f"requirement not met: {requirement}, measured {value}")
+        value = requirement.figure.format.with_unit(requirement.value_in(outcome.summary))
+        _say(
+            console,
+            f"requirement not met: {requirement} ({requirement.words}), measured {value}",
+            "red",
+        )
     if outcome.stopped:
         return STOPPED
-    if outcome.summary.invalid is not None:
-        console.print(f"invalid run: {outcome.summary.invalid}")
+    if (invalid := outcome.summary.invalid) is not None:
+        console.print(Text(f"invalid run: {invalid.reason}. {invalid.remedy}", "red"))
         return INVALID
     if outcome.check is not None:
         result = outcome.check.as_json()
-        console.print(
+        _say(
+            console,
             f"answers compared with {result['reference']}: {result['equal']} equal, "
-            f"{result['different']} different, {result['missing']} missing"
+            f"{result['different']} different, {result['missing']} missing",
         )
     checked = outcome.check is None or outcome.check.passed
     return 0 if checked and not missed else MISSED

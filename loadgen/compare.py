@@ -7,7 +7,7 @@ server. For single runs, intervals are computed by resampling the requests
 (`statistics.bootstrap`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, read_run, read_sweep
 from loadgen.measures import BY_NAME, Window
+from loadgen.number import counted
 from loadgen.record import Record
 from loadgen.statistics import Interval, bootstrap, bootstrap_interval, ratio_interval
 
@@ -88,7 +89,7 @@ class Side:
 def compare(a: Side, b: Side) -> dict[str, Any]:
     """Compare the metrics measured on both sides at each common rate or concurrency.
 
-    Ratios are b / a.
+    Ratios are b / a. ``invalid`` lists the invalid runs that are part of it.
 
     Raises:
         UsageError: if the sides have no rate or concurrency in common, or only one is a closed
@@ -109,7 +110,19 @@ def compare(a: Side, b: Side) -> dict[str, Any]:
         if (row := _row(figure, a.runs[load], b.runs[load])) is not None
     ]
     sides = ({"name": side.name, "manifest": side.manifest} for side in (a, b))
-    return {**dict(zip("ab", sides, strict=True)), "rows": rows}
+    invalid = [text for side in (a, b) for load in loads for text in _invalid(side, load, axis)]
+    return {**dict(zip("ab", sides, strict=True)), "rows": rows, "invalid": invalid}
+
+
+def _invalid(side: Side, load: float | None, axis: Axis) -> list[str]:
+    """Return a statement on the invalid runs of a side at a rate or concurrency, if any."""
+    runs = side.runs[load].summaries
+    found = [run for run in runs if run["invalid"]]
+    if not found:
+        return []
+    at = "" if load is None else f" at {axis.of(load)}, {len(found)} of {counted(len(runs), 'run')}"
+    remedy = found[0].get("remedy") or ""
+    return [f"{side.name} is invalid{at}: {found[0]['invalid']}. {remedy}".rstrip()]
 
 
 def _row(figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
@@ -136,6 +149,21 @@ def _row(figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
         "b": intervals[1].as_json(),
         "ratio": None if ratio is None else ratio.as_json(),
     }
+
+
+def verdict_of(ratio: Mapping[str, Any] | None, better: str) -> str:
+    """Return what a ratio b / a says: "better", "worse", "not significant", "one run" or "".
+
+    Args:
+        better: ``less`` if smaller values are better, else ``more``.
+    """
+    if ratio is None:
+        return ""
+    if ratio["low"] is None or ratio["high"] is None:
+        return "one run"
+    if ratio["low"] <= 1 <= ratio["high"]:
+        return "not significant"
+    return "better" if (ratio["high"] < 1) == (better == "less") else "worse"
 
 
 def _resampled(figure: Figure, runs: Runs) -> Any:

@@ -12,8 +12,8 @@ from loadgen.faults import Fault
 from loadgen.measures import Objective
 from loadgen.objectives import Requirement
 from loadgen.schedule import Cancellations, Limits
-from loadgen.summary import MAX_LAG_S
 from loadgen.target.base import Endpoint
+from loadgen.validity import MAX_LAG_S
 from loadgen.workload import (
     PRESETS,
     Lengths,
@@ -158,7 +158,8 @@ class RunConfig:
     """Configuration of one run.
 
     Attributes:
-        target: ``http://host:port/v1`` or ``grpc://host:port``, or several separated by commas.
+        target: ``http://host:port/v1`` or ``grpc://host:port``, or several separated by commas;
+            ``/v1`` may be missing.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
         concurrency: number of requests in flight at all times in a closed loop, which has no

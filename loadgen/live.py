@@ -6,9 +6,11 @@ from collections import Counter
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from loadgen.clock import Clock
 from loadgen.closed_loop import ClosedLoop
+from loadgen.number import ms
 from loadgen.runner import Runner
 from loadgen.statistics import Distribution
 
@@ -35,15 +37,16 @@ def progress(runner: Runner, now: float) -> Table:
     tokens = sum(at > now - _RECENT_S for record in recent for at in record.times)
     firsts = [r.first - r.due for r in recent if r.first is not None and r.failure is None]
     ttft = Distribution.of(firsts)
-    failed = Counter(str(record.failure) for record in ended if record.failure is not None)
+    failed = Counter(record.failure for record in ended if record.failure is not None)
     table = Table.grid(padding=(0, 2))
     table.add_row("time", f"{now:.0f} s" + ("" if closed else f" of {records[-1].due:.0f} s"))
     table.add_row("sent", f"{len(sent):,}" + ("" if closed else f" of {len(records):,}"))
     table.add_row("in flight", f"{len(sent) - len(ended):,}")
     table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} per second")
     if ttft is not None:
-        shown = f"{1e3 * ttft.percentile(50.0):,.0f} ms, p99 {1e3 * ttft.percentile(99.0):,.0f} ms"
+        shown = f"p50 {ms(ttft.percentile(50.0))} ms, p99 {ms(ttft.percentile(99.0))} ms"
         table.add_row("first token", shown)
     if failed:
-        table.add_row("failed", ", ".join(f"{n:,} {kind}" for kind, n in failed.most_common()))
+        words = ", ".join(f"{n:,} {kind.words}" for kind, n in failed.most_common())
+        table.add_row("failed", Text(words, "red"))
     return table

@@ -11,6 +11,7 @@ from loadgen.measures import BY_NAME, Objective
 from loadgen.summary import Summary
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge}
+_WORDS = {"<=": "at most", ">=": "at least"}
 _REQUIREMENT = re.compile(r"\s*([a-z0-9_]+)(?:[:\s]+([a-z0-9.]+))?\s*(<=|>=)\s*(\S+)\s*")
 
 
@@ -58,6 +59,11 @@ class Requirement:
                 f"{', '.join(RUN_FIGURES)}"
             )
         return cls(Figure(name, statistic), comparison, _number(bound, text))
+
+    @property
+    def words(self) -> str:
+        """The bound in the unit of reports, such as "at most 500 ms"."""
+        return f"{_WORDS[self.comparison]} {self.figure.format.with_unit(self.bound)}"
 
     def value_in(self, summary: Summary) -> float | None:
         """Return the metric's value, or None if it was not measured."""

@@ -18,8 +18,8 @@ from loadgen.errors import UsageError
 from loadgen.faults import Fault
 from loadgen.objectives import Requirement, parse_objective
 from loadgen.schedule import Cancellations, Limits
-from loadgen.summary import MAX_LAG_S
 from loadgen.target.base import Endpoint
+from loadgen.validity import MAX_LAG_S
 
 
 def _target_options(

@@ -26,6 +26,24 @@ class Failure(StrEnum):
     NO_TEXT = "no_text"
     """An answer with tokens, but without text in a field that the load generator knows."""
 
+    @property
+    def words(self) -> str:
+        """What happened to the request, as in "3 requests timed out"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Failure.REFUSED: "could not connect",
+    Failure.RESET: "cut off before an answer",
+    Failure.INTERRUPTED: "cut off midway",
+    Failure.TIMEOUT: "timed out",
+    Failure.REJECTED: "rejected (overloaded)",
+    Failure.CLIENT_ERROR: "rejected (invalid request)",
+    Failure.SERVER_ERROR: "ended with a server error",
+    Failure.MALFORMED: "got a malformed answer",
+    Failure.NO_TEXT: "got no readable text",
+}
+
 
 @dataclass(slots=True)
 class Record:

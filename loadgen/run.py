@@ -31,15 +31,10 @@ from loadgen.runner import Runner
 from loadgen.schedule import ScheduledRequest, make_requests, make_schedule
 from loadgen.server import ServerMetrics
 from loadgen.summary import Summary
+from loadgen.target.api import Api, find_api, is_rpc, shown
 from loadgen.target.base import Options
-from loadgen.target.choice import (
-    auth_headers,
-    first_of,
-    is_rpc,
-    listed_model,
-    metrics_url,
-    open_target,
-)
+from loadgen.target.choice import auth_headers, first_of, metrics_url, open_target
+from loadgen.validity import not_prepared
 from loadgen.workload.tokenizer import open_tokenizer
 
 _INSTANT_S = 1e-9
@@ -72,15 +67,15 @@ class Outcome:
 def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookahead, Options]]:
     """Make the request schedule, or the first requests of a closed loop, before anything is sent.
 
-    The tokenizer stays open during the block, for the other requests of a closed loop.
+    Target and model of ``config`` are those that `locate` found. The tokenizer stays open during
+    the block, for the other requests of a closed loop.
 
     Raises:
         UsageError: if the configuration cannot be run.
     """
     if config.reference is not None and config.temperature:
         raise UsageError("only greedy answers can be checked: --temperature 0")
-    headers = auth_headers(config.api_key)
-    model = config.model or listed_model(config.target, headers)
+    headers, model = auth_headers(config.api_key), config.model or ""
     base = config.tokenizer_url or (None if is_rpc(config.target) else first_of(config.target))
     with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
         workload = config.workload.open(tokenizer)
@@ -115,8 +110,22 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     Raises:
         UsageError: if the configuration cannot be run.
     """
+    config = locate(config, console)
     with prepare(config) as (requests, options):
         return _run(config, requests, options, console, arguments)
+
+
+def locate(config: RunConfig, console: Console) -> RunConfig:
+    """Return the configuration with the root of the target's API and its model.
+
+    Raises:
+        UsageError: if they are not found.
+    """
+    found = find_api(config.target, config.model, auth_headers(config.api_key))
+    if found.url != config.target.rstrip("/"):
+        roots = ", ".join(map(shown, found.url.split(",")))
+        console.print(f"API found at {roots}", soft_wrap=True, markup=False)
+    return replace(config, target=found.url, model=found.model)
 
 
 def _run(
@@ -129,7 +138,7 @@ def _run(
     window = _window(config, requests)
     early_end = EarlyEnd(config.give_up, window, config.objectives)
     hang_up = HangUp(config.limits.duration_s if config.hang_up else None)
-    reference_options = _reference_options(config, options)
+    reference = _reference(config)
     faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
     default_url = metrics_url(config.target)
     urls = config.metrics or ((default_url,) if default_url else ())
@@ -143,17 +152,18 @@ def _run(
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
         server, checked = metrics.collect(), None
         stopped = runner.stopped.is_set() and not (early_end.gave_up or hang_up.done)
-        if config.reference is not None and not runner.stopped.is_set():
-            checked = loop.run(_check(config, config.reference, runner, reference_options))
+        if reference is not None and not runner.stopped.is_set():
+            checked = loop.run(_check(config, reference, runner, options))
             stopped = checked is None
     if isinstance(runner, ClosedLoop):
         window = _until(window, runner.load_end - config.cool_down_s)
     summary = Summary.of(
         runner.records, window, config.objectives,
         max_lag_s=config.max_lag_s, concurrency=config.concurrency,
+        cores=generator["cpu"] / max(generator["seconds"], _INSTANT_S),
     )  # fmt: skip
     if isinstance(requests, Lookahead) and requests.failed is not None:
-        summary = replace(summary, invalid=f"no more requests were prepared: {requests.failed}")
+        summary = replace(summary, invalid=not_prepared(requests.failed))
     document = {
         "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
@@ -214,25 +224,23 @@ async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
                 await task
 
 
-def _reference_options(config: RunConfig, options: Options) -> Options:
-    """Return the options with the reference's model name.
+def _reference(config: RunConfig) -> Api | None:
+    """Return the API of the reference, or None if there is none.
 
     Raises:
-        UsageError: if the reference lists no model.
+        UsageError: if it is not found.
     """
     if config.reference is None:
-        return options
-    return replace(options, model=listed_model(config.reference, auth_headers(config.api_key)))
+        return None
+    return find_api(config.reference, None, auth_headers(config.api_key))
 
 
 async def _check(
-    config: RunConfig,
-    reference: str,
-    runner: Runner,
-    options: Options,
+    config: RunConfig, reference: Api, runner: Runner, options: Options
 ) -> Check | None:
     """Compare the answers with the reference; return None if the user interrupts."""
-    target = open_target(reference, options, config.endpoint, config.api_key)
+    options = replace(options, model=reference.model)
+    target = open_target(reference.url, options, config.endpoint, config.api_key)
     checking = asyncio.create_task(check(runner.records, runner.schedule, target))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
     try:

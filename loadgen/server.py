@@ -12,6 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.errors import UsageError
+from loadgen.http_client import http_client
 
 _STAGE, _KV = "headrace_request_stage_seconds", "headrace_kv_transfer_bytes_total"
 _TIMEOUT_S = 10.0
@@ -63,8 +64,8 @@ class ServerMetrics:
         counters: Counters = defaultdict(float)
         url = self._urls[number]
         try:
-            answer = httpx.get(url, timeout=_TIMEOUT_S)
-            answer.raise_for_status()
+            with http_client(timeout_s=_TIMEOUT_S) as client:
+                answer = client.get(url).raise_for_status()
             _add(counters, answer.text)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if required:

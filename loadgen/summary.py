@@ -16,10 +16,7 @@ from loadgen.measures import (
 )
 from loadgen.record import Record
 from loadgen.statistics import PERCENTILES, Distribution
-
-MAX_LAG_S = 0.01
-"""Default p99 dispatch lag above which a run is invalid."""
-_LAG_PERCENTILE = 99.0
+from loadgen.validity import MAX_LAG_S, Invalid, invalid
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Summary:
         window: measured part of the run.
         goodput: goodput and attainment; None without objectives.
         measures: distributions by measure name; None for a measure without values.
-        invalid: reason why the run is invalid, or None.
+        invalid: why the run is invalid, or None.
         concurrency: requests in flight of a closed loop; None for an open loop.
     """
 
@@ -40,7 +37,7 @@ class Summary:
     in_flight: InFlight
     goodput: Goodput | None
     measures: dict[str, Distribution | None]
-    invalid: str | None
+    invalid: Invalid | None
     concurrency: int | None = None
 
     @classmethod
@@ -52,7 +49,14 @@ class Summary:
         *,
         max_lag_s: float = MAX_LAG_S,
         concurrency: int | None = None,
+        cores: float | None = None,
     ) -> Self:
+        """Summarize the requests of a run that are due in the window.
+
+        Args:
+            max_lag_s: p99 dispatch lag above which the run is invalid.
+            cores: CPU time of the load generator, divided by the duration of the run.
+        """
         due = window.due(records)
         measures = {
             measure.name: Distribution.of([value for one in due for value in measure.of(one)])
@@ -65,14 +69,17 @@ class Summary:
             in_flight=InFlight.of(records, window),
             goodput=Goodput.of(records, window, objectives) if objectives else None,
             measures=measures,
-            invalid=_invalid(measures[LAG.name], max_lag_s),
+            invalid=invalid(
+                measures[LAG.name], max_lag_s, cores=cores, closed=concurrency is not None
+            ),
             concurrency=concurrency,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary document. Units are seconds, and requests or tokens per second."""
         return {
-            "invalid": self.invalid,
+            "invalid": self.invalid and self.invalid.reason,
+            "remedy": self.invalid and self.invalid.remedy,
             "concurrency": self.concurrency,
             "window": vars(self.window),
             "throughput": vars(self.throughput),
@@ -101,15 +108,3 @@ def _as_json(found: Distribution) -> dict[str, float]:
         **named,
         "max": found.maximum,
     }
-
-
-def _invalid(lag: Distribution | None, max_s: float) -> str | None:
-    if lag is None:
-        return "no request was sent in the window"
-    late_s = lag.percentile(_LAG_PERCENTILE)
-    if late_s <= max_s:
-        return None
-    return (
-        f"the load generator was late: p99 dispatch lag is {1e3 * late_s:.1f} ms, the limit is "
-        f"{1e3 * max_s:g} ms"
-    )

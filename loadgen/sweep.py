@@ -1,6 +1,7 @@
 """Sweep: the same workload at several rates or concurrencies, each with several seeds."""
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from loadgen.config import Process, RunConfig
 from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, SWEEP_TABLE
-from loadgen.knee import Point, knee, next_rate
+from loadgen.knee import Point, is_limit, knee, next_rate
 from loadgen.run import Outcome
 from loadgen.statistics import Interval
 
@@ -29,11 +30,11 @@ class SweepConfig:
 
     Attributes:
         rates: offered rates in requests per second. If empty, the sweep starts at the run's rate
-            and doubles it until saturation.
+            and doubles it until a rate is saturated or invalid.
         seeds: number of runs per rate or concurrency. The first has the run's seed, and seeds are
             consecutive.
-        refinements: number of bisections between the highest unsaturated and the lowest saturated
-            rate.
+        refinements: number of bisections between the highest rate that was sustained and the
+            lowest one that was not.
         attainment: fraction of requests that must meet all objectives at the knee.
         concurrencies: numbers of requests in flight, for a sweep of closed loops instead of rates.
     """
@@ -102,7 +103,7 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
         if outcomes:
             point, entry = _point(axis, load, outcomes), _entry(config.seed, axis, load, outcomes)
             points.append(point)
-            measured.append(entry | {"saturated": point.saturated})
+            measured.append(entry | {"saturated": point.saturated, "saturation": point.saturation})
             document = _document(measured, points, plan, outcomes[0])
         stopped = len(outcomes) < plan.seeds
         if document:
@@ -111,7 +112,7 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
         if stopped or len(points) >= _MAX_RATES:
             break
         if not given:
-            refining = any(point.saturated for point in points)
+            refining = any(map(is_limit, points))
             load = next_rate(points, refinements)
             refinements -= refining
     return document
@@ -147,7 +148,7 @@ def _run_load(
     """
     outcomes = []
     for seed in range(config.seed, config.seed + seeds):
-        log(f"{load:g} {axis.unit}, seed {seed}")
+        log(f"{axis.of(load)}, seed {seed}")
         outcome = run(replace(config, seed=seed))
         outcome.write(out / _folder(axis, load, seed))
         if outcome.stopped:
@@ -175,6 +176,7 @@ def _point(axis: Axis, load: float, outcomes: Sequence[Outcome]) -> Point:
         failures=mean(Figure("failures")) or 0.0,
         latency=mean(Figure("e2e", "mean")),
         attainment=mean(Figure("attainment")),
+        valid=all(outcome.summary.invalid is None for outcome in outcomes),
     )
 
 
@@ -187,13 +189,19 @@ def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> d
         complete = len(values) == len(found)
         interval = Interval.of(values).clipped(0.0, figure.upper_bound) if complete else None
         figures[str(figure)] = interval and interval.as_json()
-    invalid = next((one.summary.invalid for one in outcomes if one.summary.invalid), None)
+    invalid = [one.summary.invalid for one in outcomes if one.summary.invalid is not None]
+    failed = Counter[str]()
+    for outcome in outcomes:
+        failed.update(outcome.document["outcomes"]["failed"])
     return {
         axis.name: load,
         "seeds": list(seeds),
         "folders": [_folder(axis, load, one) for one in seeds],
         "figures": figures,
-        "invalid": invalid,
+        "failed": dict(failed),
+        "invalid": invalid[0].reason if invalid else None,
+        "remedy": invalid[0].remedy if invalid else None,
+        "invalid_runs": len(invalid),
         "unlike": sum(one.check is not None and not one.check.passed for one in outcomes),
     }
 
@@ -201,10 +209,12 @@ def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> d
 def _document(
     measured: Sequence[dict[str, Any]], points: Sequence[Point], plan: SweepConfig, first: Outcome
 ) -> dict[str, Any]:
+    found = knee(points, plan.attainment, plan.axis)
     return {
         "manifest": first.document["manifest"],
         "points": sorted(measured, key=lambda point: float(point[plan.axis.name])),
-        "knee": knee(points, plan.attainment, plan.axis),
+        "knee": None if found.load is None else found.as_json(plan.axis),
+        "no_knee": found.why if found.load is None else None,
     }
 
 
@@ -215,11 +225,12 @@ def _write(out: Path, document: dict[str, Any]) -> None:
         rows = csv.writer(table)
         parts = ("mean", "low", "high")
         names = [f"{figure} {part}" for figure in REPORTED for part in parts]
-        rows.writerow([axis.name, "runs", "saturated", *names])
+        rows.writerow([axis.name, "runs", "saturated", "invalid", *names])
         for point in document["points"]:
             numbers = [
                 None if (found := point["figures"][str(figure)]) is None else found[part]
                 for figure in REPORTED
                 for part in parts
             ]
-            rows.writerow([point[axis.name], len(point["seeds"]), point["saturated"], *numbers])
+            marks = (point["saturated"], point["invalid"] is not None)
+            rows.writerow([point[axis.name], len(point["seeds"]), *marks, *numbers])

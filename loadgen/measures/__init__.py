@@ -2,7 +2,7 @@
 
 from loadgen.measures.base import Measure, Window
 from loadgen.measures.e2e import E2E, E2E_SENT
-from loadgen.measures.failures import Outcomes
+from loadgen.measures.failures import Outcomes, failures_in_words
 from loadgen.measures.goodput import Goodput, Objective
 from loadgen.measures.in_flight import InFlight
 from loadgen.measures.itl import ITL
@@ -34,4 +34,5 @@ __all__ = [
     "Outcomes",
     "Throughput",
     "Window",
+    "failures_in_words",
 ]

@@ -1,11 +1,12 @@
 """Outcomes: number of requests that succeeded, failed, were cancelled or did not finish."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from loadgen.measures.base import Window
+from loadgen.number import counted
 from loadgen.record import Failure, Record
 
 
@@ -39,3 +40,12 @@ class Outcomes:
     @property
     def total(self) -> int:
         return self.succeeded + self.cancelled + self.unfinished + sum(self.failed.values())
+
+
+def failures_in_words(failed: Mapping[str, int]) -> str:
+    """Return failed requests by kind, the most frequent first, or "" if there are none."""
+    if not failed:
+        return ""
+    kinds = sorted(failed.items(), key=lambda kind: -kind[1])
+    words = ", ".join(f"{count:,} {Failure(kind).words}" for kind, count in kinds)
+    return f"{counted(sum(failed.values()), 'request')} failed: {words}"

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.measures import E2E, E2E_SENT, ITL, TTFT, TTFT_SENT, Measure
+from loadgen.number import ms
 from loadgen.record import Record
-from loadgen.report.number import ms
 from loadgen.report.palette import OF_MEASURE, paint
 from loadgen.report.plot import Drawing, Key, Plot
 from loadgen.report.scale import Scale

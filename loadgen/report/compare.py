@@ -7,9 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from loadgen.axis import Axis, axis_of
+from loadgen.compare import verdict_of
+from loadgen.figures import FigureFormat, figure_format
+from loadgen.number import exact, plain
 from loadgen.report.environment import lines, subtitle
-from loadgen.report.figure import FigureFormat, figure_format
-from loadgen.report.number import plain
 from loadgen.report.page import render
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
@@ -28,7 +29,7 @@ class Ratio:
         interval: confidence interval; "" without one.
         marks: horizontal positions of the interval's low end, mean and high end in the drawing, in
             %; a ratio of 1 is at 50.
-        verdict: "better", "worse", "not significant" (the interval contains 1) or "one run".
+        verdict: result of `verdict_of`.
     """
 
     text: str
@@ -61,7 +62,8 @@ def compare_page(comparison: dict[str, Any]) -> str:
     Args:
         comparison: {"a": {"name", "manifest"}, "b": {"name", "manifest"}, "rows": [{"rate" or
             "concurrency", "figure", "title", "unit", "better", "a", "b", "ratio"}]}. "a", "b" and
-            "ratio" are confidence intervals in the format of `sweep_page`.
+            "ratio" are confidence intervals in the format of `sweep_page`. "invalid" lists
+            statements on invalid runs.
     """
     axis = axis_of(comparison["rows"])
     by_figure = {
@@ -85,6 +87,7 @@ def compare_page(comparison: dict[str, Any]) -> str:
         b=b,
         subtitles=[subtitle(one["manifest"]) for one in (a, b)],
         manifests=[lines(one["manifest"]) for one in (a, b)],
+        invalid=comparison.get("invalid") or (),
         tiles=_tiles(groups),
         plots=[
             plot for rows in by_figure.values() if (plot := _plot(rows, axis, names)) is not None
@@ -121,32 +124,19 @@ def _span(ratios: Sequence[dict[str, Any]]) -> float:
 def _row(row: dict[str, Any], axis: Axis, span: float) -> Row:
     figure, ratio = _format(row), row["ratio"]
     return Row(
-        load="" if row[axis.name] is None else plain(float(row[axis.name])),
-        a=_interval(figure, row["a"]),
-        b=_interval(figure, row["b"]),
+        load="" if row[axis.name] is None else exact(float(row[axis.name])),
+        a=" ".join(figure.interval(row["a"])).rstrip(),
+        b=" ".join(figure.interval(row["b"])).rstrip(),
         ratio=None if ratio is None else _ratio(ratio, row["better"], span),
     )
 
 
-def _interval(figure: FigureFormat, interval: dict[str, Any] | None) -> str:
-    if interval is None:
-        return "–"
-    low, high = interval["low"], interval["high"]
-    mean = figure.text(interval["mean"])
-    if low is None or high is None:
-        return mean
-    return f"{mean} {figure.margin(interval['mean'], (high - low) / 2)}"
-
-
 def _ratio(ratio: dict[str, Any], better: str, span: float) -> Ratio:
     mean, low, high = (ratio[name] for name in ("mean", "low", "high"))
+    verdict = verdict_of(ratio, better)
     if low is None or high is None:
-        return Ratio(f"{mean:#.3g}", "", (_mark(mean, span),) * 3, "one run")
+        return Ratio(f"{mean:#.3g}", "", (_mark(mean, span),) * 3, verdict)
     marks = (_mark(low, span), _mark(mean, span), _mark(high, span))
-    if low <= 1 <= high:
-        verdict = "not significant"
-    else:
-        verdict = "better" if (high < 1) == (better == "less") else "worse"
     return Ratio(f"{mean:#.3g}", f"{low:#.3g} to {high:#.3g}", marks, verdict)
 
 
@@ -186,7 +176,7 @@ def _points(
     rows: Sequence[dict[str, Any]], axis: Axis, side: str, figure: FigureFormat
 ) -> list[Point]:
     return [
-        Point.of(float(row[axis.name]), row[side], figure, saturated=False)
+        Point.of(float(row[axis.name]), row[side], figure)
         for row in rows
         if row[axis.name] is not None and row[side] is not None
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadgen.report.number import ms, percent, plain, size
+from loadgen.number import counted, exact, ms, percent, plain, size
 
 _STYLE = "style.css"
 
@@ -21,7 +21,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"ms": ms, "percent": percent, "plain": plain, "size": size}
+    formats = (counted, exact, ms, percent, plain, size)
+    made.filters |= {form.__name__: form for form in formats}
     return made
 
 

@@ -35,7 +35,7 @@ class Key:
 
     Attributes:
         colour: name in the palette.
-        look: "line", "dashed", "dotted", "area" or "hollow".
+        look: "line", "dashed", "dotted", "area", "hollow" or "cross".
     """
 
     label: str

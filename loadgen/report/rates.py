@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from loadgen.axis import RATE, Axis
-from loadgen.report.figure import FigureFormat
+from loadgen.figures import FigureFormat
 from loadgen.report.palette import paint
 from loadgen.report.plot import Drawing, Key, Plot
 from loadgen.report.scale import Scale
@@ -21,6 +21,7 @@ class Point:
         rate: position on the x axis.
         low, high: ends of the confidence interval; None for a single run.
         saturated: whether the rate is above saturation.
+        valid: whether the measurement is valid. An invalid point is a cross beside the line.
     """
 
     rate: float
@@ -28,15 +29,22 @@ class Point:
     low: float | None = None
     high: float | None = None
     saturated: bool = False
+    valid: bool = True
 
     @classmethod
     def of(
-        cls, rate: float, interval: dict[str, Any], form: FigureFormat, saturated: bool
+        cls,
+        rate: float,
+        interval: dict[str, Any],
+        form: FigureFormat,
+        *,
+        saturated: bool = False,
+        valid: bool = True,
     ) -> "Point":
         """Convert a confidence interval, read from JSON, to the display unit."""
         ends = (interval["mean"], interval["low"], interval["high"])
         mean, low, high = (None if one is None else form.scaled(float(one)) for one in ends)
-        return cls(rate, mean or 0.0, low, high, saturated)
+        return cls(rate, mean or 0.0, low, high, saturated, valid)
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,11 @@ def rate_plot(
     keys += _guides(axes, along if ideal else None, knee)
     for line in lines:
         _draw(axes, line, upward)
-    if any(point.saturated for line in lines for point in line.points):
+    points = [point for line in lines for point in line.points]
+    if any(point.saturated and point.valid for point in points):
         keys.append(Key("saturated", "muted", "hollow"))
+    if not all(point.valid for point in points):
+        keys.append(Key("invalid", "muted", "cross"))
     drawing.label_y(0, f"{label}{upward.label_suffix}")
     drawing.label_x(axis.label)
     return Plot(title, (drawing.svg(name, f"{title} against the {axis.name}"),), tuple(keys))
@@ -120,8 +131,9 @@ def _upward(lines: Sequence[Line], minimum_high: float, log: bool) -> Scale:
 
 def _draw(axes: Axes, line: Line, upward: Scale) -> None:
     colour, style = paint(line.colour), (0, (5, 3)) if line.dashed else "solid"
-    bounded = [p for p in line.points if p.low is not None and p.high is not None]
-    rates, means = [p.rate for p in line.points], [p.mean for p in line.points]
+    valid = [p for p in line.points if p.valid]
+    bounded = [p for p in valid if p.low is not None and p.high is not None]
+    rates, means = [p.rate for p in valid], [p.mean for p in valid]
     if len(bounded) > 1:
         lows = [max(p.low or 0.0, upward.low) for p in bounded]
         highs = [min(p.high or 0.0, upward.high) for p in bounded]
@@ -131,8 +143,8 @@ def _draw(axes: Axes, line: Line, upward: Scale) -> None:
             bounded[0].rate, bounded[0].low or 0.0, bounded[0].high or 0.0, color=colour, lw=1.6
         )
     axes.plot(rates, means, color=colour, linewidth=1.8, linestyle=style)
-    marker = "s" if line.dashed else "o"
     for point in line.points:
+        marker = ("s" if line.dashed else "o") if point.valid else "x"
         fill = "none" if point.saturated else colour
         axes.plot(
             [point.rate], [point.mean], marker, color=colour, mfc=fill, ms=5.5, mew=1.4,

@@ -2,11 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from loadgen.errors import UsageError
+from loadgen.knee import saturation
 from loadgen.measures import BY_NAME, MEASURES, Goodput, Objective, Window
-from loadgen.record import Record
+from loadgen.number import plain
+from loadgen.objectives import Requirement
+from loadgen.record import Failure, Record
 from loadgen.report import tile
 from loadgen.report.cdf import cdfs
 from loadgen.report.environment import lines, subtitle
@@ -19,12 +24,30 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 @dataclass(frozen=True)
 class FailureRow:
-    """Failed requests of one kind, with their most common message."""
+    """Failed requests of one kind, with their most common message.
+
+    Attributes:
+        name: name in the summary document.
+        words: what happened to the requests.
+        others: number of other messages.
+    """
 
     name: str
+    words: str
     count: int
     share: float
     example: str
+    others: int
+
+
+@dataclass(frozen=True)
+class RequirementRow:
+    """A requirement as it was given, and its bound and the measured value with their unit."""
+
+    text: str
+    bound: str
+    found: str
+    met: bool
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,7 @@ def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
     window = Window(**document["window"])
     due = window.due(records)
     objectives = _objectives(document)
+    bounds = {one.measure.name: one.seconds for one in objectives}
     attained = [
         (one.measure.title, one.seconds, Goodput.of(records, window, [one]).attainment)
         for one in objectives
@@ -63,8 +87,10 @@ def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
         columns=_COLUMNS,
         measures=[(one, document["measures"].get(one.name)) for one in MEASURES],
         attained=attained,
-        cdfs=cdfs(due, {one.measure.name: one.seconds for one in objectives}),
-        timeline=timeline(records, window, document.get("faults") or ()),
+        saturation=_saturation(document),
+        requirements=_requirements(document.get("requirements") or {}),
+        cdfs=cdfs(due, bounds),
+        timeline=timeline(records, window, document.get("faults") or (), bounds),
         stages=_stages(server.get("stages") or {}),
         kv_bytes=server.get("kv_bytes"),
         check=document.get("check"),
@@ -83,14 +109,31 @@ def _failures(
     for record in records:
         if record.failure is not None and window.has(record.due):
             seen.setdefault(str(record.failure), Counter())[record.detail] += 1
-    return [
-        FailureRow(name, count, count / outcomes["total"], _most_common(seen.get(name)))
-        for name, count in sorted(outcomes["failed"].items(), key=lambda one: -one[1])
-    ]
+    rows = []
+    for name, count in sorted(outcomes["failed"].items(), key=lambda one: -one[1]):
+        details = seen.get(name) or Counter({"": count})
+        (example, _), *others = details.most_common()
+        share = count / outcomes["total"]
+        rows.append(FailureRow(name, Failure(name).words, count, share, example, len(others)))
+    return rows
 
 
-def _most_common(details: Counter[str] | None) -> str:
-    return details.most_common(1)[0][0] if details else ""
+def _saturation(document: dict[str, Any]) -> str | None:
+    """Return how requests in flight grew if the server did not keep up with an open loop."""
+    if document.get("concurrency") is not None:
+        return None
+    return saturation(document["throughput"]["offered"], document["in_flight"]["growth"])
+
+
+def _requirements(verdicts: dict[str, dict[str, Any]]) -> list[RequirementRow]:
+    rows = []
+    for text, verdict in verdicts.items():
+        bound, found = "", plain(verdict["found"])
+        with suppress(UsageError):  # the text is from a file
+            requirement = Requirement.parse(text)
+            bound, found = requirement.words, requirement.figure.format.with_unit(verdict["found"])
+        rows.append(RequirementRow(text, bound, found, bool(verdict["met"])))
+    return rows
 
 
 def _stages(seconds: dict[str, float]) -> list[Stage]:

@@ -6,7 +6,7 @@ from typing import Self
 
 from matplotlib.axes import Axes
 
-from loadgen.report.number import tick
+from loadgen.number import tick
 
 _MIN_LOG_RATIO = 20.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadgen.axis import RATE, Axis, axis_of
+from loadgen.figures import figure_format
+from loadgen.knee import knee_statement
+from loadgen.measures import failures_in_words
+from loadgen.number import exact, plain
 from loadgen.report.environment import lines, subtitle
-from loadgen.report.figure import figure_format
-from loadgen.report.number import plain
 from loadgen.report.page import render
 from loadgen.report.palette import OF_MEASURE
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
 from loadgen.report.tile import Tile
+from loadgen.validity import invalid_points
 
 _COLUMNS = (
     "ttft:p50", "ttft:p99", "itl:p50", "itl:p99", "tpot:p50", "e2e:p50", "e2e:p99",
@@ -22,23 +25,23 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Mean and margin of error, formatted; the margin is "" for a single run."""
-
-    mean: str
-    margin: str
-
-
-@dataclass(frozen=True)
 class Row:
-    """Metrics and remarks of one rate or concurrency."""
+    """Metrics and remarks of one rate or concurrency.
+
+    Attributes:
+        cells: mean and margin of error of each metric; the margin is "" for a single run.
+        saturation: why the point is saturated; "" if unknown.
+        failed: failed requests in words; "" if none failed.
+    """
 
     load: str
     runs: int
-    cells: Sequence[Cell]
+    cells: Sequence[tuple[str, str]]
     is_knee: bool
     saturated: bool
-    invalid: str | None
+    saturation: str
+    invalid: bool
+    failed: str
 
 
 def sweep_page(sweep: dict[str, Any]) -> str:
@@ -47,27 +50,28 @@ def sweep_page(sweep: dict[str, Any]) -> str:
     Args:
         sweep: {"manifest", "points": [{"rate" or "concurrency", "seeds", "folders", "figures":
             {name: interval or None}, "saturated", "invalid"}], "knee": {"rate" or "concurrency",
-            "why"} or None}. An interval is {"mean", "low", "high", "runs", "level"}, with times in
-            seconds.
+            "why"} or None}, as `loadgen.sweep` writes it. An interval is {"mean", "low", "high",
+            "runs", "level"}, with times in seconds.
     """
     axis = axis_of(sweep["points"])
     points = sorted(sweep["points"], key=lambda point: float(point[axis.name]))
     names = [name for name in _COLUMNS if any(point["figures"].get(name) for point in points)]
     valid = [point for point in points if not point["invalid"]]
-    knee = sweep["knee"]
-    at = knee and float(knee[axis.name])
+    at = sweep["knee"] and float(sweep["knee"][axis.name])
     return render(
         "sweep.html.j2",
         subtitle=subtitle(sweep["manifest"]),
         manifest=lines(sweep["manifest"]),
         axis=axis,
-        knee=knee,
+        stopped=sweep.get("stopped", False),
+        has_knee=at is not None,
+        knee=knee_statement(sweep, axis),
+        invalid=invalid_points(points, axis),
         level=_level(points),
-        tiles=_tiles(valid, axis, at),
-        plots=_plots(valid, axis, at),
+        tiles=_tiles(valid, axis, sweep["knee"]),
+        plots=_plots(points, axis, at),
         columns=[figure_format(name) for name in names],
         rows=[_row(point, axis, names, at) for point in points],
-        left_out=len(points) - len(valid),
     )
 
 
@@ -122,20 +126,30 @@ def _line(
     *,
     dashed: bool = False,
 ) -> Line:
+    form = figure_format(name)
     found = [
-        Point.of(float(point[axis.name]), interval, figure_format(name), bool(point["saturated"]))
+        Point.of(
+            float(point[axis.name]),
+            interval,
+            form,
+            saturated=bool(point["saturated"]),
+            valid=not point["invalid"],
+        )
         for point in points
         if (interval := point["figures"].get(name)) is not None
     ]
     return Line(label, colour, found, dashed)
 
 
-def _tiles(points: Sequence[dict[str, Any]], axis: Axis, knee: float | None) -> list[Tile]:
-    tiles = [] if knee is None else [Tile("Knee", plain(knee), "", axis.label)]
+def _tiles(points: Sequence[dict[str, Any]], axis: Axis, knee: dict[str, Any] | None) -> list[Tile]:
+    tiles = []
+    if knee is not None:
+        at, unit = axis.of(float(knee[axis.name])).split(" ", 1)
+        tiles.append(Tile("Knee", at, unit, "or more" if knee.get("lower_bound") else ""))
     best = (
-        ("throughput", "Highest throughput"),
+        ("throughput", "Most requests answered"),
         ("goodput", "Highest goodput"),
-        ("output_tokens", "Highest output rate"),
+        ("output_tokens", "Most output tokens"),
     )
     for name, label in best:
         found = [
@@ -145,30 +159,21 @@ def _tiles(points: Sequence[dict[str, Any]], axis: Axis, knee: float | None) -> 
         ]
         if found:
             highest, load = max(found)
-            tiles.append(Tile(label, plain(highest), "/ s", f"at {plain(load)} {axis.unit}"))
+            tiles.append(Tile(label, plain(highest), "per second", f"at {axis.of(load)}"))
     return tiles
 
 
 def _row(point: dict[str, Any], axis: Axis, names: Sequence[str], knee: float | None) -> Row:
     return Row(
-        load=plain(float(point[axis.name])),
+        load=exact(float(point[axis.name])),
         runs=len(point["seeds"]),
-        cells=[_cell(name, point["figures"].get(name)) for name in names],
+        cells=[figure_format(name).interval(point["figures"].get(name)) for name in names],
         is_knee=knee is not None and float(point[axis.name]) == knee,
         saturated=bool(point["saturated"]),
-        invalid=point["invalid"],
+        saturation=point.get("saturation") or "",
+        invalid=bool(point["invalid"]),
+        failed=failures_in_words(point.get("failed") or {}),
     )
-
-
-def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
-    figure = figure_format(name)
-    if interval is None:
-        return Cell("–", "")
-    low, high = interval["low"], interval["high"]
-    margin = ""
-    if low is not None and high is not None:
-        margin = figure.margin(interval["mean"], (high - low) / 2)
-    return Cell(figure.text(interval["mean"]), margin)
 
 
 def _level(points: Sequence[dict[str, Any]]) -> float | None:

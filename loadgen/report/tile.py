@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.report.number import ms, percent, plain
+from loadgen.number import ms, percent, plain
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One metric with label, unit and note."""
+    """One metric with label, unit and note; ``bad`` marks a value that needs attention."""
 
     label: str
     value: str
     unit: str = ""
     note: str = ""
+    bad: bool = False
 
 
 _LATENCIES = (
@@ -35,11 +36,11 @@ def of_run(document: dict[str, Any]) -> list[Tile]:
         note = f"p50 {ms(jct['p50'])} ms, p99 {ms(jct['p99'])} ms"
         tiles[-1] = Tile("JCT, mean", ms(jct["mean"]), "ms", note)
     offered = f"of {plain(throughput['offered'])} {'sent' if closed else 'offered'}"
-    tiles.append(Tile("Requests answered", plain(throughput["requests"]), "/ s", offered))
-    prompts = f"{plain(throughput['input_tokens'])} / s of prompts"
-    tiles.append(Tile("Output tokens", plain(throughput["output_tokens"]), "/ s", prompts))
+    tiles.append(Tile("Requests answered", plain(throughput["requests"]), "per second", offered))
+    prompts = f"{plain(throughput['input_tokens'])} per second of prompts"
+    tiles.append(Tile("Output tokens", plain(throughput["output_tokens"]), "per second", prompts))
     if (good := document["goodput"]) is not None:
-        note = f"goodput {plain(good['requests'])} / s"
+        note = f"goodput {plain(good['requests'])} per second"
         tiles.append(Tile("Attainment", percent(good["attainment"]), "%", note))
     tiles.append(_failed(document["outcomes"]))
     maximum = f"maximum {in_flight['most']:,}"
@@ -50,4 +51,5 @@ def of_run(document: dict[str, Any]) -> list[Tile]:
 def _failed(outcomes: dict[str, Any]) -> Tile:
     failed, total = sum(outcomes["failed"].values()), outcomes["total"]
     share = failed / total if total else None
-    return Tile("Requests failed", percent(share), "%" if total else "", f"{failed:,} of {total:,}")
+    note = f"{failed:,} of {total:,}"
+    return Tile("Requests failed", percent(share), "%" if total else "", note, bad=failed > 0)

@@ -1,7 +1,6 @@
-"""Timeline of a run: token rate, requests in flight, and rates of requests sent and ended."""
+"""Timeline of a run: request rates, requests in flight, latencies, and output tokens."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
@@ -12,12 +11,14 @@ from numpy.typing import NDArray
 
 from loadgen.measures import Window
 from loadgen.record import Record
-from loadgen.report.palette import paint
+from loadgen.report.bins import edges_of
+from loadgen.report.latencies import Latencies, latencies
+from loadgen.report.palette import OF_MEASURE, paint
 from loadgen.report.plot import NARROW, WIDE, Drawing, Key, Plot
 from loadgen.report.scale import Scale
 
 _MAX_BINS = 100
-_WIDTHS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0)
+_PANEL, _TICKS = 104, 3
 
 Floats = NDArray[np.float64]
 
@@ -47,7 +48,7 @@ class Timeline:
         if not sent.size:
             return None
         last = max(max(r.sent or 0.0, r.ended or 0.0, r.last or 0.0) for r in records)
-        edges = _edges(last)
+        edges = edges_of(last, _MAX_BINS)
         left = _times(last if r.ended is None else r.ended for r in records if r.sent is not None)
         width = edges[1] - edges[0]
         return cls(
@@ -60,26 +61,44 @@ class Timeline:
         )
 
 
-def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[str, Any]]) -> Plot:
+def timeline(
+    records: Sequence[Record],
+    window: Window,
+    faults: Sequence[dict[str, Any]],
+    objectives: Mapping[str, float],
+) -> Plot:
     """Return the timeline plot; it contains no drawings if nothing was sent.
 
     Args:
         faults: injected faults, such as ``{"at": 30.0, "what": "kill prefill"}``.
+        objectives: bounds in seconds by measure name.
     """
     found = Timeline.of(records)
     if found is None:
-        return Plot("", (), note="nothing was sent")
+        return Plot("", (), note="Nothing was sent.")
+    delays = latencies(records, float(found.edges[-1]))
+    shown = {
+        one.measure.name: objectives[one.measure.name]
+        for one in delays
+        if objectives.get(one.measure.name, np.inf) <= np.nanmax(one.p99)
+    }
     at = [float(fault["at"]) for fault in faults]
     drawings = tuple(
-        _drawing(found, window, at, name, width)
+        _drawing(found, delays, window, shown, at, name, width)
         for name, width in (("timeline-wide", WIDE), ("timeline-narrow", NARROW))
     )
     keys = [Key("sent", "blue"), Key("answered", "green"), Key("failed", "red", "dashed")]
+    note = f"Means over each {found.edges[1] - found.edges[0]:g} s."
+    if delays:
+        keys += [Key("p50", "muted"), Key("p99", "muted", "dashed")]
+        width = delays[0].edges[1] - delays[0].edges[0]
+        note += f" Latencies of each {width:g} s, of requests by the time at which they were due."
+    if shown:
+        keys.append(Key("objective", "red", "dotted"))
     if window.begin > 0 or window.end < found.edges[-1]:
         keys.append(Key("not measured", "shade", "area"))
     keys += [Key(label, "ink", "dotted") for label in _fault_labels(faults)]
-    width = f"{found.edges[1] - found.edges[0]:g}"
-    return Plot("", drawings, tuple(keys), f"Means over each {width} s.")
+    return Plot("", drawings, tuple(keys), note)
 
 
 def _fault_labels(faults: Sequence[dict[str, Any]]) -> list[str]:
@@ -91,40 +110,74 @@ def _fault_labels(faults: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{', '.join(at)} s: {kind}" for kind, at in times.items()]
 
 
-def _drawing(found: Timeline, window: Window, faults: list[float], name: str, width: int) -> Markup:
-    drawing = Drawing(width, panel=104, panels=3)
+def _drawing(
+    found: Timeline,
+    delays: Sequence[Latencies],
+    window: Window,
+    objectives: Mapping[str, float],
+    faults: Sequence[float],
+    name: str,
+    width: int,
+) -> Markup:
+    drawing = Drawing(width, panel=_PANEL, panels=3 + len(delays))
     end = float(found.edges[-1])
     time = Scale.linear(end / 1.04, ticks=10 if width == WIDE else 5)
-    lines = (
-        (("output tokens per second", found.tokens, "slate", "-"),),
-        (("requests in flight", found.in_flight, "purple", "-"),),
-        (
-            ("requests per second", found.sent, "blue", "-"),
-            ("", found.answered, "green", "-"),
-            ("", found.failed, "red", "--"),
-        ),
-    )
-    for panel, (axes, shown) in enumerate(zip(drawing.panels, lines, strict=True)):
-        time.along_x(axes, labels=panel == len(lines) - 1)
-        Scale.linear(max(float(values.max()) for _, values, _, _ in shown), ticks=3).along_y(axes)
-        drawing.label_y(panel, shown[0][0])
+    for number, axes in enumerate(drawing.panels):
+        time.along_x(axes, labels=number == len(drawing.panels) - 1)
         for begin, until in ((0.0, window.begin), (window.end, end)):
             if begin < min(until, end):
                 axes.axvspan(begin, min(until, end), color=paint("shade"), linewidth=0, zorder=0)
-        for _, values, colour, style in shown:
-            if panel < 2:
-                axes.stairs(values, found.edges, color=paint(colour), fill=True, alpha=0.18)
-            axes.stairs(values, found.edges, color=paint(colour), linewidth=1.6, linestyle=style)
         for at in faults:
             axes.axvline(at, color=paint("ink"), linestyle=":", linewidth=1.6)
+    rates, in_flight, *others = range(len(drawing.panels))
+    outcomes = (
+        (found.sent, "blue", "-"),
+        (found.answered, "green", "-"),
+        (found.failed, "red", "--"),
+    )
+    _draw(drawing, rates, "requests per second", found.edges, outcomes)
+    _draw(
+        drawing, in_flight, "requests in flight", found.edges, ((found.in_flight, "purple", "-"),)
+    )
+    for number, one in zip(others, delays, strict=False):
+        _draw_latencies(drawing, number, one, objectives.get(one.measure.name))
+    tokens = ((found.tokens, "slate", "-"),)
+    _draw(drawing, others[-1], "output tokens per second", found.edges, tokens)
     drawing.label_x("time since the start, s")
-    return drawing.svg(name, "Output tokens, requests in flight and request rates over time")
+    return drawing.svg(name, "Request rates, requests in flight, latencies and tokens over time")
 
 
-def _edges(last: float) -> Floats:
-    last = max(last, _WIDTHS[0])
-    width = next((one for one in _WIDTHS if last / one <= _MAX_BINS), _WIDTHS[-1])
-    return width * np.arange(math.ceil(last / width - 1e-9) + 1, dtype=np.float64)
+def _draw(
+    drawing: Drawing,
+    panel: int,
+    label: str,
+    edges: Floats,
+    lines: Sequence[tuple[Floats, str, str]],
+) -> None:
+    """Draw values of each bin, filled to the axis if there is a single line."""
+    axes = drawing.panels[panel]
+    Scale.linear(max(float(values.max()) for values, _, _ in lines), ticks=_TICKS).along_y(axes)
+    drawing.label_y(panel, label)
+    for values, colour, style in lines:
+        if len(lines) == 1:
+            axes.stairs(values, edges, color=paint(colour), fill=True, alpha=0.18)
+        axes.stairs(values, edges, color=paint(colour), linewidth=1.6, linestyle=style)
+
+
+def _draw_latencies(
+    drawing: Drawing, panel: int, found: Latencies, objective: float | None
+) -> None:
+    axes, colour = drawing.panels[panel], paint(OF_MEASURE[found.measure.name])
+    p50, p99 = 1e3 * found.p50, 1e3 * found.p99
+    Scale.linear(float(np.nanmax(p99)), ticks=_TICKS).along_y(axes)
+    drawing.label_y(panel, f"{found.measure.title[0].lower()}{found.measure.title[1:]}, ms")
+    axes.stairs(p99, found.edges, baseline=p50, color=colour, fill=True, alpha=0.14)
+    for values, style in ((p50, "-"), (p99, "--")):
+        axes.stairs(
+            values, found.edges, baseline=None, color=colour, linewidth=1.6, linestyle=style
+        )
+    if objective is not None:
+        axes.axhline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
 
 
 def _times(times: Any) -> Floats:

@@ -217,9 +217,20 @@ async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
         failure = Failure.REJECTED
     elif 400 <= status < 500:
         failure = Failure.CLIENT_ERROR
-    return RequestFailed(failure, f"status {status}: {body[:_MAX_DETAIL]}")
+    return RequestFailed(failure, f"status {status}: {_reason(body)}")
+
+
+def _reason(body: str) -> str:
+    """Return the message in the JSON of an error, or the whole body if there is none."""
+    try:
+        content = orjson.loads(body)
+    except ValueError:
+        return body[:_MAX_DETAIL]
+    fields = content if isinstance(content, dict) else {}
+    found = (fields.get(name) for name in ("error", "message", "detail"))
+    return _message(next((one for one in found if one), body))
 
 
 def _message(error: object) -> str:
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:_MAX_DETAIL]
+    return str(message or error)[:_MAX_DETAIL]

@@ -39,7 +39,10 @@ class RpcTarget:
         self.name = f"grpc://{address}"
         self._options = options
         self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        own = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+        own = (
+            *(("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)),
+            ("grpc.enable_http_proxy", 0),
+        )
         self._channels = [aio.insecure_channel(address, options=own) for _ in range(_CHANNELS)]
         self._stubs = [InferenceStub(channel) for channel in self._channels]
 

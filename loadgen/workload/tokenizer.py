@@ -13,6 +13,7 @@ import orjson
 import tokenizers
 
 from loadgen.errors import UsageError
+from loadgen.http_client import http_client
 from loadgen.workload.base import Tokenizer
 
 _T = TypeVar("_T")
@@ -72,7 +73,7 @@ class RemoteTokenizer:
     ) -> None:
         self._base = base.rstrip("/").removesuffix("/v1")
         self._extra = {} if model is None else {"model": model}
-        self._client = httpx.Client(headers=dict(headers or {}), timeout=timeout)
+        self._client = http_client(headers, timeout_s=timeout)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of the text as a prompt.

@@ -1,6 +1,8 @@
 """Simulated runs: records of a server with several slots, and documents made from the records."""
 
+import copy
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,6 +135,7 @@ def sweep_of(
             documents.append(document_of(records, Window(5, 40), **options))
         each = [figures_of(document) for document in documents]
         figures = {name: interval_of([one[name] for one in each]) for name in each[0]}
+        failed = sum((Counter(one["outcomes"]["failed"]) for one in documents), Counter[str]())
         answered = figures["throughput"]
         points.append({
             "rate": rate,
@@ -140,7 +143,10 @@ def sweep_of(
             "folders": [f"rate-{rate:g}/seed-{seed}" for seed in range(seeds)],
             "figures": figures,
             "saturated": answered is not None and answered["mean"] < 0.9 * rate,
+            "failed": dict(failed),
             "invalid": None,
+            "remedy": None,
+            "invalid_runs": 0,
         })  # fmt: skip
     good = [
         point["rate"]
@@ -151,8 +157,24 @@ def sweep_of(
     return {
         "manifest": documents[0]["manifest"],
         "points": points,
-        "knee": {"rate": max(good), "why": why} if good else None,
+        "knee": {"rate": max(good), "why": why, "lower_bound": False} if good else None,
+        "no_knee": None if good else "each rate is saturated",
     }
+
+
+def overloaded_sweep_of(sweep: dict[str, Any]) -> dict[str, Any]:
+    """Return a sweep with the load generator late at all rates but the lowest, its knee."""
+    sweep = copy.deepcopy(sweep)
+    for point in sweep["points"][1:]:
+        point |= {
+            "invalid": "the load generator was late: p99 dispatch lag is 41.0 ms, the limit is "
+            "10 ms",
+            "remedy": "Other programs delayed it: run it on another machine, or lower the rate.",
+            "invalid_runs": 2,
+        }
+    lowest = sweep["points"][0]["rate"]
+    sweep["knee"] = {"rate": lowest, "why": "the highest rate", "lower_bound": True}
+    return sweep
 
 
 def comparison_of(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

@@ -1,33 +1,17 @@
-"""Commands other than `run`, as subprocesses, against the synthetic server."""
+"""Commands other than `run` against the synthetic server."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import orjson
 import pytest
 
+from tests.loadgen.command import ANY_LAG, loadgen
 from tests.loadgen.synthetic import Behaviour, Outcome, closed_port, serving
 
-LENGTHS = (
-    "--input",
-    "fixed:5",
-    "--output",
-    "fixed:8",
-    "--most-lag",
-    "60",
-)  # tolerate a busy machine
+LENGTHS = ("--input", "fixed:5", "--output", "fixed:8", *ANY_LAG)
 
 
-def loadgen(*arguments: str | Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "loadgen", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_sweeps_are_compared(tmp_path: Path) -> None:
     """The servers have one slot and complete ten and twenty requests per second."""
     folders = []
@@ -35,10 +19,10 @@ def test_two_sweeps_are_compared(tmp_path: Path) -> None:
         with serving(Behaviour(ttft_s=itl_s, itl_s=itl_s, concurrency=1)) as server:
             code, output = loadgen(
                 "sweep", server.url + "/v1", *LENGTHS, "--arrivals", "constant", "--rates", "4,16",
-                "--seeds", "1", "--duration", "3", "--out", tmp_path / name,
+                "--seeds", "1", "--duration", "1.5", "--out", tmp_path / name,
             )  # fmt: skip
         assert code == 0, output
-        assert "knee at" in output
+        assert "knee" in output.lower()
         folders.append(tmp_path / name)
     sweeps = [orjson.loads((folder / "sweep.json").read_bytes()) for folder in folders]
     saturated = [{p["rate"]: p["saturated"] for p in sweep["points"]} for sweep in sweeps]
@@ -105,7 +89,7 @@ def test_unreachable_reference_is_reported_before_anything_is_sent() -> None:
         )  # fmt: skip
         assert not server.log()
     assert code == 2
-    assert "lists no model" in output
+    assert f"cannot reach {closed}/v1" in output
 
 
 def test_fault_without_a_local_deployment_is_refused() -> None:

@@ -118,3 +118,15 @@ def test_single_runs_are_compared_by_bootstrap(tmp_path: Path) -> None:
     assert row_of(document, "throughput")["ratio"]["low"] is None  # a single run has no interval
     with pytest.raises(UsageError, match="holds no run"):
         Side.read(tmp_path)
+
+
+def test_invalid_runs_of_a_comparison_are_named() -> None:
+    a = side("before", {1.0: [[1.0], [2.0]], 2.0: [[1.0]]})
+    b = side("after", {1.0: [[1.0], [2.0]], 2.0: [[1.0]]})
+    assert compare(a, b)["invalid"] == []
+    b.runs[1.0].summaries[1].update(invalid="it was late", remedy="Use another machine.")
+    assert compare(a, b)["invalid"] == [
+        "after is invalid at 1 request per second, 1 of 2 runs: it was late. Use another machine."
+    ]
+    alone = Side("x", {}, {None: b.runs[1.0]})
+    assert compare(alone, alone)["invalid"][0].startswith("x is invalid: it was late.")

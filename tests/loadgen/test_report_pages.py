@@ -12,10 +12,17 @@ import pytest
 
 from loadgen.files import read_run, write_run
 from loadgen.measures import BY_NAME, MEASURES, Window
-from loadgen.record import Record
+from loadgen.record import Failure, Record
 from loadgen.report import compare_page, run_page, sweep_page
 from loadgen.report.palette import NAMES
-from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
+from tests.loadgen.made_runs import (
+    HOSTILE,
+    comparison_of,
+    document_of,
+    overloaded_sweep_of,
+    records_of,
+    sweep_of,
+)
 from tests.loadgen.page_content import Content, number
 
 pytestmark = pytest.mark.slow
@@ -60,19 +67,21 @@ def test_run_report_shows_the_figures_of_its_summary(tmp_path: Path) -> None:
         ("Time to first token, p50", 1e3 * document["measures"]["ttft"]["p50"]),
     ):
         assert number(content.tile(label)[0].split()[0]) == pytest.approx(figure, rel=6e-3)
-    assert content.row("ttft:p99<=0.001")[-1] == "✗ not met"
-    assert content.row("attainment>=0.1")[-1] == "✓ met"
+    assert content.row("ttft:p99<=0.001")[1] == "✗ not met"
+    assert content.row("attainment>=0.1")[1] == "✓ met"
     assert content.row("all objectives")[2] == f"{100 * goodput['attainment']:.1f}"
 
 
-def test_failures_are_shown_by_kind_with_an_example() -> None:
+def test_failures_are_shown_in_words_with_an_example() -> None:
     records, document = a_run()
-    content = Content(run_page(records, document))
+    page = run_page(records, document)
+    content = Content(page)
     assert len(document["outcomes"]["failed"]) == 3
     for kind, count in document["outcomes"]["failed"].items():
-        row = content.row(kind)
+        row = content.row(Failure(kind).words)
         assert number(row[1]) == count
         assert row[4] == next(r.detail for r in records if r.failure == kind)
+        assert f'<span class="bad">{count} {Failure(kind).words}</span>' in page
     failed = sum(document["outcomes"]["failed"].values())
     assert content.tile("Requests failed")[1] == f"{failed} of {document['outcomes']['total']}"
 
@@ -133,9 +142,10 @@ def test_untrusted_text_is_escaped() -> None:
     sweep = sweep_of((2.0, 4.0), seeds=2)
     sweep["manifest"] |= {"target": HOSTILE}
     sweep["knee"] = {"rate": 2.0, "why": HOSTILE}
-    sweep["points"][1]["invalid"] = HOSTILE
+    sweep["points"][1] |= {"invalid": HOSTILE, "remedy": HOSTILE}
     comparison = comparison_of(sweep, sweep)
     comparison["a"]["name"] = comparison["b"]["name"] = HOSTILE
+    comparison["invalid"] = [HOSTILE]
     odd = comparison["rows"][0] | {"figure": HOSTILE, "title": HOSTILE, "unit": HOSTILE}
     comparison["rows"] += [odd, odd | {"rate": 4.0}]
     for page in (run_page(records, document), sweep_page(sweep), compare_page(comparison)):
@@ -143,7 +153,7 @@ def test_untrusted_text_is_escaped() -> None:
         assert content.tags["script"] == content.tags["img"] == content.tags["onerror"] == 0
         assert HOSTILE not in page
         assert HOSTILE in unescape(page)
-    assert Content(run_page(records, document)).row("rejected")[4] == HOSTILE
+    assert Content(run_page(records, document)).row(Failure.REJECTED.words)[4] == HOSTILE
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep", "compare"])
@@ -199,14 +209,78 @@ def test_sweep_report_shows_each_rate_with_intervals() -> None:
     for point in sweep["points"]:
         row = content.row(f"{point['rate']:g}")
         interval = point["figures"]["ttft:p50"]
-        mean, margin = row[2].split("±")
+        mean, margin = row[3].split("±")
         half = 1e3 * (interval["high"] - interval["low"]) / 2
         assert number(mean) == pytest.approx(1e3 * interval["mean"], rel=6e-3)
         assert number(margin) == pytest.approx(half, abs=0.51)
-        assert ("knee" in row[-1]) == (point["rate"] == sweep["knee"]["rate"])
-    assert "invalid: the generator was late" in content.row("48")[-1]
+        assert ("knee" in row[2]) == (point["rate"] == sweep["knee"]["rate"])
+        assert ("invalid" in row[2]) == (point["rate"] == 48)
     highest = max(p["figures"]["throughput"]["mean"] for p in sweep["points"][:3])
-    assert number(content.tile("Highest throughput")[0].split()[0]) == pytest.approx(highest, 6e-3)
+    most = content.tile("Most requests answered")[0]
+    assert number(most.split()[0]) == pytest.approx(highest, 6e-3)
+
+
+def test_sweep_report_shows_invalid_points_with_reason_and_remedy() -> None:
+    """All points but one are invalid: the figures at the top are those of the valid one."""
+    sweep = overloaded_sweep_of(sweep_of((1.0, 2.0, 4.0, 8.0), seeds=2))
+    page = sweep_page(sweep)
+    content = Content(page)
+    assert "Knee at 1 request per second or more" in page
+    assert content.tile("Knee") == ("1 request per second", "or more")
+    assert content.tile("Most requests answered")[1] == "at 1 request per second"
+    for point in sweep["points"][1:]:
+        assert f"At {point['rate']:g} requests per second, in 2 of 2 runs" in page
+        assert point["invalid"] in page
+    assert page.count(point["remedy"]) == 1
+    plots = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
+    assert len(plots) == 6
+    assert all("invalid</li>" in plot for plot in plots), "invalid points are drawn and marked"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_counts_have_singular_and_plural(count: int) -> None:
+    records = records_of(1, 30)[:count]
+    for record in records:
+        record.failure, record.detail = Failure.TIMEOUT, f"message {record.number}"
+    page = run_page(records, document_of(records, Window(0, 60), objectives={}))
+    assert f"{count} {'request' if count == 1 else 'requests'} due" in page
+    assert ("and 1 other message<" in page) == (count == 2)
+    assert "1 requests" not in page
+
+
+def test_each_quantity_has_one_unit() -> None:
+    """Latencies are in ms, also those of requirements, which are given in seconds."""
+    records = records_of(150, 30, slots=40)
+    asked = ("ttft:p99<=2", "attainment>=0.95", "throughput>=1")
+    document = document_of(records, Window(0, 30), requirements=asked)
+    page = run_page(records, document)
+    content = Content(page)
+    late, share, rate = (document["requirements"][text]["found"] for text in asked)
+    assert late > 2
+    assert content.row(asked[0])[2:] == [f"{1e3 * late:,.0f} ms", "at most 2,000 ms"]
+    assert content.row(asked[1])[2:] == [f"{100 * share:.1f} %", "at least 95.0 %"]
+    assert content.row(asked[2])[2:] == [f"{rate:.1f} per second", "at least 1 per second"]
+    assert " / s" not in page
+    sweep = sweep_page(sweep_of(RATES, seeds=2))
+    assert " / s" not in sweep
+    assert "1/s" not in sweep
+
+
+def test_latencies_over_time_show_when_a_server_falls_behind() -> None:
+    page = run_page(*a_run())
+    (timeline,) = re.findall(r"<h2>Over time</h2>.*?</figure>", page, re.DOTALL)
+    wide, narrow = re.findall(r"<svg role.*?</svg>", timeline, re.DOTALL)
+    for drawing in (wide, narrow):
+        for label in ("time to first token, ms", "inter-token latency, ms", "end-to-end latency"):
+            assert label in drawing
+    assert "of requests by the time at which they were due" in timeline
+
+
+def test_comparison_report_names_invalid_runs() -> None:
+    sweep = sweep_of((2.0, 4.0), seeds=2)
+    text = "after is invalid at 2 requests per second, 1 of 2 runs: late."
+    page = compare_page(comparison_of(sweep, sweep) | {"invalid": [text]})
+    assert text in page
 
 
 def test_comparison_report_shows_significant_ratios() -> None:

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.measures import E2E, ITL, TTFT
+from loadgen.number import counted, exact, ms, percent, plain, size, tick
 from loadgen.record import Failure, Record
 from loadgen.report.cdf import distribution
-from loadgen.report.number import ms, percent, plain, size, tick
+from loadgen.report.latencies import Latencies, latencies
 from loadgen.report.scale import Scale
 from loadgen.report.timeline import Timeline, _fault_labels
 from tests.loadgen.made_runs import records_of
@@ -79,6 +81,34 @@ def test_unfinished_requests_are_in_flight_until_the_end() -> None:
     assert Timeline.of([Record(0, 0.0, 5, 3)]) is None
 
 
+def test_latencies_by_time() -> None:
+    """Four bins of 10 s: TTFT counts at the due time, gaps when they end; one request fails."""
+    records = [
+        Record(0, 1.0, 5, 3, 1.0, [3.0, 4.0, 15.0], [1, 1, 1], 15.0),
+        Record(1, 2.0, 5, 1, 2.0, [6.0], [1], 6.0),
+        Record(2, 25.0, 5, 2, 25.0, [30.0, 31.0], [1, 1], 31.0, failure=Failure.RESET),
+        Record(3, 39.0, 5, 1, 39.0, [39.5], [1], 39.5),
+    ]
+    edges = np.arange(0.0, 50.0, 10.0)
+    ttft, itl = (Latencies.of(records, measure, edges) for measure in (TTFT, ITL))
+    assert ttft.p50.tolist() == pytest.approx([3.0, np.nan, np.nan, 0.5], nan_ok=True)
+    assert ttft.p99.tolist() == pytest.approx([3.98, np.nan, np.nan, 0.5], nan_ok=True)
+    assert itl.p50.tolist() == pytest.approx([1.0, 11.0, np.nan, np.nan], nan_ok=True)
+
+
+def test_latencies_by_time_keep_all_values() -> None:
+    records = records_of(30, 60, failing=0.1, cancelling=0.1)
+    found = latencies(records, 70.0)
+    assert [one.measure for one in found] == [TTFT, ITL, E2E]
+    for one in found:
+        assert one.edges[-1] >= 70.0
+        assert len(one.edges) <= 61
+        values = [value for record in records for value in one.measure.of(record)]
+        assert np.nanmin(one.p50) >= min(values)
+        assert np.nanmax(one.p99) <= max(values)
+    assert latencies([Record(0, 0.0, 5, 3)], 70.0) == []
+
+
 @given(st.floats(1e-4, 1e7), st.floats(1, 1e9))
 def test_scales_contain_their_values_and_have_few_ticks(low: float, factor: float) -> None:
     for scale in (Scale.fitting(low, low * factor), Scale.linear(low)):
@@ -110,3 +140,10 @@ def test_numbers_have_three_significant_digits() -> None:
     assert [tick(x) for x in (0.05, 0, 2.5, 5000, 20_000, 2.5e6)] == [
         "0.05", "0", "2.5", "5,000", "20k", "2.5M",
     ]  # fmt: skip
+
+
+def test_counts_have_singular_and_plural() -> None:
+    assert [counted(x, "request") for x in (0, 1, 0.5, 2, 1_234_567)] == [
+        "0 requests", "1 request", "0.5 requests", "2 requests", "1,234,567 requests",
+    ]  # fmt: skip
+    assert [exact(x) for x in (0.25, 10.3, 1500.0)] == ["0.25", "10.3", "1,500"]

@@ -17,6 +17,7 @@ from loadgen.run import Outcome
 from loadgen.schedule import Limits
 from loadgen.summary import Summary
 from loadgen.sweep import SweepConfig, parse_rates, sweep
+from loadgen.validity import Invalid
 
 SERVICE_S, RUN_S = 0.1, 200.0
 CONFIG = RunConfig(
@@ -75,6 +76,31 @@ def test_only_the_given_rates_are_measured(tmp_path: Path) -> None:
     assert document["points"][0]["seeds"] == [7, 8]
     assert document["points"][0]["figures"]["attainment"]["mean"] == 1.0
     assert document["knee"]["rate"] in (3, 9)
+
+
+def test_invalid_runs_are_reported_and_end_the_doubling(tmp_path: Path) -> None:
+    """The load generator is late from 4 requests per second on, with one of the two seeds."""
+    late = Invalid("the load generator was late", "Use another machine.")
+
+    def run(config: RunConfig) -> Outcome:
+        found = queue(config)
+        if (config.arrivals.rate or 0) < 4 or config.seed:
+            return found
+        return replace(found, summary=replace(found.summary, invalid=late))
+
+    logged: list[str] = []
+    plan = SweepConfig(seeds=2, refinements=1)
+    document = sweep(CONFIG, plan, tmp_path, run, logged.append)
+    assert logged[0] == "1 request per second, seed 0"
+    invalid = {point["rate"]: point["invalid_runs"] for point in document["points"]}
+    assert invalid == {1: 0, 2: 0, 3: 0, 4: 1}
+    assert document["points"][3]["invalid"] == late.reason
+    assert document["points"][3]["remedy"] == late.remedy
+    assert document["knee"] == {
+        "rate": 3, "why": "the highest ratio of throughput to mean latency", "lower_bound": True,
+    }  # fmt: skip
+    with (tmp_path / "sweep.csv").open(newline="") as table:
+        assert [row["invalid"] for row in csv.DictReader(table)] == ["False"] * 3 + ["True"]
 
 
 def test_interrupted_run_ends_the_sweep_and_is_excluded(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.loadgen.synthetic import (
 
 TOKENS = 6
 OPTIONS = Options(MODEL, timeout_s=60.0, keep_answers=True)
-HASTY = replace(OPTIONS, timeout_s=3.0)
+HASTY = replace(OPTIONS, timeout_s=0.5)
 FAILURES: dict[Outcome, Failure | None] = {
     Outcome.OK: None,
     Outcome.RESET_BEFORE: Failure.RESET,

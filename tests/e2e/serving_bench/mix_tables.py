@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
 
+from loadgen.number import ms, percent, plain
 from loadgen.report import Table
-from loadgen.report.number import ms, percent, plain
 from tests.e2e.serving_bench.rows import (
     PAIR,
     Document,

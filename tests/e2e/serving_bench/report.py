@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from loadgen.figures import Figure
+from loadgen.figures import Figure, figure_format
 from loadgen.report import Section, Table, document_page
-from loadgen.report.figure import figure_format
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
 from tests.e2e.serving_bench.tables import errors, tables

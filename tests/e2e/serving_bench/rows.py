@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from loadgen.report.number import ms, percent
+from loadgen.number import ms, percent
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]

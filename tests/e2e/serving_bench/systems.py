@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from loadgen.errors import UsageError
-from loadgen.target.choice import listed_model
+from loadgen.target.api import find_api
 from tests.e2e.deployment import deployed
 from tests.e2e.serving_bench.models import RandomModel
 
@@ -231,7 +231,7 @@ def _wait_until_ready(
         if failed:
             raise RuntimeError(f"a command of the peer ended with code {failed[0].returncode}")
         try:
-            model = listed_model(target, {})
+            model = find_api(target).model
             body = {"model": model, "prompt": "Hello", "max_tokens": 1}
             url = f"{target}/completions"
             httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
+from loadgen.number import ms, percent, plain, size
 from loadgen.report import Table
-from loadgen.report.number import ms, percent, plain, size
 from tests.e2e.serving_bench.mix_tables import mixes, mixes_at_equal_latency, overhead
 from tests.e2e.serving_bench.rows import (
     PAIR,

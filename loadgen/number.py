@@ -1,4 +1,4 @@
-"""Number formatting: three significant digits and suitable units."""
+"""Number formatting: three significant digits, one unit per quantity, and plurals."""
 
 NOTHING = "–"
 """Placeholder for a missing number."""
@@ -48,6 +48,16 @@ def size(count: float | None) -> str:
     while count >= 1024 and unit < len(_BYTES) - 1:
         count, unit = count / 1024, unit + 1
     return f"{plain(count)} {_BYTES[unit]}"
+
+
+def exact(value: float) -> str:
+    """Format a number that a user chose, such as a rate, with its own digits: 0.5, 10.3, 1,500."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"
+
+
+def counted(count: float, noun: str) -> str:
+    """Format a number with what it counts: "1 request", "0.5 requests", "1,500 requests"."""
+    return f"{exact(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def tick(value: float) -> str:
