@@ -19,7 +19,14 @@ from tests.loadgen.browser import (
     look_by_chromium,
     look_by_kaleido,
 )
-from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
+from tests.loadgen.made_runs import (
+    HOSTILE,
+    comparison_of,
+    document_of,
+    overloaded_sweep_of,
+    records_of,
+    sweep_of,
+)
 
 VIEWS = (View(360), View(800), View(1400), View(718, print=True))
 SERVER = {
@@ -59,6 +66,11 @@ def a_sweep() -> str:
     return sweep_page(sweeps()[0])
 
 
+def an_overloaded_sweep() -> str:
+    """Return the report of a sweep with invalid points."""
+    return sweep_page(overloaded_sweep_of(sweeps()[0]))
+
+
 def a_comparison() -> str:
     comparison = comparison_of(*sweeps())
     comparison["b"]["name"] = "disaggregated-with-a-name-" + "z" * 80
@@ -90,6 +102,7 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
         (a_run_of_one, 4),
         (a_saturated_run, 4),
         (a_sweep, 6),
+        (an_overloaded_sweep, 6),
         (a_comparison, 16),
         (a_serving_bench, 7),
     ],
