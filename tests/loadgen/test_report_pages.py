@@ -125,7 +125,7 @@ def test_server_metrics_and_faults_are_shown_if_present() -> None:
     assert content.row("raw")[1] == "3 MiB"
     assert "12.5 s: kill &lt;prefill&gt;<" in page
     assert "14 s: stop router (failed)<" in page
-    without = run_page(*a_run())
+    without = pages()["run"]
     assert "KV transfer" not in without
     assert "Where the time went" not in without
 
@@ -148,12 +148,13 @@ def test_untrusted_text_is_escaped() -> None:
     comparison["invalid"] = [HOSTILE]
     odd = comparison["rows"][0] | {"figure": HOSTILE, "title": HOSTILE, "unit": HOSTILE}
     comparison["rows"] += [odd, odd | {"rate": 4.0}]
-    for page in (run_page(records, document), sweep_page(sweep), compare_page(comparison)):
+    run = run_page(records, document)
+    for page in (run, sweep_page(sweep), compare_page(comparison)):
         content = Content(page)
         assert content.tags["script"] == content.tags["img"] == content.tags["onerror"] == 0
         assert HOSTILE not in page
         assert HOSTILE in unescape(page)
-    assert Content(run_page(records, document)).row(Failure.REJECTED.words)[4] == HOSTILE
+    assert Content(run).row(Failure.REJECTED.words)[4] == HOSTILE
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep", "compare"])
@@ -199,7 +200,7 @@ def test_colours_have_sufficient_contrast(where: int) -> None:
 
 
 def test_reports_are_reproducible() -> None:
-    assert run_page(*a_run()) == run_page(*a_run())
+    assert run_page(*a_run()) == pages()["run"]
 
 
 def test_sweep_report_shows_each_rate_with_intervals() -> None:
@@ -267,7 +268,7 @@ def test_each_quantity_has_one_unit() -> None:
 
 
 def test_latencies_over_time_show_when_a_server_falls_behind() -> None:
-    page = run_page(*a_run())
+    page = pages()["run"]
     (timeline,) = re.findall(r"<h2>Over time</h2>.*?</figure>", page, re.DOTALL)
     wide, narrow = re.findall(r"<svg role.*?</svg>", timeline, re.DOTALL)
     for drawing in (wide, narrow):

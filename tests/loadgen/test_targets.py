@@ -15,7 +15,7 @@ from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.choice import open_target
-from loadgen.target.http import HttpTarget
+from loadgen.target.http import HttpTarget, _reason
 from loadgen.target.rpc import RpcTarget, _failed
 from loadgen.workload.base import RequestSpec
 from tests.loadgen.synthetic import (
@@ -209,6 +209,23 @@ async def test_prompts_of_token_ids() -> None:
         async with opened(TARGETS["chat"], server) as target:
             with pytest.raises(UsageError, match="chat"):
                 await send(target, scheduled)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"error": {"message": "too many requests", "code": 429}}', "too many requests"),
+        ('{"error": "the model is loading"}', "the model is loading"),
+        ('{"object": "error", "message": "not found"}', "not found"),
+        ('{"detail": "Not Found"}', "Not Found"),
+        ('{"error": {"code": 7}}', "{'code': 7}"),
+        ("[1]", "[1]"),
+        ("404 page not found", "404 page not found"),
+        ("", ""),
+    ],
+)
+def test_body_of_an_error_is_reduced_to_its_message(body: str, reason: str) -> None:
+    assert _reason(body) == reason
 
 
 async def test_replicas_receive_requests_in_turn() -> None:
