@@ -4,14 +4,19 @@ Loops take memory addresses, which need not be aligned, and numpy integers of ex
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -27,6 +32,16 @@ _STAMP = _stamp_of(_PACKAGE)
 """Hash of the sources of the `codec` package."""
 
 
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """numba's cache on disk, except that a full disk does not fail the call of a function."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            log.warning("compiled code not cached: %s", error, extra={"failed_write": "cache"})
+
+
 def compiled(function: _Function) -> _Function:
     """Compile a function on first use, to run without the GIL, and cache the result on disk.
 
@@ -36,11 +51,10 @@ def compiled(function: _Function) -> _Function:
     change.
     """
     function.__qualname__ += _STAMP
-    try:
-        made: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        made = numba.njit(nogil=True, error_model="numpy")(function)
-    return made
+    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    with suppress(RuntimeError):  # no writable directory for the cache
+        made._cache = _Cache(function)
+    return cast("_Function", made)
 
 
 def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:

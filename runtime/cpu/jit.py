@@ -5,15 +5,20 @@ processor. The result of a row therefore does not depend on the rest of the batc
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Floats = NDArray[np.float32]
@@ -31,6 +36,16 @@ def _stamp_of(package: Path) -> str:
 _STAMP = _stamp_of(Path(__file__).parents[1])
 
 
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """numba's cache on disk, except that a full disk does not fail the call of a function."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            log.warning("compiled code not cached: %s", error, extra={"failed_write": "cache"})
+
+
 def compiled(function: _Function) -> _Function:
     """Compile a function on first use, to run without the GIL, and cache the result on disk.
 
@@ -39,11 +54,10 @@ def compiled(function: _Function) -> _Function:
     invalidates the cache.
     """
     function.__qualname__ += _STAMP
-    try:
-        result: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no writable directory for the cache
-        result = numba.njit(nogil=True, error_model="numpy")(function)
-    return result
+    result: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    with suppress(RuntimeError):  # no writable directory for the cache
+        result._cache = _Cache(function)
+    return cast("_Function", result)
 
 
 def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
