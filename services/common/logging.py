@@ -1,4 +1,9 @@
-"""Structured logging, as JSON or as readable lines, with the request id."""
+"""Structured logging, as JSON or as readable lines, with the request id.
+
+A line that cannot be written, for example on a full disk, is dropped and counted. Packages that do
+not know the services report other failed writes by log records with the attribute `FAILED_WRITE`,
+whose value is the use of the disk (`services.common.disk`).
+"""
 
 import logging
 import sys
@@ -6,6 +11,25 @@ from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor
+
+from services.common.disk import LOGS, count_failed_write
+
+FAILED_WRITE = "failed_write"
+
+
+class CountingHandler(logging.StreamHandler[Any]):
+    """Writes records to stderr, and counts failed writes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if use := getattr(record, FAILED_WRITE, None):
+            count_failed_write(use)
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by logging
+        if isinstance(sys.exception(), OSError):
+            count_failed_write(LOGS)
+        else:
+            super().handleError(record)
 
 
 def configure_logging(service: str, *, format: str = "auto", level: str = "info") -> None:
@@ -43,7 +67,7 @@ def configure_logging(service: str, *, format: str = "auto", level: str = "info"
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = CountingHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
