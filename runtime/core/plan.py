@@ -29,6 +29,22 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """Amount of work of one engine step. Its duration grows with each of the three.
+
+    Attributes:
+        decoded: number of sequences that it decodes.
+        tokens: number of tokens that it computes: one for each decoded sequence, and those of the
+            prompt chunks.
+        context: sum over these tokens of the number of tokens that each attends to.
+    """
+
+    decoded: int
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Work of one engine step.
 
@@ -44,6 +60,16 @@ class StepPlan:
     decode: list[Sequence]
     reserved: list[SequenceGroup]
     refused: list[tuple[str, RuntimeFault]]
+
+    @property
+    def size(self) -> StepSize:
+        """Amount of work."""
+        decoded, context = len(self.decode), sum(sequence.kv_length for sequence in self.decode)
+        tokens = decoded
+        for chunk in self.chunks:
+            tokens += chunk.count
+            context += chunk.count * chunk.first + chunk.count * (chunk.count + 1) // 2
+        return StepSize(decoded, tokens, context)
 
 
 def choose_chunks(

@@ -61,6 +61,9 @@ class Engine:
         by_layer: whether to capture a decode graph for each layer instead of one for the step.
         kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.core.eviction`.
 
+    Attributes:
+        planned: the step that `compute` will run, or None.
+
     Raises:
         ValueError: there are stored pages without a compressed format, or none with one.
         KVFormatError: the KV format does not support eviction.
@@ -98,7 +101,7 @@ class Engine:
             context_length=model.context_length,
             kv_eviction=kv_eviction,
         )
-        self._planned: StepPlan | None = None
+        self.planned: StepPlan | None = None
         self._in_flight: LaunchedStep | None = None  # not read yet
 
     @torch.inference_mode()
@@ -175,7 +178,7 @@ class Engine:
         if self._in_flight is not None and not self._can_launch_ahead(self._in_flight):
             self._collect(self._in_flight, output)
             self._in_flight = None
-        plan = self._planned = self._scheduler.plan()
+        plan = self.planned = self._scheduler.plan()
         output.refused += plan.refused
         if plan.reserved:
             ready = record_event(self.model.device)
@@ -195,7 +198,7 @@ class Engine:
         step's output.
         """
         output = StepOutput()
-        plan, self._planned = self._planned, None
+        plan, self.planned = self.planned, None
         if plan is None:
             return output
         previous, self._in_flight = self._in_flight, None
