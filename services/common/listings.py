@@ -12,15 +12,18 @@ from services.common.placement import ModelInfo, Role
 
 
 class WorkerView(Message):
-    """State of a worker as the router sees it, and the reason if it gets no requests.
+    """State of a worker as the router sees it.
 
     Attributes:
         decodes: on a prefill worker, whether it can also decode prompts that it computes.
         model_info: the model, as the worker registered it.
-        state: the reported state, or ``suspect`` or ``probation``.
+        state: the reported state, or ``suspect``, ``probation`` or ``unmatched``.
+        reason: why the worker gets no requests, or fewer than others; None otherwise.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        prompt_tokens, prompt_tokens_per_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
+        prompt_tokens, prompt_tokens_per_s, inter_token_s, kv_raw_bytes, kv_wire_bytes: see
+            `Heartbeat`.
+        slowdown: factor by which the worker is slower than the fastest one with its role and model.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
         stored_free, promised_stored, stored_total: the same of stored pages.
@@ -38,6 +41,8 @@ class WorkerView(Message):
     promised_tokens: Count
     prompt_tokens: Count = 0
     prompt_tokens_per_s: float = 0.0
+    inter_token_s: float = 0.0
+    slowdown: float = 1.0
     pages_free: Count
     promised_pages: Count
     pages_total: Count

@@ -11,6 +11,7 @@ MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
 MAX_WEIGHT = 1000
+MAX_STEP_S = 86_400.0  # maximum duration of an engine step, seconds
 MAX_PRIORITY = 100
 PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
 

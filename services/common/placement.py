@@ -34,6 +34,7 @@ from services.common.messages import (
     MAX_EXCLUDED,
     MAX_PAGES,
     MAX_PRIORITY,
+    MAX_STEP_S,
     MAX_TOKENS,
     MAX_WEIGHT,
     Address,
@@ -168,6 +169,22 @@ class Registration(Message):
     overflow_tokens: Tokens | None = None
 
 
+class StepPace(Message):
+    """Means over the recent steps of a worker, by which routers compare the speed of workers.
+
+    Attributes:
+        step_s: duration of a step, seconds.
+        tokens: number of tokens that it computed.
+        context: sum over these tokens of the number of tokens that each attended to.
+        idle_s: time since the last step, seconds; 0 while the worker computes.
+    """
+
+    step_s: Annotated[float, Field(gt=0, le=MAX_STEP_S)]
+    tokens: Annotated[float, Field(gt=0, le=MAX_TOKENS)]
+    context: Annotated[float, Field(gt=0, le=MAX_TOKENS**2)]
+    idle_s: Annotated[float, Field(ge=0)] = 0.0
+
+
 class Heartbeat(Message):
     """Load of a worker at one instant.
 
@@ -177,6 +194,9 @@ class Heartbeat(Message):
             prefill worker that decodes adds the tokens of all sequences that it decodes.
         prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
         prompt_tokens_per_s: prompt tokens that it computed per second lately; 0 if that is unknown.
+        inter_token_s: mean duration of recent steps with running sequences, which is the time
+            between two tokens of a sequence, seconds; 0 if that is unknown.
+        pace: means over recent steps; None if that is unknown.
         pages_free: number of free pages; of exact pages with a compressed KV format.
         stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
@@ -194,6 +214,8 @@ class Heartbeat(Message):
     queue_tokens: Tokens
     prompt_tokens: Tokens = 0
     prompt_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
+    inter_token_s: Annotated[float, Field(ge=0)] = 0.0
+    pace: StepPace | None = None
     pages_free: Pages
     stored_free: Pages = 0
     running: Sequences
@@ -207,9 +229,15 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """Answer to a heartbeat. ``register_again`` is True if the worker is not registered."""
+    """Answer to a heartbeat.
+
+    Attributes:
+        register_again: whether the worker is not registered.
+        unmatched: why no other worker can serve requests together with this one, or None.
+    """
 
     register_again: bool = False
+    unmatched: str | None = None
 
 
 class Deregistration(Message):

@@ -35,7 +35,7 @@ from services.router.errors import InvalidBody, RouterException, Unauthenticated
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
 from services.router.queue import PlacementQueue
-from services.router.readiness import readiness, unmatched
+from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
@@ -136,14 +136,16 @@ def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float])
             address=worker.address,
             model=worker.model.name,
         )
-        if reason := unmatched(router.fleet.snapshots(clock())).get(worker.worker_id):
+        if reason := router.fleet.unmatched.get(worker.worker_id):
             log.warning("worker gets no requests", worker=worker.worker_id, reason=reason)
         return _empty()
 
     @app.post("/v1/heartbeat")
     async def heartbeat() -> Response:
-        known = router.heartbeat(await _body(Heartbeat), clock())
-        return _json(HeartbeatReply(register_again=not known))
+        beat = await _body(Heartbeat)
+        known = router.heartbeat(beat, clock())
+        reason = router.fleet.unmatched.get(beat.worker_id)
+        return _json(HeartbeatReply(register_again=not known, unmatched=reason))
 
     @app.post("/v1/deregister")
     async def deregister() -> Response:
@@ -196,12 +198,7 @@ def _add_gateways_api(
 
     @app.get("/v1/workers")
     async def workers() -> Response:
-        now = clock()
-        reasons = unmatched(router.fleet.snapshots(now))
-        views = [
-            view.model_copy(update={"reason": view.reason or reasons.get(view.worker_id)})
-            for view in router.fleet.views(now)
-        ]
+        views = router.fleet.views(clock())
         return _json(WorkerList(workers=views, waiting=len(router.queue)))
 
     @app.get("/v1/readiness")

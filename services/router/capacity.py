@@ -17,9 +17,13 @@ class WorkerHealth(StrEnum):
     DRAINING = "draining"
     SUSPECT = "suspect"  # missed heartbeats
     PROBATION = "probation"  # failed a request; gets no requests for a while
+    UNMATCHED = "unmatched"  # no worker with the other role is compatible with it
 
 
-USABLE = frozenset({WorkerHealth.READY, WorkerHealth.SUSPECT, WorkerHealth.PROBATION})
+READY = frozenset({WorkerHealth.READY, WorkerHealth.UNMATCHED})
+"""States in which a worker takes requests. Without a partner, it can serve them only if it is a
+prefill worker that decodes."""
+USABLE = READY | {WorkerHealth.SUSPECT, WorkerHealth.PROBATION}
 
 
 class PageCount(NamedTuple):
@@ -94,6 +98,7 @@ class Demand:
     Attributes:
         max_tokens: maximum output tokens of each choice.
         required_tokens: output tokens of each choice that must fit; None: ``max_tokens``.
+        may_wait: whether the request may wait in the router's queue.
     """
 
     prompt_tokens: int
@@ -103,6 +108,7 @@ class Demand:
     exclude: frozenset[str] = frozenset()
     output_reserve: int = 256
     required_tokens: int | None = None
+    may_wait: bool = False
 
     @property
     def least_tokens(self) -> int:
@@ -167,6 +173,8 @@ class WorkerSnapshot:
         prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
         max_prompt_tokens: value of `prompt_tokens` from which the worker gets no further prompt;
             None if its rate is unknown.
+        slowdown: factor by which the worker is slower than the fastest comparable one; 1 if that is
+            unknown or not noticeable.
         pages_total: number of pages.
         pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.
@@ -176,7 +184,7 @@ class WorkerSnapshot:
         overflow_tokens: queued tokens of a decode worker above which prefill workers that decode
             take over requests; None: never.
         last_placement: sequence number of the worker's newest placement; 0 if there is none.
-        reason: why the worker is not ready, if it reports that.
+        reason: why the worker gets no requests, if it or the router knows that.
     """
 
     worker_id: str
@@ -199,6 +207,20 @@ class WorkerSnapshot:
     reason: str | None = None
     prompt_tokens: int = 0
     max_prompt_tokens: float | None = None
+    slowdown: float = 1.0
+
+    def delay(self, demand: Demand, role: Role) -> float:
+        """Return the delay of a request on this worker, in tokens that a fast worker computes.
+
+        On a worker at full speed, these are the queued tokens. A slow worker needs longer for them
+        and for the request itself. The time of decode depends less on the queue, because all
+        sequences advance together: a step takes as long for one sequence as for a batch that is
+        partly filled. A slow worker therefore decodes only if the others have full batches.
+        """
+        if self.slowdown == 1.0:
+            return self.queue_tokens
+        alone = demand.tokens(role) * (1 if role is Role.PREFILL else self.max_running)
+        return self.queue_tokens + (self.slowdown - 1) * (self.queue_tokens + alone)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -243,13 +265,18 @@ class WorkerSnapshot:
         """Return whether the request fits now, in one of the `roles`.
 
         It must also fit when the worker is idle. A worker that computes prompts accepts another one
-        while its prompt backlog is short for its rate. Prompts may wait for pages on a prefill
-        worker. It decodes only if it has batch slots for all choices, so that slots above
-        ``max_running`` remain for prompts.
+        while its prompt backlog is short for its rate.
         """
-        if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
-            return False
-        if role is not Role.DECODE and self._has_prompt_backlog:
+        has_backlog = role is not Role.DECODE and self._has_prompt_backlog
+        return not has_backlog and self.has_space(demand, role)
+
+    def has_space(self, demand: Demand, role: Role) -> bool:
+        """Return `has_capacity` without regard to the prompt backlog.
+
+        Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for
+        all choices, so that slots above ``max_running`` remain for prompts.
+        """
+        if self.health not in READY or self.slots >= self.max_slots:
             return False
         output = self.max_output(demand, role)
         if not output:

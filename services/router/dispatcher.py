@@ -91,6 +91,7 @@ class Dispatcher:
             model=request.model,
             exclude=frozenset(request.exclude),
             output_reserve=self._output_reserve,
+            may_wait=min(request.wait_s, self._max_wait_s) > 0,
         )
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
@@ -184,13 +185,16 @@ class Dispatcher:
             return
         workers = self.fleet.snapshots(now)
         reserved: frozenset[str] = frozenset()
-        for call in self.queue:
+        calls = list(self.queue)
+        queued = sum(call.demand.prompt_tokens for call in calls)
+        for call in calls:
             if _is_blocked(call.demand, workers, reserved):
                 continue
-            result = self._place(call.demand, workers, reserved)
+            result = self._place(call.demand, workers, reserved, queued - call.demand.prompt_tokens)
             if isinstance(result, Pair):
                 self.admission.placed(call)
                 self._answer(call, self._promise(result, call, now))
+                queued -= call.demand.prompt_tokens
                 workers = self.fleet.snapshots(now)
             elif result.reason is Reason.BUSY:
                 reserved |= result.candidates
@@ -202,8 +206,9 @@ class Dispatcher:
         demand: Demand,
         workers: list[WorkerSnapshot],
         reserved: frozenset[str] = frozenset(),
+        queued: int = 0,
     ) -> Pair | NoPlacement:
-        return place(demand, workers, self._policy, self._rng, reserved=reserved)
+        return place(demand, workers, self._policy, self._rng, reserved=reserved, queued=queued)
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
         # Gateways ask again without exclusions, so only a call without them needs to wait.

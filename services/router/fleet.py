@@ -10,6 +10,7 @@ There is no clock: methods take ``now``, in seconds of a monotonic clock.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil
 from typing import TypeVar
 
@@ -21,15 +22,20 @@ from services.common.placement import (
     Placement,
     Registration,
     Release,
+    StepPace,
     WorkerAddress,
 )
-from services.router.capacity import Demand, PageCount, Paging, WorkerSnapshot
+from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
+from services.router.matching import unmatched
 from services.router.policy import Pair
+from services.router.speed import noticeable, slowdown
 from services.router.tracked_worker import TrackedWorker
 
 MAX_RETIRED = 4096
 """Maximum number of ended epochs, and of releases of unknown placements, that are remembered."""
+MAX_COMPARED = 64
+"""Maximum number of other workers with which the speed of a worker is compared."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,6 +80,14 @@ class Fleet:
         self._released: OrderedDict[str, None] = OrderedDict()  # ids of unknown placements
         self._expiries: deque[tuple[float, str]] = deque()
         self._placements = 0
+        self._unmatched: dict[str, str] | None = None  # None after a change of the registrations
+
+    @property
+    def unmatched(self) -> dict[str, str]:
+        """Workers without a partner, and the reason; see `services.router.matching`."""
+        if self._unmatched is None:
+            self._unmatched = unmatched([w.registration for w in self._workers.values()])
+        return self._unmatched
 
     def register(self, registration: Registration, now: float) -> None:
         """Register a worker. It takes requests after its first heartbeat.
@@ -84,6 +98,7 @@ class Fleet:
         """
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
+        self._unmatched = None
         if known := self._find(worker_id, epoch):
             known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
             return
@@ -108,6 +123,7 @@ class Fleet:
         if worker is None:
             return False
         worker.load, worker.last_heartbeat_at, worker.snapshot = beat, now, None
+        worker.slowdown = slowdown(beat.pace, islice(self._paces_beside(worker), MAX_COMPARED))
         for placement_id in beat.admitted:
             worker.admit(placement_id, now)
         return True
@@ -117,6 +133,7 @@ class Fleet:
         self._retire(worker_id, epoch)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
+            self._unmatched = None
 
     def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
@@ -181,6 +198,8 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
+        if gone:
+            self._unmatched = None
         removed = (self._workers.pop(worker_id).registration for worker_id in gone)
         return [
             WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in removed
@@ -220,8 +239,18 @@ class Fleet:
             if worker := self._find(address.worker_id, address.epoch):
                 worker.forget(record.placement.placement_id)
 
+    def _paces_beside(self, worker: TrackedWorker) -> Iterator[StepPace]:
+        """Yield the pace of each other worker whose speed can be compared with that of this one."""
+        for other in self._workers.values():
+            if other is not worker and other.load and other.load.pace and worker.comparable(other):
+                yield other.load.pace
+
+    def _health(self, worker: TrackedWorker, now: float) -> WorkerHealth:
+        matched = worker.registration.worker_id not in self.unmatched
+        return worker.health(now, self._limits.suspect_after_s, matched=matched)
+
     def _snapshot(self, worker: TrackedWorker, now: float) -> WorkerSnapshot:
-        health = worker.health(now, self._limits.suspect_after_s)
+        health = self._health(worker, now)
         if worker.snapshot is not None and worker.snapshot.health is health:
             return worker.snapshot
         registration, load = worker.registration, worker.load
@@ -238,6 +267,7 @@ class Fleet:
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
             prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompt_tokens,
             max_prompt_tokens=self._max_prompt_tokens(worker),
+            slowdown=noticeable(worker.slowdown),
             pages_free=PageCount(
                 (load.pages_free if load else 0) - worker.promised_pages,
                 (load.stored_free if load else 0) - worker.promised_stored,
@@ -248,7 +278,7 @@ class Fleet:
             decodes=registration.decodes,
             overflow_tokens=registration.overflow_tokens,
             last_placement=worker.last_placement,
-            reason=load.reason if load else None,
+            reason=worker.reason(health, self.unmatched.get(registration.worker_id)),
         )
         return worker.snapshot
 
@@ -261,19 +291,21 @@ class Fleet:
         return rate * (self._limits.prompt_backlog_s + worker.admission_s) if rate else None
 
     def _view(self, worker: TrackedWorker, now: float) -> WorkerView:
-        registration, load = worker.registration, worker.load
+        registration, load, health = worker.registration, worker.load, self._health(worker, now)
         return WorkerView(
             worker_id=registration.worker_id,
             epoch=registration.epoch,
             role=registration.role,
             address=registration.address,
             model=registration.model.name,
-            state=worker.health(now, self._limits.suspect_after_s),
-            reason=load.reason if load else "no heartbeat since registration",
+            state=health,
+            reason=worker.reason(health, self.unmatched.get(registration.worker_id)),
             queue_tokens=load.queue_tokens if load else 0,
             promised_tokens=worker.promised_tokens,
             prompt_tokens=load.prompt_tokens if load else 0,
             prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
+            inter_token_s=load.inter_token_s if load else 0.0,
+            slowdown=worker.slowdown,
             pages_free=load.pages_free if load else 0,
             promised_pages=worker.promised_pages,
             pages_total=registration.pages_total,

@@ -41,6 +41,11 @@ class RouterMetrics:
             "Tokens queued on a worker, in its last heartbeat and in placements since then.",
             *("worker", "role"),
         )
+        self._slowdown = make.gauge(
+            "router_worker_slowdown",
+            "Factor by which a worker is slower than the fastest one with its role and model.",
+            *("worker", "role"),
+        )
         self._waiting = make.gauge(
             "router_requests_waiting", "Placement requests in this router's queue."
         )
@@ -49,10 +54,12 @@ class RouterMetrics:
         """Update the gauges and return all metrics as text, without series of removed workers."""
         self._waiting.set(waiting)
         self._queue_tokens.clear()
+        self._slowdown.clear()
         numbers = Tally((worker.role, worker.state) for worker in workers)
         for role, state in product(Role, WorkerHealth):
             self._workers.labels(role, state).set(numbers[role, state])
         for worker in workers:
             tokens = worker.queue_tokens + worker.promised_tokens
             self._queue_tokens.labels(worker.worker_id, worker.role).set(tokens)
+            self._slowdown.labels(worker.worker_id, worker.role).set(worker.slowdown)
         return generate_latest(self.registry)

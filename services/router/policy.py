@@ -2,12 +2,15 @@
 
 The default policy chooses the worker with the fewest queued tokens (FDC, §6.1 and §6.2). Queued
 tokens are those of the last heartbeat plus those of promised placements (`services.router.fleet`).
+Those of a slow worker count more, in proportion to the time that it needs for them
+(`WorkerSnapshot.delay`). A prompt waits for a fast worker that computes it earlier. With workers of
+equal speed, only the numbers of tokens are compared.
 
 A prefill worker with ``decodes`` can serve a request alone, as a colocated worker does:
 
-- Overflow, default policy only. The excess of a decode worker is the number of its queued tokens
-  minus its ``overflow_tokens``. After a pair is chosen, the compatible prefill worker with the
-  fewest queued tokens replaces it if they are fewer than the excess of the pair's decode worker.
+- Overflow, default policy only. The excess of a decode worker is its delay minus its
+  ``overflow_tokens``. After a pair is chosen, the compatible prefill worker with the shortest delay
+  replaces it if that is shorter than the excess of the pair's decode worker.
 - Fallback, every policy. Prefill workers serve requests alone if no other worker can decode them
   now: the decode and colocated workers are full, not ready, or not registered.
 
@@ -20,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from math import inf
 from random import Random
 from typing import Protocol, TypeVar
 
@@ -42,13 +46,12 @@ class Pair:
         return [(self.prefill, Role.PREFILL), (self.decode, Role.DECODE)]
 
     @property
-    def queue_tokens(self) -> int:
-        """Tokens queued on both workers."""
-        return self.decode.queue_tokens + (self.prefill.queue_tokens if self.prefill else 0)
-
-    @property
     def last_placement(self) -> int:
         return self.decode.last_placement
+
+    def delay(self, demand: Demand) -> float:
+        """Return the sum of the delays on both workers, see `WorkerSnapshot.delay`."""
+        return sum(worker.delay(demand, role) for worker, role in self.roles)
 
 
 class Reason(Enum):
@@ -74,10 +77,7 @@ class NoPlacement:
 
 
 class Candidate(Protocol):
-    """A worker or a pair of workers: the properties that policies compare."""
-
-    @property
-    def queue_tokens(self) -> int: ...
+    """A worker or a pair of workers: the property that policies compare besides the delay."""
 
     @property
     def last_placement(self) -> int: ...
@@ -102,28 +102,54 @@ def place(
     rng: Random,
     *,
     reserved: frozenset[str] = frozenset(),
+    queued: int = 0,
 ) -> Pair | NoPlacement:
     """Choose a compatible pair with capacity.
 
     Args:
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
+        queued: prompt tokens of the other requests in the router's queue.
     """
     named = {worker.model for worker in workers}
     if demand.model is None and len(named) > 1:
         return NoPlacement(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
         return NoPlacement(Reason.UNKNOWN_MODEL)
-    ready = _compatible_groups(
+    offers = [
         (w, role)
         for w, role in _offers(demand, workers)
         if w.worker_id not in demand.exclude
         and (role is Role.PREFILL or w.worker_id not in reserved)
-        and w.has_capacity(demand, role)
+        and w.has_space(demand, role)
+    ]
+    ready = _compatible_groups(
+        (w, role)
+        for w, role in offers
+        if w.has_capacity(demand, role) and not _is_worth_waiting(demand, w, role, offers, queued)
     )
     if not ready:
         return _explain(demand, workers)
-    return _choose(_larger(demand, ready), policy, rng)
+    return _choose(demand, _larger(demand, ready), policy, rng)
+
+
+def _is_worth_waiting(
+    demand: Demand, slow: WorkerSnapshot, role: Role, offers: "list[Offer]", queued: int
+) -> bool:
+    """Return whether a prompt would be computed earlier after a wait than now on a slow worker.
+
+    It would wait for workers at full speed that have too many prompts for now. All queued prompts
+    count, also later ones: if the queue is long, slow workers must help.
+    """
+    if slow.slowdown == 1.0 or role is Role.DECODE or not demand.may_wait:
+        return False
+    fast = [
+        w
+        for w, other in offers
+        if other is role and w.slowdown == 1.0 and w.compatibility == slow.compatibility
+    ]
+    wait = min((w.delay(demand, role) for w in fast), default=inf) + queued / max(1, len(fast))
+    return wait < slow.delay(demand, role)
 
 
 def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
@@ -240,25 +266,33 @@ def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
     return [group for group in larger if group.decoders]
 
 
-def _choose(groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
+def _choose(demand: Demand, groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
     """Apply the policy to each role within each group, then to the resulting pairs."""
     choose = _BY_NAME[policy]
+    prefill, decode, alone = (_delay_as(role, demand) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
     for group in groups:
         if group.prefill and group.decode:
-            pair = Pair(choose(group.prefill, rng), choose(group.decode, rng))
+            pair = Pair(choose(group.prefill, prefill, rng), choose(group.decode, decode, rng))
             if policy is PolicyName.SHORTEST_QUEUE:
-                pair = _overflow(pair, group.colocated, rng)
+                pair = _overflow(demand, pair, group.colocated, rng)
             pairs.append(pair)
         else:
-            alone = Pair(None, choose(group.colocated, rng))
-            (fallbacks if group.is_fallback else pairs).append(alone)
-    return choose(pairs or fallbacks, rng)
+            pair = Pair(None, choose(group.colocated, alone, rng))
+            (fallbacks if group.is_fallback else pairs).append(pair)
+    return choose(pairs or fallbacks, lambda pair: pair.delay(demand), rng)
 
 
-def _overflow(pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
-    """Replace the pair by one prefill worker if its queue is shorter than the decode excess.
+_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+
+
+def _delay_as(role: Role, demand: Demand) -> Callable[[WorkerSnapshot], float]:
+    return lambda worker: worker.delay(demand, role)
+
+
+def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
+    """Replace the pair by one prefill worker if its delay is shorter than the decode excess.
 
     Args:
         prefill: prefill workers that can serve the request alone.
@@ -266,35 +300,39 @@ def _overflow(pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pai
     bound = pair.decode.overflow_tokens
     if bound is None or not prefill:
         return pair
-    shortest = _shortest_queue(prefill, rng)
-    excess = pair.decode.queue_tokens - bound
-    return Pair(None, shortest) if shortest.queue_tokens < excess else pair
+    delay = _delay_as(Role.COLOCATED, demand)
+    shortest = _shortest_queue(prefill, delay, rng)
+    excess = pair.decode.delay(demand, Role.DECODE) - bound
+    return Pair(None, shortest) if delay(shortest) < excess else pair
 
 
-def _least(candidates: Sequence[C], key: Callable[[C], int], rng: Random) -> C:
-    least = min(map(key, candidates))
-    return rng.choice([c for c in candidates if key(c) == least])
+def _least(candidates: Sequence[C], key: Callable[[C], float], rng: Random) -> C:
+    keys = [key(candidate) for candidate in candidates]
+    least = min(keys)
+    return rng.choice([c for c, value in zip(candidates, keys, strict=True) if value == least])
 
 
-def _shortest_queue(candidates: Sequence[C], rng: Random) -> C:
-    return _least(candidates, lambda c: c.queue_tokens, rng)
+def _shortest_queue(candidates: Sequence[C], delay: Callable[[C], float], rng: Random) -> C:
+    return _least(candidates, delay, rng)
 
 
-def _round_robin(candidates: Sequence[C], rng: Random) -> C:
+def _round_robin(candidates: Sequence[C], _delay: Callable[[C], float], rng: Random) -> C:
     """Choose the least recently used candidate. This is fair even if workers join or leave."""
     return _least(candidates, lambda c: c.last_placement, rng)
 
 
-def _random(candidates: Sequence[C], rng: Random) -> C:
+def _random(candidates: Sequence[C], _delay: Callable[[C], float], rng: Random) -> C:
     return rng.choice(candidates)
 
 
-def _power_of_two(candidates: Sequence[C], rng: Random) -> C:
-    return _shortest_queue(rng.sample(candidates, min(2, len(candidates))), rng)
+def _power_of_two(candidates: Sequence[C], delay: Callable[[C], float], rng: Random) -> C:
+    return _shortest_queue(rng.sample(candidates, min(2, len(candidates))), delay, rng)
 
 
 class _Choose(Protocol):
-    def __call__(self, candidates: Sequence[C], rng: Random, /) -> C: ...
+    def __call__(
+        self, candidates: Sequence[C], delay: Callable[[C], float], rng: Random, /
+    ) -> C: ...
 
 
 _BY_NAME: dict[PolicyName, _Choose] = {

@@ -9,12 +9,14 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
+from services.common.pace import MeasuredStep, PaceMeter
 from services.common.placement import (
     Compatibility,
     Heartbeat,
     ModelInfo,
     Registration,
     Role,
+    StepPace,
     WorkerState,
 )
 
@@ -35,6 +37,7 @@ class Job:
     Attributes:
         output: number of output tokens that the request produces; unknown to the router.
         max_tokens: maximum output tokens that the client allows; known to the router.
+        workers: names of the prefill and the decode worker, once it is placed.
         refused: whether the router refused it.
     """
 
@@ -44,6 +47,7 @@ class Job:
     max_tokens: int
     tenant: str | None = None
     placement_id: str = ""
+    workers: tuple[str, str] | None = None
     refused: bool = False
     done: float = inf
 
@@ -59,11 +63,29 @@ class Events(Protocol):
 
 
 class SimulatedWorker:
+    """A worker whose steps take ``1 / speed`` times as long as those of one with speed 1."""
+
     def __init__(self, simulation: Events, speed: float) -> None:
         self._simulation = simulation
         self._speed = speed
+        self._meter = PaceMeter()
+        self._busy_until = 0.0
         self.admitted: list[str] = []
         self.prompt_tokens_per_s = 0.0
+
+    @property
+    def pace(self) -> StepPace | None:
+        """Pace that the worker reports."""
+        idle_s = max(0.0, self._simulation.now - self._busy_until)
+        return self._meter.pace(idle_s=idle_s, current=self._current())
+
+    def _current(self) -> MeasuredStep | None:
+        """Return the step in progress, with its duration so far; None if steps are short."""
+        return None
+
+    def set_speed(self, speed: float) -> None:
+        """Change the speed. A prompt or step in progress ends as planned."""
+        self._speed = speed
 
     def load(self) -> tuple[int, int, int]:
         """Return the numbers of running sequences, waiting sequences and queued tokens."""
@@ -74,8 +96,8 @@ class PrefillWorker(SimulatedWorker):
     """A prefill worker: one prompt at a time, in order of arrival."""
 
     def __init__(self, simulation: Events, speed: float) -> None:
-        super().__init__(simulation, speed * PREFILL_TOKENS_PER_S)
-        self.prompt_tokens_per_s = self._speed
+        super().__init__(simulation, speed)
+        self.prompt_tokens_per_s = speed * PREFILL_TOKENS_PER_S
         self._queue: deque[tuple[Job, DecodeWorker]] = deque()
         self._ends = 0.0
 
@@ -89,15 +111,29 @@ class PrefillWorker(SimulatedWorker):
         if not self._queue:
             return 0, 0, 0
         waiting = sum(job.prompt for job, _ in self._queue) - self._queue[0][0].prompt
-        left = round((self._ends - self._simulation.now) * self._speed)
+        left = round((self._ends - self._simulation.now) * self.prompt_tokens_per_s)
         return 1, len(self._queue) - 1, waiting + max(0, left)
 
-    def _start(self) -> None:
-        self._ends = self._simulation.now + self._queue[0][0].prompt / self._speed
-        self._simulation.at(self._ends, self._finish)
+    def set_speed(self, speed: float) -> None:
+        super().set_speed(speed)
+        self.prompt_tokens_per_s = speed * PREFILL_TOKENS_PER_S
 
-    def _finish(self) -> None:
+    def _current(self) -> MeasuredStep | None:
+        if not self._queue:
+            return None
+        prompt, left_s = self._queue[0][0].prompt, self._ends - self._simulation.now
+        elapsed_s = prompt / self.prompt_tokens_per_s - left_s
+        return MeasuredStep(elapsed_s, prompt, prompt, decoded=0)
+
+    def _start(self) -> None:
+        duration_s = self._queue[0][0].prompt / self.prompt_tokens_per_s
+        self._ends = self._busy_until = self._simulation.now + duration_s
+        self._simulation.at(self._ends, partial(self._finish, duration_s))
+
+    def _finish(self, duration_s: float) -> None:
         job, decode = self._queue.popleft()
+        step = MeasuredStep(duration_s, job.prompt, job.prompt, decoded=0)
+        self._meter.add(step, self._simulation.now)
         decode.arrive(job)
         if self._queue:
             self._start()
@@ -144,7 +180,12 @@ class DecodeWorker(SimulatedWorker):
     def _advance(self) -> None:
         now = self._simulation.now
         if self._batch:
-            steps = (now - self._updated) / self._step_s()
+            step_s = self._step_s()
+            steps = (now - self._updated) / step_s
+            self._busy_until = now
+            if steps >= 1:
+                batch = len(self._batch)
+                self._meter.add(MeasuredStep(step_s, batch, round(self._resident), batch), now)
             self._clock += steps
             self._resident += steps * len(self._batch)
         self._updated = now
@@ -177,6 +218,7 @@ def heartbeat(
     admitted: list[str],
     *,
     prompt_tokens_per_s: float = 0.0,
+    pace: StepPace | None = None,
 ) -> Heartbeat:
     """Return the heartbeat of a simulated worker. With a rate, all its tokens are prompts."""
     return Heartbeat(
@@ -186,6 +228,7 @@ def heartbeat(
         queue_tokens=queue_tokens,
         prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
         prompt_tokens_per_s=prompt_tokens_per_s,
+        pace=pace,
         pages_free=max(0, PAGES - -(-queue_tokens // PAGE_SIZE)),
         running=running,
         waiting=waiting,

@@ -52,6 +52,19 @@ class Trace:
     outputs: tuple[float, float, float]
 
 
+@dataclass(frozen=True)
+class Speeds:
+    """Speed of each worker, by role."""
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+
+
+def default_speeds() -> Speeds:
+    """Return the speeds of the workers that all comparisons of policies use."""
+    return Speeds(PREFILL_SPEEDS, DECODE_SPEEDS)
+
+
 FDC_TABLE_6 = {
     "imdb": Trace((315, 106, 821), (37, 16, 87)),
     "arxiv": Trace((6300, 1600, 14_100), (243, 29, 464)),
@@ -62,7 +75,13 @@ FDC_TABLE_6 = {
 
 
 def draw_jobs(
-    traces: Sequence[Trace], number: int, *, utilization: float, scale: float, seed: int
+    traces: Sequence[Trace],
+    number: int,
+    *,
+    utilization: float,
+    scale: float,
+    seed: int,
+    speeds: Speeds | None = None,
 ) -> list[Job]:
     """Return jobs with Poisson arrivals, at a rate of ``utilization`` times `capacity`.
 
@@ -70,7 +89,7 @@ def draw_jobs(
     maximum and average of that trace, and are multiplied by ``scale``.
     """
     rng, now = Random(seed), 0.0
-    rate = utilization * capacity(traces, scale)
+    rate = utilization * capacity(traces, scale, speeds)
     jobs = []
     for _ in range(number):
         now += rng.expovariate(rate)
@@ -80,8 +99,9 @@ def draw_jobs(
     return jobs
 
 
-def capacity(traces: Sequence[Trace], scale: float) -> float:
+def capacity(traces: Sequence[Trace], scale: float, speeds: Speeds | None = None) -> float:
     """Return the throughput in requests/s with all workers busy and all batches full."""
+    speeds = speeds or default_speeds()
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
     prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_PER_S
@@ -89,7 +109,7 @@ def capacity(traces: Sequence[Trace], scale: float) -> float:
     resident = sum(o * (p + o / 2) for p, o in zip(prompts, outputs, strict=True)) / sum(outputs)
     step_s = STEP_S + RESIDENT_S * MAX_RUNNING * resident
     decode_s = sum(outputs) / len(traces) * step_s / MAX_RUNNING
-    return min(sum(PREFILL_SPEEDS) / prefill_s, sum(DECODE_SPEEDS) / decode_s)
+    return min(sum(speeds.prefill) / prefill_s, sum(speeds.decode) / decode_s)
 
 
 def alone_s(job: Job) -> float:
@@ -107,7 +127,12 @@ def _draw(rng: Random, span: tuple[float, float, float], scale: float) -> int:
 
 
 class Simulation:
-    """A run of ``jobs`` under one policy. Runs with the same seed are identical."""
+    """A run of ``jobs`` under one policy. Runs with the same seed are identical.
+
+    Args:
+        speeds: the workers; default: `default_speeds`.
+        reports_pace: whether workers report their pace, so that the policy knows slow ones.
+    """
 
     def __init__(
         self,
@@ -117,6 +142,8 @@ class Simulation:
         *,
         fleet: FleetLimits = WORKERS_QUEUE,
         admission: AdmissionLimits = NEVER_SHED,
+        speeds: Speeds | None = None,
+        reports_pace: bool = True,
     ) -> None:
         self.now = 0.0
         self.router = Dispatcher(
@@ -133,8 +160,10 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._pending: dict[PendingPlacement, Job] = {}
-        self.prefill = {f"p{i}": PrefillWorker(self, s) for i, s in enumerate(PREFILL_SPEEDS)}
-        self.decode = {f"d{i}": DecodeWorker(self, s) for i, s in enumerate(DECODE_SPEEDS)}
+        self._reports_pace = reports_pace
+        speeds = speeds or default_speeds()
+        self.prefill = {f"p{i}": PrefillWorker(self, s) for i, s in enumerate(speeds.prefill)}
+        self.decode = {f"d{i}": DecodeWorker(self, s) for i, s in enumerate(speeds.decode)}
 
     def run(self) -> None:
         """Run until every job has finished or was refused, and set ``done`` of each."""
@@ -182,6 +211,7 @@ class Simulation:
             if not isinstance(placement, Placement) or placement.prefill is None:
                 raise RuntimeError(f"the router did not place a job: {placement!r}")
             job.placement_id = placement.placement_id
+            job.workers = (placement.prefill.worker_id, placement.decode.worker_id)
             decode = self.decode[placement.decode.worker_id]
             decode.accept(job)
             self.prefill[placement.prefill.worker_id].accept(job, decode)
@@ -194,7 +224,13 @@ class Simulation:
         running, waiting, tokens = worker.load()
         rate = worker.prompt_tokens_per_s
         report = heartbeat(
-            name, running, waiting, tokens, worker.admitted, prompt_tokens_per_s=rate
+            name,
+            running,
+            waiting,
+            tokens,
+            worker.admitted,
+            prompt_tokens_per_s=rate,
+            pace=worker.pace if self._reports_pace else None,
         )
         worker.admitted = []
         self.router.heartbeat(report, self.now)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from services.common.placement import Heartbeat, Registration, Role, WorkerState
 from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.speed import noticeable
 
 _AVERAGED = 16  # placements over which the time to their admission is averaged
 
@@ -32,6 +33,7 @@ class TrackedWorker:
     promised_pages: int = 0
     promised_stored: int = 0
     promised_slots: int = 0
+    slowdown: float = 1.0  # at the last heartbeat, see `services.router.speed.slowdown`
     admission_s: float = 0.0  # recent mean time from a placement to the heartbeat that lists it
     failures: int = 0
     probation_until: float = float("-inf")
@@ -76,12 +78,45 @@ class TrackedWorker:
             self.promised_slots -= promise.slots
             self.snapshot = None
 
-    def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
-        """Return the health of the worker."""
+    def comparable(self, other: "TrackedWorker") -> bool:
+        """Return whether the speeds of two workers can be compared: same role and model."""
+        mine, its = self.registration, other.registration
+        return mine.role is its.role and mine.model.name == its.model.name
+
+    def health(self, now: float, suspect_after_s: float, *, matched: bool) -> WorkerHealth:
+        """Return the health of the worker.
+
+        Args:
+            matched: whether it has a partner, see `services.router.matching`.
+        """
         if self.load is None or self.load.state is WorkerState.STARTING:
             return WorkerHealth.STARTING
         if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
             return WorkerHealth(self.load.state)
         if now - self.last_heartbeat_at > suspect_after_s:
             return WorkerHealth.SUSPECT
-        return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY
+        if now < self.probation_until:
+            return WorkerHealth.PROBATION
+        return WorkerHealth.READY if matched else WorkerHealth.UNMATCHED
+
+    def reason(self, health: WorkerHealth, unmatched: str | None) -> str | None:
+        """Return why the worker gets no requests, or fewer than others; None if neither is true.
+
+        Args:
+            unmatched: why it has no partner, or None.
+        """
+        if self.load is None:
+            return "no heartbeat since registration"
+        slow = noticeable(self.slowdown)
+        return (
+            self.load.reason
+            or _REASONS.get(health)
+            or unmatched
+            or (f"its steps take {slow:.1f} times as long as on the fastest" if slow > 1 else None)
+        )
+
+
+_REASONS = {
+    WorkerHealth.SUSPECT: "its heartbeats are late",
+    WorkerHealth.PROBATION: "a request failed on it",
+}

@@ -12,15 +12,18 @@ from typing import TypeVar
 import structlog
 import torch
 
+from runtime.core.plan import StepSize
 from runtime.engine import Command, Engine, StepOutput
+from services.common.pace import MeasuredStep, PaceMeter
+from services.common.placement import StepPace
 from services.common.rate import Rate
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
-MAX_PLANS = 1 << 16
-"""Plans whose durations are kept until they are taken; older ones are dropped."""
+MAX_TIMES = 1 << 16
+"""Durations of each kind that are kept until they are taken; older ones are dropped."""
 _RATE_MEMORY_S = 5.0  # seconds of steps with prompts, and of idle time
 _RATE_KNOWN_AFTER_S = 0.01
 STOP_S = 10.0  # seconds for the last step and jobs at shutdown
@@ -97,7 +100,10 @@ class EngineThread:
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
-        self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
+        self._meter = PaceMeter()
+        self._size: StepSize | None = None  # of the step that was planned last
+        self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
+        self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
         self.pages_total, self.stored_total = engine.num_pages
 
@@ -109,6 +115,19 @@ class EngineThread:
     def step_s(self) -> float:
         """Seconds since the current step began, with jobs before it; 0 while there is no work."""
         return 0.0 if self._idle else time.perf_counter() - self._since
+
+    @property
+    def pace(self) -> StepPace | None:
+        """Means over recent steps, with the current one if it takes longer; None if unknown."""
+        elapsed_s, size = time.perf_counter() - self._since, self._size
+        if self._idle or size is None:
+            return self._meter.pace(idle_s=elapsed_s)
+        return self._meter.pace(current=_measured(elapsed_s, size))
+
+    @property
+    def inter_token_s(self) -> float:
+        """Mean duration of recent steps that decoded sequences, in seconds; 0 if unknown."""
+        return self._meter.inter_token_s
 
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""
@@ -146,6 +165,14 @@ class EngineThread:
         """
         while self._plan_s:
             yield self._plan_s.popleft()
+
+    def take_decode_times(self) -> Iterator[float]:
+        """Remove and yield the duration of each step since the last call that decoded sequences.
+
+        It is the time between two tokens of a sequence, in seconds.
+        """
+        while self._decode_s:
+            yield self._decode_s.popleft()
 
     async def stop(self) -> None:
         """End the thread after its current step. Commands that it has not taken may be dropped.
@@ -224,10 +251,12 @@ class EngineThread:
         began = time.perf_counter()
         planned = self._engine.plan(commands)
         self._plan_s.append(time.perf_counter() - began)
+        self._size = self._engine.planned.size if self._engine.planned else None
         self._report(planned)
         output = self._engine.compute()
         now = time.perf_counter()
         self._steps += 1
+        self._record_pace(now)
         self._busy_s += now - self._since
         if output.computed:
             tokens = sum(chunk.num_tokens + chunk.evicted for chunk in output.computed)
@@ -237,6 +266,19 @@ class EngineThread:
         self._since = now
         self.load = self._measure()
         self._report(output)
+
+    def _record_pace(self, now: float) -> None:
+        """Record the step that ends now.
+
+        With lookahead, a step that launches nothing waits for the previous one, as part of it.
+        """
+        step_s, size = now - self._since, self._size
+        if size is None or not size.tokens:
+            self._meter.extend(step_s)
+            return
+        self._meter.add(_measured(step_s, size), now)
+        if size.decoded:
+            self._decode_s.append(step_s)
 
     def _report(self, output: StepOutput) -> None:
         if output != _NOTHING:
@@ -248,3 +290,7 @@ class EngineThread:
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - reported: the process ends on it
             self._on_fault(error)
+
+
+def _measured(seconds: float, size: StepSize) -> MeasuredStep:
+    return MeasuredStep(seconds, size.tokens, size.context, size.decoded)

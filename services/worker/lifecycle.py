@@ -81,9 +81,14 @@ class Worker(ABC):
         """Reason to send a running worker no more requests, or None; checked periodically."""
         return self.self_test.failure
 
+    @property
+    def step_s(self) -> dict[str, float]:
+        """Seconds since each thread began its current step, by name; 0 without work."""
+        return {"engine": self.engine.step_s, "transfer": self._agent.busy_s}
+
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has been in one step for longer than ``limit_s``, or None."""
-        for name, step_s in (("engine", self.engine.step_s), ("transfer", self._agent.busy_s)):
+        for name, step_s in self.step_s.items():
             if step_s > limit_s:
                 return f"the {name} thread has been in one step for {step_s:.0f} s"
         return None
@@ -124,7 +129,9 @@ class Worker(ABC):
         if self.engine.stored_total:
             self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
         self.metrics.observe_steps(load.steps, load.busy_s)
+        self.metrics.observe_current_steps(self.step_s)
         self.metrics.observe_plans(self.engine.take_plan_times())
+        self.metrics.observe_decodes(self.engine.take_decode_times())
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""
@@ -223,7 +230,9 @@ async def _start(
 
 def _not_ready(worker: Worker, registrar: Registrar) -> str | None:
     """Return why the worker gets no requests now, or None."""
-    return "draining" if worker.draining else worker.not_ready or registrar.unregistered
+    if worker.draining:
+        return "draining"
+    return worker.not_ready or registrar.unregistered or registrar.unmatched
 
 
 def _probes(worker: Worker, registrar: Registrar, stall_s: float) -> Probes:

@@ -1,6 +1,6 @@
 """Metrics that prefill and decode workers share; the transfer adds its own to the registry."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
 
@@ -13,7 +13,7 @@ class WorkerMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = service_registry()
+        self.registry = service_registry(caches=True)
         make = MetricFactory(self.registry)
         self.ready = make.gauge(
             "worker_ready", "1 while the worker takes requests, NaN while draining, else 0."
@@ -45,10 +45,19 @@ class WorkerMetrics:
         )
         self.steps = make.counter("engine_steps", "Steps of the engine.")
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
+        self.current_step = make.gauge(
+            "worker_current_step_seconds",
+            "Seconds since a thread began its current step, 0 without work.",
+            "thread",
+        )
         self.plan_seconds = make.seconds(
             "engine_plan",
             "Seconds in which a step takes commands and is scheduled.",
             buckets=STEP_SECONDS,
+        )
+        self.inter_token_seconds = make.seconds(
+            "worker_inter_token_latency",
+            "Seconds of each step that decoded sequences: the time between two of their tokens.",
         )
         self.info = make.gauge(
             "worker_info",
@@ -76,6 +85,16 @@ class WorkerMetrics:
         """Record the durations of plans; see `EngineThread.take_plan_times`."""
         for duration in seconds:
             self.plan_seconds.observe(duration)
+
+    def observe_current_steps(self, seconds: Mapping[str, float]) -> None:
+        """Set the duration of each thread's current step so far."""
+        for thread, duration in seconds.items():
+            self.current_step.labels(thread).set(duration)
+
+    def observe_decodes(self, seconds: Iterable[float]) -> None:
+        """Record the durations of decode steps; see `EngineThread.take_decode_times`."""
+        for duration in seconds:
+            self.inter_token_seconds.observe(duration)
 
     def observe_steps(self, steps: int, busy_s: float) -> None:
         """Advance the step counters to these totals since the start."""

@@ -60,6 +60,8 @@ class Registrar:
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = {url: f"{url}: not contacted yet" for url in routers}
         """Error of the last call to each router that does not know this worker, by URL."""
+        self._unmatched: dict[str, str | None] = {}
+        """What each router that knows this worker says of its partners, by URL."""
         self.state: WorkerState = WorkerState.STARTING
         self.not_ready: str | None = None
 
@@ -69,6 +71,16 @@ class Registrar:
         if len(self._failures) < max(1, len(self._routers)):
             return None
         return f"not registered: {', '.join(self._failures.values())}"
+
+    @property
+    def unmatched(self) -> str | None:
+        """Reason for which no other worker can serve requests with this one; None if one can.
+
+        A router that has just started may not know all workers yet, so one router that has found
+        another worker suffices.
+        """
+        reasons = [self._unmatched[url] for url in self._unmatched if url not in self._failures]
+        return reasons[0] if reasons and all(reasons) else None
 
     def admit(self, placement_id: str) -> None:
         """Report a placement with the first heartbeat whose load includes it.
@@ -138,6 +150,8 @@ class Registrar:
             queue_tokens=load.queue_tokens,
             prompt_tokens=load.prompt_tokens,
             prompt_tokens_per_s=load.prompt_tokens_per_s,
+            inter_token_s=self._engine.inter_token_s,
+            pace=self._engine.pace,
             pages_free=load.pages_free,
             stored_free=load.stored_free,
             running=load.running,
@@ -150,7 +164,9 @@ class Registrar:
         response.raise_for_status()
         while pending and pending[0][0] <= load.commands:  # some may have been dropped since
             pending.popleft()
-        return not response.json().get("register_again", False)
+        reply = response.json()  # a newer router may send further fields
+        self._unmatched[url] = reply.get("unmatched")
+        return not reply.get("register_again", False)
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,10 @@
 
 import { Smoothed, byId, bytes, count, element, reducedMotion, setText, svg, synchronize } from "./dom.js";
 
-const STATES = { not_ready: "not ready", suspect: "no heartbeat", probation: "paused after a failure" };
+const STATES = {
+  not_ready: "not ready", suspect: "no heartbeat", probation: "paused after a failure",
+  unmatched: "no compatible partner",
+};
 const COMPACT = 6; // workers of a role from which each gets one line
 const INSET = 56; // length of the curves into and out of the channel, px
 

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from services.common.metrics import service_registry
 from services.gateway.metrics import GatewayMetrics
 from services.router.metrics import RouterMetrics
 from services.transfer.metrics import TransferMetrics
@@ -34,8 +35,8 @@ SERVICES = {
 def own_metrics(service: str) -> list[Metric]:
     """Return the metrics of a service that are not those of every process."""
     collected = SERVICES[service]().collect()
-    own = [metric for metric in collected if not metric.name.startswith("process_")]
-    return [metric for metric in own if metric.name != "headrace_build_info"]
+    shared = {metric.name for metric in service_registry(caches=True).collect()}
+    return [metric for metric in collected if metric.name not in shared]
 
 
 def test_no_name_belongs_to_two_services() -> None:
@@ -58,6 +59,7 @@ def test_metrics_have_the_prefix_and_a_sentence_of_help(service: str) -> None:
 def test_every_service_reports_its_version_and_its_process(service: str) -> None:
     names = {metric.name for metric in SERVICES[service]().collect()}
     assert {"headrace_build_info", "process_start_time_seconds"} <= names
+    assert {"headrace_write_failures", "headrace_disk_free_bytes"} <= names
 
 
 @pytest.mark.parametrize(

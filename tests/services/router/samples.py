@@ -41,6 +41,7 @@ def registration(
     compatibility: Compatibility = COMPATIBLE,
     decodes: bool = False,
     overflow_tokens: int | None = None,
+    model_hash: str = "m0",
 ) -> Registration:
     return Registration(
         worker_id=worker_id,
@@ -52,7 +53,7 @@ def registration(
             context_length=compatibility.context_length,
             vocab_size=49152,
             max_logprobs=20,
-            model_hash="m0",
+            model_hash=model_hash,
         ),
         compatibility=compatibility,
         page_size=16,

@@ -82,7 +82,10 @@ async def test_workers_list_has_transferred_bytes_and_waiting_calls(router: Rout
 async def test_heartbeat_of_unknown_worker_registers_again_and_of_replaced_epoch_is_409(
     router: Router,
 ) -> None:
-    assert (await router.post("/v1/heartbeat", beat("d0")))[1] == {"register_again": True}
+    assert (await router.post("/v1/heartbeat", beat("d0")))[1] == {
+        "register_again": True,
+        "unmatched": None,
+    }
     await router.join("d0", Role.DECODE)
     await router.post("/v1/register", registration("d0", Role.DECODE, epoch="e2"))
     for path, body in (

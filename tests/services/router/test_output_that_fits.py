@@ -13,7 +13,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.model import Model
 from services.common.placement import Placement, PlaceRequest, Role, StoredPages
 from services.router.app import build_dispatcher
-from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import READY, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
 from services.router.errors import TooLarge
 from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
@@ -121,7 +121,7 @@ def test_workers_with_less_than_half_of_the_space_are_not_used(
 
 
 UNAVAILABLE: list[dict[str, Any]] = [
-    *({"health": health} for health in WorkerHealth if health is not WorkerHealth.READY),
+    *({"health": health} for health in set(WorkerHealth) - READY),
     {"pages_free": PageCount(0)},
     {"slots": 8},
     {"max_prompt_tokens": 1.0, "prompt_tokens": 1},

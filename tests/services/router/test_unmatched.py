@@ -1,14 +1,15 @@
-"""Workers that fit no other worker: the reason is in the log, the worker list and readiness."""
+"""Workers that fit no other worker: they learn it, and so do operators and gateways."""
 
 from typing import Any
 
 import pytest
 import structlog
+from quart import Response
 
 from services.common.placement import Compatibility, Role
 from services.router.app import create_app
 from services.router.settings import RouterSettings
-from tests.services.router.samples import COMPATIBLE, beat, registration
+from tests.services.router.samples import COMPATIBLE, beat, place_request, registration
 
 OTHER: dict[str, Any] = {
     "model_hash": "m1",
@@ -30,10 +31,34 @@ class _Router:
     def __init__(self) -> None:
         self._client = create_app(RouterSettings.model_validate({})).test_client()
 
-    async def add(self, worker_id: str, role: Role, compatibility: Compatibility) -> None:
-        body = registration(worker_id, role, compatibility=compatibility).model_dump(mode="json")
+    async def add(
+        self, worker_id: str, role: Role, compatibility: Compatibility, **changes: Any
+    ) -> None:
+        worker = registration(worker_id, role, compatibility=compatibility, **changes)
+        body = worker.model_dump(mode="json")
         assert (await self._client.post("/v1/register", json=body)).status_code == 200
-        await self._client.post("/v1/heartbeat", json=beat(worker_id).model_dump(mode="json"))
+        await self.beat(worker_id)
+
+    async def beat(self, worker_id: str) -> str | None:
+        """Send a heartbeat, and return why the worker has no partner."""
+        body = beat(worker_id).model_dump(mode="json")
+        answer = await (await self._client.post("/v1/heartbeat", json=body)).get_json()
+        reason: str | None = answer["unmatched"]
+        return reason
+
+    async def remove(self, worker_id: str) -> None:
+        body = {"worker_id": worker_id, "epoch": "e1"}
+        await self._client.post("/v1/deregister", json=body)
+
+    async def number(self, role: Role, state: str) -> float:
+        """Return the number of workers with a role and a state, from the metrics."""
+        text = await (await self._client.get("/metrics")).get_data(as_text=True)
+        name = f'headrace_router_workers{{role="{role}",state="{state}"}} '
+        (line,) = (line for line in text.splitlines() if line.startswith(name))
+        return float(line.removeprefix(name))
+
+    async def post(self, path: str, body: dict[str, Any]) -> Response:
+        return await self._client.post(path, json=body)
 
     async def get(self, path: str) -> Any:
         return await (await self._client.get(path)).get_json()
@@ -74,3 +99,53 @@ async def test_worker_beside_a_pair_has_the_reason_and_the_model_is_ready() -> N
     assert "codec is 'splitzip' and 'raw'" in (reasons["decode-1"] or "")
     (model,) = (await router.get("/v1/readiness"))["models"]
     assert model["ready"]
+
+
+async def test_worker_without_a_partner_is_told_so_and_counted_until_one_registers() -> None:
+    router = _Router()
+    other = COMPATIBLE.model_copy(update={"kv_format": "fp8"})
+    await router.add("prefill-0", Role.PREFILL, COMPATIBLE)
+    await router.add("decode-0", Role.DECODE, COMPATIBLE)
+    await router.add("decode-1", Role.DECODE, other)
+    assert await router.beat("decode-0") is None
+    assert "kv_format is 'dense' and 'fp8'" in (await router.beat("decode-1") or "")
+    for state in ("ready", "unmatched"):
+        assert await router.number(Role.DECODE, state) == 1
+    await router.add("prefill-1", Role.PREFILL, other)
+    assert await router.beat("decode-1") is None
+    assert await router.number(Role.DECODE, "ready") == 2
+    await router.remove("prefill-1")
+    assert await router.beat("decode-1") is not None
+    assert await router.number(Role.DECODE, "unmatched") == 1
+
+
+async def test_worker_is_not_unmatched_while_no_worker_with_the_other_role_is_registered() -> None:
+    router = _Router()
+    await router.add("decode-0", Role.DECODE, COMPATIBLE)
+    await router.add("decode-1", Role.DECODE, COMPATIBLE.model_copy(update={"kv_format": "fp8"}))
+    assert await router.beat("decode-0") is None
+    assert await router.beat("decode-1") is None
+
+
+async def test_prefill_worker_that_decodes_serves_without_a_partner_but_has_the_state() -> None:
+    router = _Router()
+    other = COMPATIBLE.model_copy(update={"kv_format": "fp8"})
+    await router.add("prefill-0", Role.PREFILL, COMPATIBLE, decodes=True)
+    await router.add("decode-0", Role.DECODE, other)
+    assert await router.number(Role.PREFILL, "unmatched") == 1
+    (model,) = (await router.get("/v1/readiness"))["models"]
+    assert model["ready"]
+    body = place_request().model_dump(mode="json")
+    answer = await (await router.post("/v1/place", body)).get_json()
+    assert answer["decode"]["worker_id"] == "prefill-0"
+
+
+async def test_model_of_a_worker_without_a_partner_does_not_make_gateways_unready() -> None:
+    """Gateways compare their tokenizer with the models of the workers that serve requests."""
+    router = _Router()
+    other = COMPATIBLE.model_copy(update={"model_hash": "m1"})
+    await router.add("prefill-0", Role.PREFILL, COMPATIBLE)
+    await router.add("decode-0", Role.DECODE, COMPATIBLE)
+    await router.add("decode-1", Role.DECODE, other, model_hash="m1")
+    (model,) = (await router.get("/v1/readiness"))["models"]
+    assert [info["model_hash"] for info in model["infos"]] == ["m0"]

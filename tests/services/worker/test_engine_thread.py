@@ -144,3 +144,52 @@ async def test_duration_of_each_plan_is_taken_once() -> None:
     assert times[0] > 0
     assert not list(thread.take_plan_times())
     await thread.stop()
+
+
+async def test_step_that_does_not_end_counts_in_the_pace(
+    start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = engine_of(tiny_model()), Outputs()
+    gate = Gate(engine, monkeypatch)
+    thread = start(engine, outputs.queue.put_nowait)
+    assert thread.pace is None
+    gate.open.set()
+    thread.submit(Add(request_of("r", 20, 9)))
+    while not (await outputs.next()).ended:
+        pass
+    await thread.run(lambda _: None)
+    usual, times = thread.pace, list(thread.take_decode_times())
+    assert usual is not None
+    assert len(times) == 8, "the first token is sampled in a step that decodes no sequence"
+    assert usual.step_s == pytest.approx(sum(times[1:]) / 7)  # the first steps are not counted
+    assert thread.inter_token_s == usual.step_s
+    assert (usual.tokens, usual.context) == (1, 20 + 1 + 4)
+    assert not list(thread.take_decode_times())
+    gate.open.clear()
+    thread.submit(Add(request_of("stuck", 20, 2)))
+    await outputs.next()
+    await asyncio.sleep(0.05 + 16 * usual.step_s)
+    stuck = thread.pace
+    assert stuck is not None
+    assert stuck.idle_s == 0.0
+    assert stuck.step_s > 2 * usual.step_s
+    assert thread.inter_token_s == usual.step_s
+    gate.open.set()
+    while not (await outputs.next()).ended:
+        pass
+
+
+async def test_idle_time_is_part_of_the_pace(start: Callable[..., EngineThread]) -> None:
+    outputs = Outputs()
+    thread = start(engine_of(tiny_model()), outputs.queue.put_nowait)
+    thread.submit(Add(request_of("r", 20, 9)))
+    while not (await outputs.next()).ended:
+        pass
+    await thread.run(lambda _: None)
+    first = thread.pace
+    await asyncio.sleep(0.05)
+    second = thread.pace
+    assert first is not None
+    assert second is not None
+    assert second.idle_s >= first.idle_s + 0.05
+    assert second.step_s == first.step_s

@@ -124,7 +124,7 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
     )
     ready = partial(worker.metrics.registry.get_sample_value, "headrace_worker_ready")
     server: Any = SimpleNamespace(set_serving=set_serving)
-    registrar: Any = SimpleNamespace(not_ready=None, unregistered=None)
+    registrar: Any = SimpleNamespace(not_ready=None, unregistered=None, unmatched=None)
     tending = asyncio.create_task(_report_state(worker, server, registrar, 0.001))
     for reason in ("blocked", None):
         worker.not_ready = reason
@@ -134,9 +134,15 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         assert ready() == pytest.approx(nan if draining else float(reason is None), nan_ok=True)
     expected = [] if draining else [False, True]
     assert served == expected
-    registrar.unregistered = "no router knows this worker"
-    rounds.clear()
-    await until(lambda: len(rounds) > 1)
-    assert registrar.not_ready is None  # routers are told only what the worker itself lacks
-    assert served == expected + ([] if draining else [False])
+    for name in ("unregistered", "unmatched"):
+        setattr(registrar, name, "no requests from any router")
+        rounds.clear()
+        await until(lambda: len(rounds) > 1)
+        assert registrar.not_ready is None  # routers are told only what the worker itself lacks
+        expected += [] if draining else [False, True]
+        assert served == expected[: len(expected) - (not draining)]
+        setattr(registrar, name, None)
+        rounds.clear()
+        await until(lambda: len(rounds) > 1)
+        assert served == expected
     tending.cancel()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from runtime.engine import Cancel
+from runtime.engine import Add, Cancel
 from services.common.placement import Registration, Role, WorkerState
 from services.common.tls import MutualTls
 from services.transfer.drift import Escapes
@@ -19,7 +19,7 @@ from services.transfer.policy import WireMode
 from services.worker import registration
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
-from tests.runtime.tiny import engine_of, tiny_model
+from tests.runtime.tiny import engine_of, request_of, tiny_model
 from tests.services.certificates import Authority
 from tests.services.tls_ports import router_port
 from tests.services.workers import LIMIT_S, load, until
@@ -28,9 +28,14 @@ URL = "http://router"
 
 
 class Router:
-    """Answers registrations at once, and heartbeats when the test allows it."""
+    """Answers registrations at once, and heartbeats when the test allows it.
+
+    Attributes:
+        reply: the answers to heartbeats.
+    """
 
     def __init__(self) -> None:
+        self.reply: dict[str, Any] = {}
         self.beats: asyncio.Queue[tuple[dict[str, Any], asyncio.Event]] = asyncio.Queue()
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
@@ -38,6 +43,7 @@ class Router:
             answered = asyncio.Event()
             self.beats.put_nowait((json.loads(request.content), answered))
             await answered.wait()
+            return httpx.Response(200, json=self.reply)
         return httpx.Response(200, json={})
 
     async def next(self) -> tuple[dict[str, Any], asyncio.Event]:
@@ -246,3 +252,54 @@ async def test_worker_says_why_no_router_knows_it_until_it_has_a_valid_certifica
             ours.issue("worker", into=foreign)
             await until(lambda: registrar.unregistered is None)
         await registrar.stop()
+
+
+async def test_heartbeat_has_the_pace_of_recent_steps(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+
+    async def beat() -> dict[str, Any]:
+        draining = asyncio.create_task(registrar.drain())
+        heartbeat, answered = await router.next()
+        answered.set()
+        await draining
+        return heartbeat
+
+    assert ((first := await beat())["pace"], first["inter_token_s"]) == (None, 0.0)
+    engine.submit(Add(request_of("r", 20, 10)))
+    await until(lambda: engine.load.steps >= 10 and not engine.load.running)
+    second = await beat()
+    pace = second["pace"]
+    assert pace["step_s"] == pytest.approx(second["inter_token_s"], rel=0.5)
+    assert 1 <= pace["tokens"] <= 20 <= pace["context"] <= 30
+    await registrar.stop()
+
+
+async def test_worker_that_every_router_calls_unmatched_has_the_reason(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[str, dict[str, Any]] = {"a": {"unmatched": "kv_format differs"}, "b": {}}
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=answers[request.url.host])
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    registrar = Registrar(
+        introduction_of(engine),
+        engine,
+        ["http://a", "http://b"],
+        TransferMetrics(CollectorRegistry()),
+        token=None,
+        period_s=0.001,
+    )
+    registrar.start()
+    await until(lambda: registrar.unregistered is None)
+    assert registrar.unmatched is None, "the other router has a partner"
+    answers["b"] = answers["a"]
+    await until(lambda: registrar.unmatched == "kv_format differs")
+    answers["b"] = {}
+    await until(lambda: registrar.unmatched is None)
+    await registrar.stop()

@@ -1,0 +1,66 @@
+"""Workers without a partner: no worker with the other role is compatible with them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice, product
+from typing import Protocol
+
+from services.common.placement import Compatibility, Registration, Role
+
+_MAX_COMPARED = 16  # workers of which a reason names the most similar one
+_MAX_VALUE_CHARS = 24  # of a property of a worker
+_OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+
+
+class Member(Protocol):
+    """A worker of a pair: its registration, or its snapshot."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def compatibility(self) -> Compatibility: ...
+
+
+def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
+    """Return the workers without a partner, and the reason, by id of the worker.
+
+    These are prefill and decode workers of which every worker with the other role, for the same
+    model, has other properties. If there is no such worker at all, the model is not ready, and
+    `services.router.readiness` has the reason.
+    """
+    offered: defaultdict[tuple[str, Role], set[Compatibility]] = defaultdict(set)
+    for worker in workers:
+        offered[worker.model.name, worker.role].add(worker.compatibility)
+    reasons = {}
+    for worker in workers:
+        model, role = worker.model.name, _OTHER.get(worker.role)
+        if role and (others := offered.get((model, role))) and worker.compatibility not in others:
+            candidates = (w for w in workers if w.model.name == model and w.role is role)
+            reasons[worker.worker_id] = difference([worker, *islice(candidates, _MAX_COMPARED)])
+    return reasons
+
+
+def difference(workers: Sequence[Member]) -> str:
+    """Return the properties in which the two most similar workers of both roles differ.
+
+    There must be a prefill and a decode worker.
+    """
+    prefill, decode = min(
+        product(*([w for w in workers if w.role is role] for role in _OTHER)),
+        key=lambda pair: len(pair[0].compatibility.mismatches(pair[1].compatibility)),
+    )
+    differing = [
+        f"{name} is {_value(prefill, name)} and {_value(decode, name)}"
+        for name in prefill.compatibility.mismatches(decode.compatibility)
+    ]
+    names = f"{prefill.worker_id} and {decode.worker_id}"
+    return f"the workers {names} are not compatible: {', '.join(differing)}"
+
+
+def _value(worker: Member, name: str) -> str:
+    value = getattr(worker.compatibility, name)
+    return repr(value[:_MAX_VALUE_CHARS] if isinstance(value, str) else value)

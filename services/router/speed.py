@@ -1,0 +1,50 @@
+"""Speed of workers, from the paces that they report.
+
+The duration of a step grows with the tokens that it computes and with the context that these attend
+to. Therefore, durations cannot be compared directly: a busy worker has longer steps than an idle
+one. Between workers of equal speed, the duration grows at most by the factor by which the larger of
+the two quantities grows, if it is a linear function of both with coefficients that are not
+negative. Only what exceeds this factor counts as a difference in speed. `slowdown` is thus a lower
+bound, which is exact if both workers have steps of the same size.
+
+A slow worker gets few requests or none, and no new measurements then. Its slowdown decays towards
+1, the value of a worker that was not measured, so that it is tried again.
+"""
+
+from collections.abc import Iterable
+
+from services.common.placement import StepPace
+
+HALF_LIFE_S = 180.0
+"""Idle time in which the logarithm of a slowdown halves. A worker that was slower by a factor of 10
+has no noticeable slowdown after 312 s. One of 300 requests is then slow if there is one per second,
+since the worker is measured again."""
+NOTICEABLE = 2.0
+"""Slowdowns below this value do not affect placement. The durations of steps vary, for example with
+the load of the other processes on a host."""
+
+
+def slowdown(pace: StepPace | None, others: Iterable[StepPace]) -> float:
+    """Return by which factor a worker is slower than the fastest of the others, at least 1.
+
+    Args:
+        pace: recent steps of the worker; None if they are unknown.
+        others: recent steps of comparable workers: with the same role and model.
+    """
+    if pace is None:
+        return 1.0
+    measured = max((_ratio(pace, other) for other in others), default=1.0)
+    left: float = 0.5 ** (pace.idle_s / HALF_LIFE_S)
+    decayed: float = max(1.0, measured) ** left
+    return decayed
+
+
+def noticeable(factor: float) -> float:
+    """Return a slowdown as placement uses it: 1 if it is below `NOTICEABLE`."""
+    return factor if factor >= NOTICEABLE else 1.0
+
+
+def _ratio(pace: StepPace, other: StepPace) -> float:
+    """Return the ratio of the durations, divided by the part that larger steps explain."""
+    larger = max(1.0, pace.tokens / other.tokens, pace.context / other.context)
+    return pace.step_s / other.step_s / larger
