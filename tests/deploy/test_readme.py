@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 from services.cli import app
 from services.launch import SERVICES
+from services.router.capacity import WorkerHealth
 from tests.deploy.images import DEPLOY
 
 README = (DEPLOY / "README.md").read_text()
 HEADINGS = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
-NOT_SETTINGS = {"request_id", "credentials_file"}
+NOT_SETTINGS = {"request_id", "credentials_file", "not_ready", "inter_token_s", "nr_throttled"}
 
 
 def anchor(heading: str) -> str:
@@ -35,6 +36,11 @@ def test_each_alert_has_a_section() -> None:
     ]
     assert alerts
     assert [heading for heading in HEADINGS if heading.startswith("Headrace")] == alerts
+
+
+def test_each_state_of_a_worker_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", README, re.MULTILINE)
+    assert set(rows) == {state.value for state in WorkerHealth}
 
 
 def test_links_lead_somewhere() -> None:
