@@ -74,3 +74,11 @@ def test_speeds_of_all_workers_may_differ_without_one_being_starved() -> None:
     jobs = simulate("humaneval", 500, 0.7, 6, speeds)
     counts = {f"p{i}": sum(f"p{i}" in (job.workers or ()) for job in jobs) for i in range(3)}
     assert counts["p0"] > counts["p1"] > counts["p2"] > 0.02 * len(jobs)
+
+
+def test_new_worker_gets_its_share_at_once() -> None:
+    """A worker without measurements counts as one of the fastest."""
+    jobs = simulate("humaneval", 400, 0.5, 7)
+    first = jobs[:200]
+    for name, index in (("p0", 0), ("p1", 0), ("d0", 1), ("d1", 1), ("d2", 1)):
+        assert sum((job.workers or ("", ""))[index] == name for job in first) > 0.2 * len(first)
