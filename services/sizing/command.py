@@ -1,6 +1,7 @@
 """The command `headrace size`."""
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from services.sizing.runs import figures_of_runs
 from services.sizing.size import Load, Plan, plan
 
 EXIT_IMPOSSIBLE = 2
+UNLIMITED = "unlimited"
 
 
 def size(
@@ -42,14 +44,18 @@ def size(
         float, typer.Option(min=0.05, max=0.95, help="maximum utilization of workers and links")
     ] = 0.75,
     link: Annotated[
-        float | None, typer.Option(min=1e-3, help="bandwidth of a worker's KV transfers, Gbit/s")
+        str | None,
+        typer.Option(
+            help="bandwidth of one worker's KV transfers in Gbit/s, or `unlimited`; required, "
+            "except with folders of runs as figures"
+        ),
     ] = None,
     spare: Annotated[int, typer.Option(min=0, help="spare workers to add for each role")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Estimate how many prefill and decode workers a load needs, from measured figures."""
     try:
-        measured = _figures(figures or ["h200-llama-3-8b"])
+        measured = _figures(figures or ["h200-llama-3-8b"], kv_format)
         load = Load(
             rate=rate,
             prompt=Lengths.parse(inputs),
@@ -59,7 +65,7 @@ def size(
             share=percentile / 100,
             utilization=utilization,
             kv_format=kv_format,
-            link_bits_per_s=None if link is None else link * 1e9,
+            link_bits_per_s=None if link is None else _bits_per_s(link),
         )
         result = plan(load, measured)
     except SettingsError as error:
@@ -71,16 +77,31 @@ def size(
         _print_table(load, measured, result, spare)
 
 
-def _figures(names: list[str]) -> Figures:
+def _figures(names: list[str], kv_format: str) -> Figures:
     if all(Path(name).is_dir() for name in names):
-        return figures_of_runs([Path(name) for name in names])
+        return figures_of_runs([Path(name) for name in names], kv_format)
     if len(names) > 1:
         raise SettingsError("several --figures must all be folders of headrace-loadgen runs")
     return Figures.load(names[0])
 
 
+def _bits_per_s(link: str) -> float:
+    """Parse Gbit/s, or `UNLIMITED`."""
+    if link == UNLIMITED:
+        return math.inf
+    try:
+        bits_per_s = float(link) * 1e9
+    except ValueError:
+        bits_per_s = math.nan
+    if not 0 < bits_per_s < math.inf:
+        raise SettingsError(f"--link must be a number of Gbit/s or `{UNLIMITED}`, not {link!r}")
+    return bits_per_s
+
+
 def _print_json(load: Load, figures: Figures, result: Plan, spare: int) -> None:
     asked = asdict(load) | {"prompt": load.prompt.spec, "answer": load.answer.spec}
+    if load.link_bits_per_s == math.inf:  # JSON has no infinity
+        asked["link_bits_per_s"] = UNLIMITED
     document = {
         "prefill_workers": result.prefill.workers + spare,
         "decode_workers": result.decode.workers + spare,
@@ -120,13 +141,34 @@ def _print_table(load: Load, figures: Figures, result: Plan, spare: int) -> None
     if result.gateways is not None:
         table.add_row("gateway", str(result.gateways), "utilization", "one core each")
     console.print(table)
-    if result.kv_bits_per_s is not None:
-        console.print(
-            f"KV transfers: {result.kv_bits_per_s / 1e9:.3g} Gbit/s in total, uncompressed"
-        )
+    _print_transfers(console, load, result)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
 
 
+def _print_transfers(console: Console, load: Load, result: Plan) -> None:
+    moved = result.transfers
+    if moved is None or load.link_bits_per_s is None:
+        return
+    each = f"{_gbit(moved.prefill_bits_per_s)} per prefill worker, {_gbit(moved.decode_bits_per_s)}"
+    console.print(
+        f"KV transfers, uncompressed: {_gbit(moved.bits_per_s)} Gbit/s in total, "
+        f"{each} per decode worker"
+    )
+    if math.isinf(load.link_bits_per_s):
+        console.print("links: unlimited, as given")
+    else:
+        console.print(
+            f"links: {_gbit(load.link_bits_per_s)} Gbit/s per worker, as given; the KV of a prompt "
+            f"takes {_ms(moved.prompt_s)} on average, in part after the first token"
+        )
+
+
+def _gbit(bits_per_s: float) -> str:
+    return f"{bits_per_s / 1e9:,.4g}"
+
+
 def _ms(seconds: float) -> str:
+    if seconds < 5e-7:
+        return "0 ms"
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

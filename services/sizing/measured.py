@@ -1,15 +1,20 @@
 """Measured figures of one kind of worker, as stored in `figures/` or written by a user."""
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from runtime.core.window import stored_pages
 from services.common.errors import SettingsError
 
+DENSE = "dense"
+PAGE_SIZE = 16  # token slots of a page
 FOLDER = Path(__file__).parent / "figures"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,30 +45,52 @@ class DecodePoint(_Part):
 
 
 class KVFigures(_Part):
-    """Memory of a decode worker for KV.
+    """Sizes of KV, and memory of a decode worker for it.
 
     Attributes:
-        bytes_per_token: by KV format.
+        bytes_per_token: by KV format; of a compressed format, of the tokens in stored pages.
         bytes: memory for pages; `headrace_kv_pages` times 16 times the bytes of a token.
-        read_bytes_per_s: rate at which attention reads dense KV, to correct token times for
-            contexts other than the measured ones; None: no correction.
+        read_bytes_per_s: rate at which attention reads KV, by KV format, to correct token times
+            for contexts other than the measured ones; formats without it are not corrected.
+        link_bits_per_s: measured bandwidth of KV transfers between two workers, by kind of link.
     """
 
     bytes_per_token: dict[str, Positive]
     bytes: Positive
-    read_bytes_per_s: Positive | None = None
+    read_bytes_per_s: dict[str, Positive] = {}
+    link_bits_per_s: dict[str, Positive] = {}
 
     @model_validator(mode="after")
-    def _dense_is_known(self) -> Self:
-        if self.read_bytes_per_s is not None and "dense" not in self.bytes_per_token:
-            raise ValueError("read_bytes_per_s needs the bytes per token of `dense`")
+    def _formats_are_known(self) -> Self:
+        unknown = {DENSE, *self.read_bytes_per_s} - self.bytes_per_token.keys()
+        if unknown:
+            raise ValueError(f"bytes_per_token lacks {', '.join(sorted(unknown))}")
         return self
+
+    def size(self, kv_format: str, tokens: float) -> float:
+        """Return the bytes of the first and the recent pages, exact, and of all others, stored.
+
+        Raises:
+            SettingsError: if the size of the format is unknown.
+        """
+        stored = self.bytes_per_token.get(kv_format)
+        if stored is None:
+            raise _unknown_format("bytes per token", kv_format, self.bytes_per_token)
+        length = math.ceil(tokens)
+        exact = min(tokens, (length - stored_pages(length, PAGE_SIZE) * PAGE_SIZE))
+        return exact * self.bytes_per_token[DENSE] + (tokens - exact) * stored
+
+    def read_s_per_token(self, kv_format: str) -> float:
+        """Return the seconds in which attention reads the KV of a token; 0 if unknown."""
+        rate = self.read_bytes_per_s.get(kv_format)
+        return 0.0 if rate is None else self.bytes_per_token[kv_format] / rate
 
 
 class Figures(_Part):
     """Figures of one model on one kind of machine.
 
     Attributes:
+        decode: times of an output token, by KV format.
         max_running: maximum sequences on a decode worker.
         gateway_tokens_per_s: output tokens per second of one gateway.
         sources: where each figure comes from, with dates.
@@ -72,17 +99,21 @@ class Figures(_Part):
     name: str
     sources: dict[str, str]
     prefill: Annotated[list[PrefillPoint], Field(min_length=1)]
-    decode: Annotated[list[DecodePoint], Field(min_length=1)]
+    decode: Annotated[
+        dict[str, Annotated[list[DecodePoint], Field(min_length=1)]], Field(min_length=1)
+    ]
     max_running: Count
     kv: KVFigures | None = None
     gateway_tokens_per_s: Positive | None = None
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        for name, at in (
-            ("prefill", [point.tokens for point in self.prefill]),
-            ("decode", [point.sequences for point in self.decode]),
-        ):
+        measured: dict[str, list[float]] = {
+            f"decode.{kv_format}": [point.sequences for point in points]
+            for kv_format, points in self.decode.items()
+        }
+        measured["prefill"] = [point.tokens for point in self.prefill]
+        for name, at in measured.items():
             if any(low >= high for low, high in pairwise(at)):
                 raise ValueError(f"the points of {name} must be in ascending order")
         return self
@@ -108,36 +139,101 @@ class Figures(_Part):
             where = ".".join(map(str, fault["loc"])) or "the file"
             raise SettingsError(f"figures {path}: {where}: {fault['msg']}") from None
 
+    @cached_property
+    def square_s(self) -> float:
+        """Seconds per square of a prompt's tokens: attention, of which every chunk of a prompt
+        computes more than the one before.
+
+        It is that of the quadratic through the last three points. It is lower, down to 0, if the
+        rest of the measured times would decrease otherwise, and 0 for fewer than three points.
+        """
+        points = [(p.tokens, p.first_ms / 1e3) for p in self.prefill]
+        if len(points) < 3:
+            return 0.0
+        slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
+        curvature = (slopes[-1] - slopes[-2]) / (points[-1][0] - points[-3][0])
+        most = min(
+            slope / (x0 + x1)
+            for slope, ((x0, _), (x1, _)) in zip(slopes, pairwise(points), strict=True)
+        )
+        return max(0.0, min(curvature, most))
+
     @property
     def overhead_s(self) -> float:
         """Part of `first_token_s` that does not occupy the prefill worker: its value at 0 tokens.
 
-        It is the intercept of the first two points. With a single point, or if noise makes the
-        second time the shorter one, all time is taken as occupied.
+        It is the intercept of the first two points, without their quadratic part. With a single
+        point, or if noise makes the second time the shorter one, all time is taken as occupied.
         """
         if len(self.prefill) == 1:
             return 0.0
-        (x0, y0), (x1, y1) = [(p.tokens, p.first_ms / 1e3) for p in self.prefill[:2]]
+        (x0, y0), (x1, y1) = self._linear_part[:2]
         return max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0)) if y1 > y0 else 0.0
 
     def first_token_s(self, tokens: float) -> float:
-        """Seconds from a single request to its first token, interpolated."""
-        points = [(float(p.tokens), p.first_ms / 1e3) for p in self.prefill]
-        return _line([(0.0, self.overhead_s), *points], tokens)
+        """Seconds from a single request to its first token.
 
-    def token_s(self, sequences: float, context: float) -> float:
+        Between and beyond the measured points, it is a quadratic with the coefficient `square_s`.
+        """
+        linear = _line([(0.0, self.overhead_s), *self._linear_part], tokens)
+        return linear + self.square_s * tokens * tokens
+
+    @property
+    def _linear_part(self) -> list[tuple[float, float]]:
+        """Tokens and seconds of the points of prefill, without the quadratic part."""
+        return [
+            (float(p.tokens), p.first_ms / 1e3 - self.square_s * p.tokens**2) for p in self.prefill
+        ]
+
+    def points(self, kv_format: str) -> list[DecodePoint]:
+        """Return the measured times of an output token.
+
+        Raises:
+            SettingsError: if there are none for this format.
+        """
+        found = self.decode.get(kv_format)
+        if found is None:
+            raise _unknown_format("times of an output token", kv_format, self.decode)
+        return found
+
+    def token_s(self, sequences: float, context: float, kv_format: str = DENSE) -> float:
         """Seconds between two tokens of each of ``sequences`` on a decode worker, interpolated.
 
-        The KV of a longer or shorter context than the measured one is added or subtracted, at the
-        rate at which attention reads it. The result is at least the fastest measured time.
+        The time to read the KV of a longer or shorter context than the measured one is added or
+        subtracted. Beyond the largest measured number of sequences, a format with few points takes
+        as much longer as dense KV does, less the difference in the time to read KV: all other parts
+        of a step are those of dense KV. The result is at least the fastest measured time.
+
+        Raises:
+            SettingsError: if no time was measured for this format.
         """
-        points, fastest = self.decode, min(p.token_ms for p in self.decode) / 1e3
+        points = self.points(kv_format)
+        dense = self.decode.get(DENSE, points)
+        inside = sequences
+        if points[-1].sequences < min(sequences, dense[-1].sequences):
+            inside = points[-1].sequences
+        time_s = self._interpolated(kv_format, inside, context)
+        if inside < sequences:
+            time_s += self._interpolated(DENSE, sequences, context)
+            time_s -= self._interpolated(DENSE, inside, context)
+            saved = self._read_s_per_token(DENSE) - self._read_s_per_token(kv_format)
+            time_s -= (sequences - inside) * context * saved
+        return max(time_s, min(p.token_ms for p in points) / 1e3)
+
+    def _interpolated(self, kv_format: str, sequences: float, context: float) -> float:
+        points = self.decode[kv_format]
         time_s = _line([(p.sequences, p.token_ms / 1e3) for p in points], sequences)
-        if self.kv is not None and self.kv.read_bytes_per_s is not None:
-            measured = _line([(p.sequences, p.context) for p in points], sequences, monotone=False)
-            read = sequences * (context - measured) * self.kv.bytes_per_token["dense"]
-            time_s += read / self.kv.read_bytes_per_s
-        return max(time_s, fastest)
+        measured = _line([(p.sequences, p.context) for p in points], sequences, monotone=False)
+        return time_s + sequences * (context - measured) * self._read_s_per_token(kv_format)
+
+    def _read_s_per_token(self, kv_format: str) -> float:
+        return 0.0 if self.kv is None else self.kv.read_s_per_token(kv_format)
+
+
+def _unknown_format(figure: str, kv_format: str, known: Iterable[str]) -> SettingsError:
+    return SettingsError(
+        f"the figures have no {figure} for KV format {kv_format!r}, only for: {', '.join(known)}"
+    )
 
 
 def _line(points: Sequence[tuple[float, float]], at: float, *, monotone: bool = True) -> float:

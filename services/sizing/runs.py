@@ -70,12 +70,16 @@ class _Run:
             raise SettingsError(f"{folder} holds no run of headrace-loadgen: {error!r}") from error
 
 
-def figures_of_runs(folders: Sequence[Path]) -> Figures:
+def figures_of_runs(folders: Sequence[Path], kv_format: str) -> Figures:
     """Return figures of a deployment with one prefill and one decode worker.
 
     Runs with one request in flight give the points of prefill: median time to the first token by
     prompt tokens. All runs give those of decode: median time per output token. Of c requests in
     flight, c times the share of their time after the first token are in decode.
+
+    Args:
+        folders: results of `headrace-loadgen run --out`.
+        kv_format: KV format of the deployment.
 
     Raises:
         SettingsError: if a folder holds no closed loop, or the runs do not suffice.
@@ -99,10 +103,12 @@ def figures_of_runs(folders: Sequence[Path]) -> Figures:
             name=runs[0].model,
             sources={"runs": ", ".join(f"{run.folder}, {run.started}" for run in runs)},
             prefill=[PrefillPoint(tokens=x, first_ms=y) for x, y in sorted(prefill.items())],
-            decode=[
-                DecodePoint(sequences=x, context=context, token_ms=y)
-                for x, (context, y) in sorted(decode.items())
-            ],
+            decode={
+                kv_format: [
+                    DecodePoint(sequences=x, context=context, token_ms=y)
+                    for x, (context, y) in sorted(decode.items())
+                ]
+            },
             max_running=MAX_RUNNING,
         )
     except ValidationError as error:

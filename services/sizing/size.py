@@ -15,20 +15,21 @@ The mean of b is limited twice: by the utilization times b_max, and by the mean 
 distribution whose quantile is b_max. By Little's law, a worker completes b / (E[g] t(b, c))
 requests per second.
 
-**KV transfers.** The KV of every prompt moves once: λ E[n] tokens per second, without compression.
+**KV transfers.** The KV of every prompt moves once: λ E[bytes(n)] per second, without compression
+by a codec. Each worker has one link, whose utilization does not exceed its limit.
 """
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 from services.common.errors import SettingsError
 from services.sizing.lengths import Lengths
-from services.sizing.measured import Figures
+from services.sizing.measured import DENSE, PAGE_SIZE, Figures
 from services.sizing.queueing import poisson_mean, waiting
 
 MAX_WORKERS = 10_000
 ROUNDING = 1e-9
-PAGE_SIZE = 16  # token slots of a page; half a page of each sequence is empty on average
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Load:
             number of sequences in decode.
         utilization: upper limit on the mean utilization of workers and links.
         kv_format: how decode workers store KV.
-        link_bits_per_s: network of one worker for KV transfers, in one direction; None: no limit.
+        link_bits_per_s: bandwidth of one worker for KV transfers, in one direction; infinite if
+            they are no limit; None if it is unknown, which only figures without KV sizes allow.
     """
 
     rate: float
@@ -55,7 +57,7 @@ class Load:
     tpot_s: float
     share: float = 0.95
     utilization: float = 0.75
-    kv_format: str = "dense"
+    kv_format: str = DENSE
     link_bits_per_s: float | None = None
 
     @property
@@ -99,19 +101,36 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Transfers:
+    """KV transfers from prefill to decode workers.
+
+    Attributes:
+        bits_per_s: of all workers together.
+        prefill_bits_per_s: mean of one prefill worker.
+        decode_bits_per_s: mean of one decode worker.
+        prompt_s: time of a prompt's KV on an otherwise idle link, on average.
+    """
+
+    bits_per_s: float
+    prefill_bits_per_s: float
+    decode_bits_per_s: float
+    prompt_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Result of `plan`.
 
     Attributes:
         gateways: gateway processes; None if the figures have none.
-        kv_bits_per_s: KV transfers of all workers together; None if the figures have no KV.
+        transfers: None if the figures have no KV sizes.
         notes: what limits the accuracy of the plan.
     """
 
     prefill: Prefill
     decode: Decode
     gateways: int | None
-    kv_bits_per_s: float | None
+    transfers: Transfers | None
     notes: tuple[str, ...]
 
 
@@ -121,15 +140,24 @@ def plan(load: Load, figures: Figures) -> Plan:
     Raises:
         SettingsError: if no number of workers reaches the targets, or a figure is missing.
     """
-    bits = _kv_bits_per_s(load, figures)
-    links = _links(load, bits)
+    figures.points(load.kv_format)
+    links = _links(load, figures)
     prefill = _prefill(load, figures, links)
     decode = _decode(load, figures, links)
     gateways = None
     if figures.gateway_tokens_per_s is not None:
         tokens = load.rate * load.answer.mean
         gateways = math.ceil(tokens / (load.utilization * figures.gateway_tokens_per_s))
-    return Plan(prefill, decode, gateways, bits, tuple(_notes(load, figures, decode)))
+    transfers = None
+    if figures.kv is not None and load.link_bits_per_s is not None:
+        bits = _prompt_bits(load, figures)
+        transfers = Transfers(
+            load.rate * bits,
+            load.rate * bits / prefill.workers,
+            load.rate * bits / decode.workers,
+            bits / load.link_bits_per_s,
+        )
+    return Plan(prefill, decode, gateways, transfers, tuple(_notes(load, figures, decode)))
 
 
 def _prefill(load: Load, figures: Figures, links: int) -> Prefill:
@@ -165,7 +193,9 @@ def _decode(load: Load, figures: Figures, links: int) -> Decode:
 
     def rate_of(sequences: float) -> float:
         """Requests per second of a worker with a mean number of sequences."""
-        return sequences / (load.answer.mean * figures.token_s(sequences, load.context))
+        return sequences / (
+            load.answer.mean * figures.token_s(sequences, load.context, load.kv_format)
+        )
 
     workers = math.ceil(load.rate / rate_of(mean))
     if workers < links:
@@ -179,7 +209,7 @@ def _decode(load: Load, figures: Figures, links: int) -> Decode:
     usage = None
     if figures.kv is not None:
         usage = high * _sequence_bytes(load, figures) / figures.kv.bytes
-    tpot_s = figures.token_s(high, load.context)
+    tpot_s = figures.token_s(high, load.context, load.kv_format)
     return Decode(workers, limit, most, high, tpot_s, usage)
 
 
@@ -191,46 +221,50 @@ def _max_sequences(load: Load, figures: Figures) -> tuple[int, str]:
         if limits["kv"] < 1:
             raise SettingsError(f"a decode worker has no memory for {load.context:,.0f} tokens")
     fitting = min(limits.values())
-    if figures.token_s(1, load.context) > load.tpot_s * (1 + ROUNDING):
+    alone_s = figures.token_s(1, load.context, load.kv_format)
+    if alone_s > load.tpot_s * (1 + ROUNDING):
         raise SettingsError(
-            f"an output token takes {figures.token_s(1, load.context):.3g} s on an idle worker, "
-            f"the target is {load.tpot_s:g} s"
+            f"an output token takes {alone_s:.3g} s on an idle worker with KV format "
+            f"{load.kv_format}, the target is {load.tpot_s:g} s"
         )
     low, high = 1, fitting + 1  # bisect: `token_s` grows with the number of sequences
     while high - low > 1:
         middle = (low + high) // 2
-        is_fast = figures.token_s(middle, load.context) <= load.tpot_s * (1 + ROUNDING)
+        token_s = figures.token_s(middle, load.context, load.kv_format)
+        is_fast = token_s <= load.tpot_s * (1 + ROUNDING)
         low, high = (middle, high) if is_fast else (low, middle)
     return low, "tpot" if low < fitting else min(limits, key=limits.__getitem__)
 
 
 def _sequence_bytes(load: Load, figures: Figures) -> float:
-    """Bytes of the pages of a running sequence, averaged over time."""
+    """Bytes of the pages of a running sequence, averaged over time.
+
+    Half a page of each sequence is empty on average.
+    """
     assert figures.kv is not None
-    return (load.context + PAGE_SIZE / 2) * _bytes_per_token(load, figures)
+    return figures.kv.size(load.kv_format, load.context + PAGE_SIZE / 2)
 
 
-def _bytes_per_token(load: Load, figures: Figures) -> float:
+def _prompt_bits(load: Load, figures: Figures) -> float:
+    """Bits of the KV of a prompt, on average."""
     assert figures.kv is not None
-    found = figures.kv.bytes_per_token.get(load.kv_format)
-    if found is None:
-        known = ", ".join(figures.kv.bytes_per_token)
-        raise SettingsError(f"no figures for KV format {load.kv_format!r}; available: {known}")
-    return found
+    return 8 * fmean(figures.kv.size(load.kv_format, tokens) for tokens in load.prompt.points)
 
 
-def _kv_bits_per_s(load: Load, figures: Figures) -> float | None:
-    if figures.kv is None:
-        return None
-    return 8 * load.rate * load.prompt.mean * _bytes_per_token(load, figures)
-
-
-def _links(load: Load, bits_per_s: float | None) -> int:
+def _links(load: Load, figures: Figures) -> int:
     """Return the number of workers of each role that have enough bandwidth for all transfers."""
-    if load.link_bits_per_s is None:
-        return 1
-    if bits_per_s is None:
+    if figures.kv is None:
+        if load.link_bits_per_s is None or math.isinf(load.link_bits_per_s):
+            return 1
         raise SettingsError("--link needs figures that contain KV sizes")
+    bits_per_s = load.rate * _prompt_bits(load, figures)
+    if load.link_bits_per_s is None:
+        measured = figures.kv.link_bits_per_s.items()
+        examples = "".join(f"{bits / 1e9:,.4g} over {name}, " for name, bits in measured)
+        raise SettingsError(
+            f"--link is missing: prompts of this load have {bits_per_s / 1e9:,.3g} Gbit/s of KV. "
+            f"Give what one worker can transfer, in Gbit/s ({examples}as measured), or `unlimited`"
+        )
     return math.ceil(bits_per_s / (load.utilization * load.link_bits_per_s))
 
 
@@ -238,14 +272,19 @@ def _notes(load: Load, figures: Figures, decode: Decode) -> list[str]:
     notes = []
     longest, measured = load.prompt.quantile(load.share), figures.prefill[-1].tokens
     if longest > measured:
+        how = "as a quadratic" if figures.square_s else "linearly, and attention is quadratic"
         notes.append(
-            f"prompts of up to {longest:,.0f} tokens are extrapolated from {measured:,}, linearly; "
-            "they take longer, since attention is quadratic"
+            f"prompts of up to {longest:,.0f} tokens are extrapolated from {measured:,}, {how}: "
+            "measure at least three lengths, up to the longest one"
         )
-    if decode.sequences > figures.decode[-1].sequences:
-        notes.append(f"decode is extrapolated from {figures.decode[-1].sequences:g} sequences")
-    if load.kv_format != "dense":
-        notes.append("decode times are those of dense KV; a compressed format reads fewer bytes")
+    most = figures.points(load.kv_format)[-1].sequences
+    if decode.sequences > most:
+        notes.append(
+            f"decode is extrapolated from {most:g} sequences, the most measured with KV format "
+            f"{load.kv_format}"
+        )
+    if figures.kv is None:
+        notes.append("KV transfers are not counted: these figures have no KV sizes")
     return notes
 
 

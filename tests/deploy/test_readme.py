@@ -63,9 +63,12 @@ def test_named_settings_exist() -> None:
 def test_worked_example_of_sizing_prints_what_the_readme_shows() -> None:
     command, shown = re.search(r"\$ headrace (size .+)\n((?:    .+\n)+)", README).groups()  # type: ignore[union-attr]
     result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
-    printed = {" ".join(line.split()) for line in result.output.splitlines()}
+    printed = {" ".join(line.split()) for line in result.stdout.splitlines()}
     for line in shown.splitlines():
         assert " ".join(line.split()) in printed
+    slower = re.sub(r"--link \S+", "--link 4.8", command)
+    assert slower != command
+    assert "expected with 30 + 30" in CliRunner().invoke(app, slower.split()).stdout
 
 
 @pytest.mark.parametrize("flavor", ["cpu", "cuda", "control"])

@@ -21,7 +21,11 @@ LOAD = {
     "--output": "fixed:128",
     "--ttft": "0.4",
     "--tpot": "0.008",
+    "--link": "1900",
 }
+
+
+FLAGS = [part for pair in LOAD.items() for part in pair]
 
 
 def run(*arguments: str, **changes: str) -> Result:
@@ -62,8 +66,45 @@ def test_prints_workers_limits_and_the_source_of_the_figures() -> None:
     assert "figures: Llama-3-8B, dense, bf16, on one H200 per worker" in shown
     assert "prefill 1 utilization" in shown
     assert "decode 1 tpot" in shown
-    assert "KV transfers: 21 Gbit/s in total" in shown
+    assert "KV transfers, uncompressed: 20.96 Gbit/s in total, 20.96 per prefill worker" in shown
+    assert "links: 1,900 Gbit/s per worker, as given; the KV of a prompt takes 0.552 ms" in shown
     assert "note:" not in shown
+
+
+def test_link_is_asked_for_and_decides_the_number_of_workers() -> None:
+    """100 requests/s of 1,000 tokens of 131,072 bytes: 105 Gbit/s, and 75 % of 4.8 are 3.6."""
+    asked = CliRunner().invoke(app, ["size", *FLAGS[:-2]])
+    assert asked.exit_code == 2
+    assert asked.stdout == ""
+    assert "--link is missing: prompts of this load have 21 Gbit/s of KV" in asked.stderr
+    assert "1,900 over NVLink, 4.8 over TCP, as measured" in asked.stderr
+    assert asked.stderr.count("\n") == 1
+    slow, fast = (
+        json.loads(run("--json", rate="100", link=link).stdout) for link in ("4.8", "1900")
+    )
+    assert (slow["prefill_workers"], slow["decode_workers"]) == (30, 30)
+    assert slow["expected"]["decode"]["limit"] == "link"
+    assert (fast["prefill_workers"], fast["decode_workers"]) == (3, 2)
+    unlimited = run("--json", rate="100", link="unlimited")
+    assert json.loads(unlimited.stdout)["load"]["link_bits_per_s"] == "unlimited"
+    assert "links: unlimited, as given" in run(link="unlimited").stdout
+    assert "wait 0 ms on average" in " ".join(run(rate="100", link="4.8").stdout.split())
+
+
+def test_compressed_kv_is_slower_than_dense_at_short_contexts() -> None:
+    """runtime/kv/BENCHMARKS.md: one sequence of 2,048 tokens takes 3.66 ms, and 4.11 with fp8."""
+    few = {"rate": "0.2", "input": "fixed:2048", "output": "fixed:32", "tpot": "0.004"}
+    assert run(**few).exit_code == 0
+    refused = run(**few | {"kv-format": "fp8"})
+    assert refused.exit_code == 2
+    assert "takes 0.00411 s on an idle worker with KV format fp8" in refused.stderr
+
+
+def test_prompts_of_32000_tokens_take_the_measured_time() -> None:
+    """services/h100.json: 1,201 ms to the first token on one prefill and one decode worker."""
+    result = run("--json", rate="0.02", input="fixed:32000", ttft="3", tpot="0.02")
+    ttft_s = json.loads(result.stdout)["expected"]["prefill"]["ttft_s"]
+    assert ttft_s == pytest.approx(1.201, rel=0.1)
 
 
 def test_prints_json_with_everything_that_the_result_depends_on() -> None:
@@ -75,8 +116,8 @@ def test_prints_json_with_everything_that_the_result_depends_on() -> None:
 
 
 def test_extrapolated_prompts_are_noted() -> None:
-    shown = " ".join(run(input="fixed:9000").output.split())
-    assert "note: prompts of up to 9,000 tokens are extrapolated from 7,900" in shown
+    shown = " ".join(run(input="fixed:40000", ttft="5", rate="0.1").output.split())
+    assert "note: prompts of up to 40,000 tokens are extrapolated from 32,000" in shown
 
 
 @pytest.mark.parametrize(
@@ -85,7 +126,11 @@ def test_extrapolated_prompts_are_noted() -> None:
         ({"input": "normal:1,2"}, "'normal:1,2' is not a distribution of lengths"),
         ({"ttft": "0.001"}, "on an idle worker"),
         ({"figures": "unknown"}, "cannot read figures unknown: No such file"),
-        ({"kv-format": "int9"}, "no figures for KV format 'int9'"),
+        ({"kv-format": "int9"}, "no times of an output token for KV format 'int9'"),
+        ({"figures": "cpu-smollm2-135m", "kv-format": "int4"}, "KV format 'int4', only for: dense"),
+        ({"link": "fast"}, "--link must be a number of Gbit/s or `unlimited`, not 'fast'"),
+        ({"link": "0"}, "--link must be a number"),
+        ({"link": "nan"}, "--link must be a number"),
     ],
 )
 def test_errors_are_one_line(changes: dict[str, str], message: str) -> None:
@@ -103,15 +148,17 @@ def test_figures_of_closed_loops(tmp_path: Path) -> None:
         write_loop(tmp_path / "b", 1, 500, 21, 0.3, 0.01),
         write_loop(tmp_path / "c", 8, 200, 20, 0.1, 0.1),
     ]
-    found = figures_of_runs(folders)
+    found = figures_of_runs(folders, "fp8")
     assert [point.tokens for point in found.prefill] == [500, 1000]
     assert [point.first_ms for point in found.prefill] == [pytest.approx(300), pytest.approx(500)]
-    assert [(point.sequences, point.context) for point in found.decode] == [(1, 510.5), (7.6, 210)]
-    assert [point.token_ms for point in found.decode] == [pytest.approx(10), pytest.approx(100)]
+    points = found.points("fp8")
+    assert [(point.sequences, point.context) for point in points] == [(1, 510.5), (7.6, 210)]
+    assert [point.token_ms for point in points] == [pytest.approx(10), pytest.approx(100)]
     assert found.name == "tiny"
     assert "2026-11-23" in found.sources["runs"]
     flags = [part for folder in folders for part in ("--figures", str(folder))]
-    result = run(*flags, "--json", rate="1", ttft="5", tpot="0.1", input="fixed:1000")
+    measured = {"rate": "1", "ttft": "5", "tpot": "0.1", "input": "fixed:1000"}
+    result = run(*flags, "--json", "--kv-format", "fp8", link="unlimited", **measured)
     document = json.loads(result.stdout)
     assert document["gateways"] is None
     # 0.4 ms per token and 100 ms: 1,000 tokens occupy the worker for 400 ms.
@@ -140,7 +187,7 @@ def test_other_runs_are_refused(
 ) -> None:
     folder = write_loop(tmp_path / "run", *arguments, **changes)
     with pytest.raises(SettingsError, match=message):
-        figures_of_runs([folder])
+        figures_of_runs([folder], "dense")
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
