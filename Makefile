@@ -54,7 +54,7 @@ test-long: $(VENV)/.ready-dev ## tests of about ten seconds or more
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist loadfile -m "long and not (e2e or gpu or operate)" $(PYTEST)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e tests/faults -n $(DEPLOYMENTS) --dist loadfile -m "long and e2e and not (campaign or gpu or operate)" $(PYTEST)
 
-test-operate: $(VENV)/.ready-dev ## Prometheus, Chromium and other Debian programs against a deployment
+test-operate: $(VENV)/.ready-dev ## images, and Prometheus, Chromium and other Debian programs against a deployment
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/operate -n $(DEPLOYMENTS) --dist loadfile -m operate $(PYTEST)
 
 faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_SEEDS="1 2 3"

@@ -6,10 +6,13 @@ Layout (GGUF specification, versions 2 and 3, little-endian)::
     entry:  key string, type u32, value
     string: length u64, UTF-8 bytes
     array:  item type u32, count u64, items
+
+``python gguf_metadata.py FILE`` drops the tensors of a file, for an image that only tokenizes.
 """
 
 import mmap
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ _SCALARS = "BbHhIif?"  # `struct` format characters of the GGUF value types 0 to
 _STRING, _ARRAY = 8, 9
 _WIDE = {10: "Q", 11: "q", 12: "d"}
 _LETTERS = dict(enumerate(_SCALARS)) | _WIDE
+_TENSOR_COUNT_AT = 8
 
 
 class MetadataError(ValueError):
@@ -47,10 +51,28 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise MetadataError(f"{path} is not a readable GGUF file: {error}") from error
 
 
+def drop_tensors(path: Path) -> None:
+    """Shorten a GGUF file to its metadata, which is all that a tokenizer needs.
+
+    Raises:
+        MetadataError: as `read_metadata`; the file is not changed.
+    """
+    read_metadata(path)
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data)
+            cursor.entries()
+        file.truncate(cursor.at)
+        file.seek(_TENSOR_COUNT_AT)
+        file.write(struct.pack("<Q", 0))
+
+
 class _Cursor:
+    """Reads values one after another; ``at`` is the position of the next one."""
+
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._at = 0
+        self.at = 0
 
     def entries(self) -> dict[str, Any]:
         magic, version = self._data[:4], self._take("I", skip=4)
@@ -63,16 +85,16 @@ class _Cursor:
 
     def _take(self, letter: str, *, skip: int = 0) -> Any:
         layout = struct.Struct(f"<{letter}")
-        (value,) = layout.unpack_from(self._data, self._at + skip)
-        self._at += skip + layout.size
+        (value,) = layout.unpack_from(self._data, self.at + skip)
+        self.at += skip + layout.size
         return value
 
     def _string(self) -> str:
-        start = self._at + 8
+        start = self.at + 8
         end = start + self._take("Q")
         if end > len(self._data):
             raise MetadataError("a string extends past the end of the file")
-        self._at = end
+        self.at = end
         return self._data[start:end].decode()
 
     def _value(self, kind: int) -> Any:
@@ -90,6 +112,10 @@ class _Cursor:
         if kind not in _LETTERS:
             return [self._value(kind) for _ in range(count)]
         layout = struct.Struct(f"<{count}{_LETTERS[kind]}")
-        values = layout.unpack_from(self._data, self._at)
-        self._at += layout.size
+        values = layout.unpack_from(self._data, self.at)
+        self.at += layout.size
         return list(values)
+
+
+if __name__ == "__main__":
+    drop_tensors(Path(sys.argv[1]))

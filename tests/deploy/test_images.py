@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,13 @@ def test_build_context_is_exactly_what_the_dockerfile_copies() -> None:
 def test_default_version_is_that_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"VERSION={project['version']}" in arguments("ARG")
+
+
+def test_healthcheck_has_only_options_that_every_builder_knows() -> None:
+    """Debian 12's buildah and Docker before 25 refuse `--start-interval`."""
+    (check,) = arguments("HEALTHCHECK")
+    given = set(re.findall(r"--([a-z-]+)=", check.partition("CMD")[0]))
+    assert given <= {"interval", "timeout", "start-period", "retries"}
 
 
 def test_image_runs_as_another_user_than_root_and_writes_below_one_folder() -> None:
