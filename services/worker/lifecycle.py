@@ -54,6 +54,7 @@ class Worker(ABC):
         self.metrics.info.labels(
             self.identity.worker_id,
             self.identity.model.name,
+            model.kv_format.name,
             model.matmul,
             model.kv_format.kernels,
             model.kernel_plan_hash,

@@ -61,8 +61,8 @@ class WorkerMetrics:
         )
         self.info = make.gauge(
             "worker_info",
-            "Always 1; the labels name the worker, its model and its kernels.",
-            *("worker", "model", "matmul", "attention", "kernel_plan"),
+            "Always 1; the labels name the worker, its model, its KV format and its kernels.",
+            *("worker", "model", "kv_format", "matmul", "attention", "kernel_plan"),
         )
         self._steps, self._busy_s = 0, 0.0
 

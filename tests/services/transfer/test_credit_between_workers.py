@@ -76,12 +76,13 @@ async def test_lease_runs_only_while_segments_are_unacknowledged(site: Site) -> 
     assert prefill.worker.sender.slots_in_use == 0
 
 
-async def test_worker_info_names_model_and_kernels(site: Site) -> None:
+async def test_worker_info_names_model_kv_format_and_kernels(site: Site) -> None:
     prefill = await site.prefill()
     model = prefill.loaded.engine.model
     labels = {
         "worker": prefill.loaded.identity.worker_id,
         "model": prefill.loaded.identity.model.name,
+        "kv_format": "dense",
         "matmul": "packed",
         "attention": model.kv_format.kernels,
         "kernel_plan": model.kernel_plan_hash,
