@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from services.common.messages import MAX_TOKENS, Address, Count, Epoch, Label, Message, WorkerId
-from services.common.placement import ModelInfo, Role
+from services.common.placement import Compatibility, ModelInfo, Role
 
 
 class WorkerView(Message):
@@ -16,13 +16,13 @@ class WorkerView(Message):
 
     Attributes:
         decodes: on a prefill worker, whether it can also decode prompts that it computes.
-        model_info: the model, as the worker registered it.
+        model_info, compatibility: as the worker registered them.
         state: the reported state, or ``suspect``, ``probation`` or ``unmatched``.
         reason: why the worker gets no requests, or fewer than others; None otherwise.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        prompt_tokens, prompt_tokens_per_s, inter_token_s, kv_raw_bytes, kv_wire_bytes: see
-            `Heartbeat`.
+        prompt_tokens, prompt_tokens_per_s, inter_token_s, kv_raw_bytes, kv_wire_bytes,
+            kv_faster_raw_bytes: see `Heartbeat`.
         slowdown: factor by which the worker is slower than the fastest one with its role and model.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
@@ -53,9 +53,11 @@ class WorkerView(Message):
     waiting: Count
     kv_raw_bytes: Count = 0
     kv_wire_bytes: Count = 0
+    kv_faster_raw_bytes: Count = 0
     silent_s: float
     decodes: bool = False
     model_info: ModelInfo | None = None
+    compatibility: Compatibility | None = None
 
 
 class WorkerList(Message):

@@ -203,6 +203,8 @@ class Heartbeat(Message):
         waiting: number of requests without a batch slot.
         kv_raw_bytes: bytes of KV that were sent or received since the start, as in the pages.
         kv_wire_bytes: the same bytes as they were sent, raw or compressed.
+        kv_faster_raw_bytes: on a prefill worker, those of ``kv_raw_bytes`` that were not compressed
+            because that was faster on the link.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
             an id until the router answers a heartbeat that contains it.
         reason: why the worker is not ready.
@@ -222,6 +224,7 @@ class Heartbeat(Message):
     waiting: Sequences
     kv_raw_bytes: Bytes = 0
     kv_wire_bytes: Bytes = 0
+    kv_faster_raw_bytes: Bytes = 0
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
         default_factory=list
     )

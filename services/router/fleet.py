@@ -316,9 +316,11 @@ class Fleet:
             waiting=load.waiting if load else 0,
             kv_raw_bytes=load.kv_raw_bytes if load else 0,
             kv_wire_bytes=load.kv_wire_bytes if load else 0,
+            kv_faster_raw_bytes=load.kv_faster_raw_bytes if load else 0,
             silent_s=now - worker.last_heartbeat_at,
             decodes=registration.decodes,
             model_info=registration.model,
+            compatibility=registration.compatibility,
         )
 
 

@@ -14,10 +14,18 @@ _KINDS = ("raw", "wire")
 
 
 class KvBytes(NamedTuple):
-    """Bytes of KV: ``raw`` as in the pages, ``wire`` as sent."""
+    """Bytes of KV.
+
+    Attributes:
+        raw: bytes as in the pages.
+        wire: bytes as sent.
+        faster_raw: of ``raw``, those that were sent without compression because the link policy
+            measured that as faster; 0 on the receiving side.
+    """
 
     raw: int
     wire: int
+    faster_raw: int = 0
 
 
 class TransferMetrics:
@@ -71,10 +79,22 @@ class TransferMetrics:
         return self._total
 
     def encoded(
-        self, mode: WireMode, raw_bytes: int, wire_bytes: int, escapes: Escapes, seconds: float
+        self,
+        mode: WireMode,
+        raw_bytes: int,
+        wire_bytes: int,
+        escapes: Escapes,
+        seconds: float,
+        *,
+        raw_is_faster: bool,
     ) -> None:
-        """Record one encoded segment."""
-        self._count(self._sent_bytes, raw_bytes, wire_bytes)
+        """Record one encoded segment.
+
+        Args:
+            raw_is_faster: whether compression of this segment was measured to be slower.
+        """
+        faster_raw = raw_bytes if raw_is_faster and mode is WireMode.RAW else 0
+        self._count(self._sent_bytes, KvBytes(raw_bytes, wire_bytes, faster_raw))
         if mode is WireMode.SPLITZIP:
             self._escapes.add(escapes)
         self._encode_seconds.observe(seconds)
@@ -82,7 +102,7 @@ class TransferMetrics:
 
     def received(self, raw_bytes: int, wire_bytes: int, read_s: float, decode_s: float) -> None:
         """Record one segment that was read, verified and decoded."""
-        self._count(self._bytes, raw_bytes, wire_bytes)
+        self._count(self._bytes, KvBytes(raw_bytes, wire_bytes))
         self._read_seconds.observe(read_s)
         self._decode_seconds.observe(decode_s)
 
@@ -94,10 +114,10 @@ class TransferMetrics:
         """Record a sequence whose segments have all arrived."""
         self._tokens.inc(tokens)
 
-    def _count(self, counter: Counter, raw_bytes: int, wire_bytes: int) -> None:
-        counter.labels("raw").inc(raw_bytes)
-        counter.labels("wire").inc(wire_bytes)
-        self._total = KvBytes(self._total.raw + raw_bytes, self._total.wire + wire_bytes)
+    def _count(self, counter: Counter, added: KvBytes) -> None:
+        counter.labels("raw").inc(added.raw)
+        counter.labels("wire").inc(added.wire)
+        self._total = KvBytes(*map(sum, zip(self._total, added, strict=True)))
         self._ratio.set(self._total.raw / self._total.wire)
 
 

@@ -223,6 +223,11 @@ class LinkPolicy:
         link.speed.add(wire_bytes, timing.read_s)
         link.decode[mode].add(nbytes, timing.decode_s)
 
+    def found_raw_faster(self, peer: str) -> bool:
+        """Return whether raw was chosen for the link to ``peer`` because it measured faster."""
+        link = self._links.get(peer)
+        return self._forced is None and link is not None and link.choice is WireMode.RAW
+
     def forget(self, peer: str) -> None:
         """Drop the link to a peer that has left. Idempotent."""
         self._links.pop(peer, None)

@@ -307,6 +307,8 @@ class Sender:
                 ready.length,
                 self._codecs.escapes(extent, encoded.value.escapes),
                 ready.encode_s,
+                raw_is_faster=self.policy.found_raw_faster(outgoing.peer)
+                and self._codecs.is_coded(extent.plane_group),
             )
             await asyncio.sleep(_NOTIFICATION_S)
             if not outgoing.closed:

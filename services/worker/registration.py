@@ -158,6 +158,7 @@ class Registrar:
             waiting=load.waiting,
             kv_raw_bytes=self._transfers.total.raw,
             kv_wire_bytes=self._transfers.total.wire,
+            kv_faster_raw_bytes=self._transfers.total.faster_raw,
             admitted=admitted,
         )
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))

@@ -58,20 +58,23 @@ async def test_colocated_worker_is_placed_as_decode_without_prefill(router: Rout
     await router.join("c0", Role.COLOCATED)
     status, body, _ = await router.post("/v1/place", place_request())
     assert (status, body["prefill"], body["decode"]["worker_id"]) == (200, None, "c0")
-    model = registration("c0", Role.COLOCATED).model.model_dump(mode="json")
-    assert body["model"] == model
+    registered = registration("c0", Role.COLOCATED).model_dump(mode="json")
+    assert body["model"] == registered["model"]
     workers = await (await router.client.get("/v1/workers", headers=HEADERS)).get_json()
-    assert workers["workers"][0]["model_info"] == model
+    worker = workers["workers"][0]
+    assert worker["model_info"] == registered["model"]
+    assert worker["compatibility"] == registered["compatibility"]
 
 
 async def test_workers_list_has_transferred_bytes_and_waiting_calls(router: Router) -> None:
-    await router.join("p0", Role.PREFILL, kv_raw_bytes=130, kv_wire_bytes=100)
+    moved = {"kv_raw_bytes": 130, "kv_wire_bytes": 100, "kv_faster_raw_bytes": 20}
+    await router.join("p0", Role.PREFILL, **moved)
     await router.join("d0", Role.DECODE, pages_free=0)
     call = asyncio.create_task(router.post("/v1/place", place_request(wait_s=5)))
     await router.until_waiting(1)
     listed = await (await router.client.get("/v1/workers", headers=HEADERS)).get_json()
     prefill = next(w for w in listed["workers"] if w["worker_id"] == "p0")
-    assert (prefill["kv_raw_bytes"], prefill["kv_wire_bytes"]) == (130, 100)
+    assert {name: prefill[name] for name in moved} == moved
     assert listed["waiting"] == 1
     call.cancel()
     for bytes_ in (-1, 1 << 63):

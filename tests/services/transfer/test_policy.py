@@ -115,6 +115,23 @@ def test_forced_mode_is_kept_and_measured(
     assert policy.links()["peer"].bytes_per_second is not None
 
 
+def test_raw_counts_as_faster_only_after_a_measurement() -> None:
+    policy = LinkPolicy()
+    assert [policy.choose("peer", 12, 1) for _ in range(2 * PROBES)][-1] is RAW
+    assert not policy.found_raw_faster("peer"), "a probe"
+    measured(policy, 1000.0, zip_codec=4.0, raw_codec=100.0)
+    assert policy.choose("peer", 12, 1) is RAW
+    assert policy.found_raw_faster("peer")
+    assert not policy.found_raw_faster("another")
+
+
+def test_forced_raw_was_not_found_faster() -> None:
+    policy = LinkPolicy(RAW)
+    measured(policy, 1000.0, zip_codec=4.0, raw_codec=100.0)
+    policy.choose("peer", 12, 1)
+    assert not policy.found_raw_faster("peer")
+
+
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
 def test_implausible_timing_is_ignored(seconds: float) -> None:
     policy = LinkPolicy()

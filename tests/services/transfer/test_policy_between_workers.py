@@ -68,6 +68,19 @@ async def test_only_the_forced_mode_is_used(site: Site, mode: str) -> None:
     assert link_metrics(prefill)[f"headrace_kv_wire_mode.{mode}"] == 1
 
 
+async def test_kv_that_is_sent_raw_because_that_is_faster_is_counted(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await site.prefill(codec="auto")
+    decode = await site.decode(codec="auto")
+    monkeypatch.setattr(prefill.worker.sender.policy, "found_raw_faster", lambda peer: True)
+    await fetch_twice(prefill, decode)
+    total = prefill.worker.transfers.total
+    assert segments(prefill)["raw"] >= 2, "probes"
+    assert 0 < total.faster_raw < total.raw
+    assert decode.worker.transfers.total.faster_raw == 0
+
+
 async def test_acknowledgement_without_timing_frees_the_slot(site: Site) -> None:
     """Earlier versions of the decode worker send no timing."""
     prefill = await site.prefill(codec="auto")
