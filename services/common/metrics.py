@@ -5,6 +5,7 @@ and decode workers share their names, and no other service exports them.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -61,11 +62,13 @@ def service_registry(*, caches: bool = False) -> CollectorRegistry:
     info = MetricFactory(registry).gauge(
         "build_info", "Always 1; the label is the version of Headrace.", "version"
     )
-    info.labels(_version()).set(1)
+    info.labels(service_version()).set(1)
     return registry
 
 
-def _version() -> str:
+@cache
+def service_version() -> str:
+    """Return the version of Headrace."""
     try:
         return version("headrace")
     except PackageNotFoundError:  # run from a source tree without installation

@@ -29,12 +29,12 @@ from services.gateway.limits import ModelLimits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
 from services.gateway.prompts import PromptEncoder
+from services.gateway.recent import RecentRequests
 from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
 from services.gateway.router_client import RouterClient
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextDelta
-from services.gateway.timeline import RecentRequests
 from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class Gateway:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
         limits: limits of requests that depend on the workers.
-        recent: timelines of recent requests.
+        recent: running and recent requests of each tenant.
         builder: builder that validates generation requests.
         prompts: encoder of prompts and conversations.
         buffers: memory for request bodies.
@@ -182,7 +182,7 @@ class Gateway:
         Raises:
             ServiceError: if a request cannot be completed. All other requests are then cancelled.
         """
-        with self._admit(len(requests)):
+        with self._admit(requests):
             if len(requests) == 1:
                 output = self._generator.run(requests[0])
             else:
@@ -235,12 +235,13 @@ class Gateway:
         self.prompts.close()
 
     @contextmanager
-    def _admit(self, count: int) -> Iterator[None]:
-        if self._running + count > self.settings.max_concurrent:
-            raise Overloaded(
-                f"{self._running} prompts are in progress, the limit is "
-                f"{self.settings.max_concurrent}"
-            )
+    def _admit(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
+        count, limit = len(requests), self.settings.max_concurrent
+        if self._running + count > limit:
+            full = Overloaded(f"{self._running} prompts are in progress, the limit is {limit}")
+            for request in requests:
+                self.recent.refuse(request, full)
+            raise full
         self._running += count
         self.metrics.running.set(self._running)
         self._idle.clear()

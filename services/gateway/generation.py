@@ -23,6 +23,7 @@ from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
 from services.gateway.progress import Progress
+from services.gateway.recent import RecentRequests
 from services.gateway.requests import GenerationRequest
 from services.gateway.retries import Retries, backoff_s
 from services.gateway.router_client import RoutedPlacement
@@ -30,7 +31,7 @@ from services.gateway.sessions import SessionPool, WorkerStream
 from services.gateway.settings import GatewaySettings
 from services.gateway.spans import attempt_span, end_attempt, generation_span
 from services.gateway.text import TextAssembler, TextDelta
-from services.gateway.timeline import RecentRequests, RequestTimeline
+from services.gateway.timeline import RequestTimeline
 from services.gateway.wire import start_stream_message
 from services.gateway.worker_failure import WorkerFailure
 from services.tokenizer.identity import TokenizerIdentity
@@ -83,8 +84,7 @@ class Generator:
         self._metrics.prompt_tokens.inc(len(request.prompt))
         retries, siblings = Retries(), siblings or Siblings()
         span = generation_span(request, self._model)
-        timeline = self._recent.add(request, span)
-        with span, timeline.ending():
+        with span, self._recent.follow(request, span) as timeline:
             while not text.done:
                 timeline.route()
                 replayed = len(progress.replayed)

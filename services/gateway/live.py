@@ -8,11 +8,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
 
 from services.common.listings import WorkerList, WorkerView
+from services.common.metrics import service_version
 from services.common.placement import Role
 from services.gateway.gateway import Gateway
 from services.gateway.keys import Tenant
@@ -26,15 +27,24 @@ _MAX_INTERVAL_S = 10.0
 _SILENT_S = 2.0  # time without a heartbeat after which a worker's rate is unknown
 
 
+class Kv(NamedTuple):
+    """KV that workers transferred: bytes, or bytes/s. See `Heartbeat`."""
+
+    raw: float = 0
+    wire: float = 0
+    faster_raw: float = 0
+
+
+_NO_KV = Kv()
+
+
 @dataclass(frozen=True)
 class _Measurement:
-    """Bytes that a worker has transferred until ``at``, and its rates then, in bytes/s."""
+    """KV that a worker has transferred until ``at``, and its rates then."""
 
     at: float
-    raw: int
-    wire: int
-    raw_s: float = 0.0
-    wire_s: float = 0.0
+    moved: Kv
+    rates: Kv = _NO_KV
 
 
 class TransferRates:
@@ -43,8 +53,8 @@ class TransferRates:
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], _Measurement] = {}
 
-    def update(self, workers: Sequence[WorkerView], now: float) -> list[tuple[float, float]]:
-        """Return the raw and wire bytes per second of each worker.
+    def update(self, workers: Sequence[WorkerView], now: float) -> list[Kv]:
+        """Return the rates of each worker.
 
         A rate is 0 in the first state with a worker, and while there are no heartbeats.
 
@@ -55,21 +65,21 @@ class TransferRates:
         self._last = current
         silent = (worker.silent_s > _SILENT_S for worker in workers)
         return [
-            (0.0, 0.0) if is_silent else (measured.raw_s, measured.wire_s)
+            _NO_KV if is_silent else measured.rates
             for measured, is_silent in zip(current.values(), silent, strict=True)
         ]
 
     def _measure(self, worker: WorkerView, now: float) -> _Measurement:
         """Return the measurement of a worker's last heartbeat."""
-        at, raw, wire = now - worker.silent_s, worker.kv_raw_bytes, worker.kv_wire_bytes
+        at, moved = now - worker.silent_s, _moved(worker)
         last = self._last.get((worker.worker_id, worker.epoch))
         if last is None or abs(at - last.at) > _MAX_INTERVAL_S:
-            return _Measurement(at, raw, wire)
+            return _Measurement(at, moved)
         if (elapsed := at - last.at) < _MIN_INTERVAL_S:
             # The same heartbeat: its computed time varies with the duration of the router's call.
             return last
-        raw_s, wire_s = (raw - last.raw) / elapsed, (wire - last.wire) / elapsed
-        return _Measurement(at, raw, wire, max(0.0, raw_s), max(0.0, wire_s))
+        added = zip(moved, last.moved, strict=True)
+        return _Measurement(at, moved, Kv(*(max(0.0, (a - b) / elapsed) for a, b in added)))
 
 
 class LiveState:
@@ -91,16 +101,19 @@ class LiveState:
                 self._fleet = await self._collect()
                 self._until = loop.time() + PERIOD_S
         now, metrics = time.monotonic(), self._gateway.metrics
-        recent = self._gateway.recent.of(tenant.name if tenant else None)
+        requests = self._gateway.recent.of(tenant.name if tenant else None)
         return {
             **self._fleet,
             "gateway": {
                 "id": self._id,
+                "version": service_version(),
+                "requires_key": self._gateway.requires_key,
+                "serves_metrics": self._gateway.settings.metrics_port is None,
                 "at_s": round(now, 3),
                 "running": _value(metrics.running),
                 "generation_tokens": _value(metrics.generation_tokens),
             },
-            "requests": [timeline.describe(now) for timeline in recent],
+            "requests": requests.describe(now),
         }
 
     async def _collect(self) -> dict[str, Any]:
@@ -121,38 +134,57 @@ class LiveState:
             key=lambda worker: worker.worker_id,
         )
         rates = self._rates.update(workers, asyncio.get_running_loop().time())
-        readers = [
-            (worker, rate)
-            for worker, rate in zip(workers, rates, strict=True)
-            if worker.role is Role.DECODE
-        ]
-        described = [_describe(w, *rate) for w, rate in zip(workers, rates, strict=True)]
+        described = [_describe(w, rate) for w, rate in zip(workers, rates, strict=True)]
         described.sort(key=lambda worker: worker["state"] == "ready")  # others are listed first
         return {
             "workers": sorted(described[:MAX_WORKERS], key=lambda worker: str(worker["name"])),
             "workers_total": len(workers),
             "queue_tokens": sum(worker["queue_tokens"] for worker in described),
-            "kv": {
-                "raw_bytes": sum(worker.kv_raw_bytes for worker, _ in readers),
-                "wire_bytes": sum(worker.kv_wire_bytes for worker, _ in readers),
-                "raw_s": round(sum(raw_s for _, (raw_s, _) in readers)),
-                "wire_s": round(sum(wire_s for _, (_, wire_s) in readers)),
-            },
+            "kv": _describe_kv(workers, rates),
         }
 
 
-def _describe(worker: WorkerView, raw_s: float, wire_s: float) -> dict[str, Any]:
+def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[Kv]) -> dict[str, Any]:
+    """Return the KV that the decode workers received, and why prefill workers sent some raw."""
+    moved = [_moved(worker) for worker in workers]
+    received = _sum(moved, workers, Role.DECODE)
+    receiving = _sum(rates, workers, Role.DECODE)
+    sending = _sum(rates, workers, Role.PREFILL)
+    sent = sending if sending.raw else _sum(moved, workers, Role.PREFILL)
+    return {
+        "raw_bytes": received.raw,
+        "wire_bytes": received.wire,
+        "raw_s": round(receiving.raw),
+        "wire_s": round(receiving.wire),
+        "faster_raw_share": round(sent.faster_raw / sent.raw, 4) if sent.raw else 0.0,
+        "compressible": any(w.compatibility and w.compatibility.codec != "raw" for w in workers),
+    }
+
+
+def _sum(kv: Sequence[Kv], workers: Sequence[WorkerView], role: Role) -> Kv:
+    """Return the sum over the workers of a role."""
+    of_role = [own for own, worker in zip(kv, workers, strict=True) if worker.role is role]
+    return Kv(*map(sum, zip(*of_role, strict=True))) if of_role else _NO_KV
+
+
+def _moved(worker: WorkerView) -> Kv:
+    """Return the KV that a worker has transferred since its start."""
+    return Kv(worker.kv_raw_bytes, worker.kv_wire_bytes, worker.kv_faster_raw_bytes)
+
+
+def _describe(worker: WorkerView, rate: Kv) -> dict[str, Any]:
     """Return what the page shows of a worker; its reason may contain addresses."""
     return {
         "name": worker.worker_id,
         "role": worker.role,
         "state": worker.state,
+        "kv_format": worker.compatibility.kv_format if worker.compatibility else None,
+        "kv_eviction": worker.compatibility.kv_eviction if worker.compatibility else 0.0,
         "queue_tokens": worker.queue_tokens + worker.promised_tokens,
         "running": worker.running,
         "waiting": worker.waiting,
         "kv_usage": round(_kv_usage(worker), 4),
-        "raw_s": round(raw_s),
-        "wire_s": round(wire_s),
+        "wire_s": round(rate.wire),
     }
 
 

@@ -1,4 +1,4 @@
-"""Timelines of recent requests: what the gateway observes of each, never a prompt or an output.
+"""Timelines of requests: what the gateway observes of each, never a prompt or an output.
 
 The stages of a request follow one another on the gateway's clock:
 
@@ -32,8 +32,6 @@ from services.common.tracing import NO_SPAN, Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationRequest
 
-MAX_RECENT = 16
-"""Requests of one tenant that are kept, the newest ones."""
 _MAX_ATTEMPTS = 8  # of one request, the last ones
 _TIMER_S = (
     1e-3  # resolution of uvloop's timers, which may end a request so much before its deadline
@@ -73,6 +71,7 @@ class RequestTimeline:
 
     Attributes:
         status: `RUNNING`, `OK`, `CANCELLED` or the code of a `ServiceError`.
+        number: number of the request, in the order of their arrival at this gateway.
         attempts: the last attempts.
         output_tokens: number of output tokens of all choices, as in ``usage``.
         times: stage times that the last worker reported, seconds.
@@ -82,7 +81,8 @@ class RequestTimeline:
         self, request: GenerationRequest, number: int, metrics: GatewayMetrics, span: Span
     ) -> None:
         context = request.context
-        self._id, self._number = context.request_id, number
+        self.number = number
+        self._id = context.request_id
         self._arrived, self._deadline = context.arrived, context.deadline
         self._prompt_tokens, self._choices = len(request.prompt), request.options.n
         self._metrics, self._span = metrics, span
@@ -96,6 +96,11 @@ class RequestTimeline:
         self.attempts: deque[Attempt] = deque(maxlen=_MAX_ATTEMPTS)
         self.output_tokens = 0
         self.times: dict[str, float] = {}
+
+    @property
+    def was_placed(self) -> bool:
+        """Whether workers were chosen for an attempt."""
+        return any(attempt.placed is not None for attempt in self.attempts)
 
     def route(self) -> None:
         """Begin an attempt with its placement request."""
@@ -182,7 +187,7 @@ class RequestTimeline:
         last = self.attempts[-1] if self.attempts else Attempt(now)
         first = self._first
         return {
-            "number": self._number,
+            "number": self.number,
             "id": self._id,
             "trace": self._trace,
             "age_s": _rounded(now - self._arrived),
@@ -214,31 +219,6 @@ class RequestTimeline:
             for name, start, stop in spans
             if stop > start
         ]
-
-
-class RecentRequests:
-    """The newest requests of each tenant, running and ended.
-
-    The API keys bound the number of tenants. Requests without a tenant belong to None.
-    """
-
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        self._metrics = metrics
-        self._number = 0
-        self._timelines: dict[str | None, deque[RequestTimeline]] = {}
-
-    def add(self, request: GenerationRequest, span: Span) -> RequestTimeline:
-        """Return the timeline of a new request, whose generation has the given span."""
-        tenant = request.context.tenant
-        kept = self._timelines.setdefault(tenant.name if tenant else None, deque(maxlen=MAX_RECENT))
-        self._number += 1
-        timeline = RequestTimeline(request, self._number, self._metrics, span)
-        kept.append(timeline)
-        return timeline
-
-    def of(self, tenant: str | None) -> list[RequestTimeline]:
-        """Return the requests of a tenant, newest first."""
-        return list(reversed(self._timelines.get(tenant, ())))
 
 
 def _spans(attempt: Attempt, times: dict[str, float], end: float) -> list[tuple[str, float, float]]:

@@ -11,7 +11,6 @@ from services.common.tracing import NO_SPAN
 from services.gateway import timeline
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
-from services.gateway.timeline import RecentRequests
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import PROMPT, completion, failing
 from tests.services.gateway.fakes import LENGTH, STOP, FakeStream, Script, say, until
@@ -87,7 +86,7 @@ async def test_generation_tokens_equal_the_usage_of_choices_cut_at_a_stop_string
     assert site.metric(TOKENS) == used
     used += await usage_of_stream(site, n=2, stop="stop")
     assert site.metric(TOKENS) == used
-    assert site.gateway.recent.of(None)[0].output_tokens == used // 2
+    assert site.gateway.recent.of(None).ended[0].output_tokens == used // 2
 
 
 async def test_generation_tokens_equal_the_usage_over_grpc(site: Site) -> None:
@@ -133,7 +132,7 @@ def test_inter_token_latency_is_that_of_each_choice(
     metrics = GatewayMetrics()
     context = RequestContext("r", None, 100.0, 700.0)
     request = GenerationRequest(context, (1, 2), 64, 0, GenerationOptions(n=choices))
-    line = RecentRequests(metrics).add(request, NO_SPAN)
+    line = timeline.RequestTimeline(request, 1, metrics, NO_SPAN)
     line.route()
     line.record_tokens(dict.fromkeys(range(choices), 1))
     for _ in range(10):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from services.common.listings import WorkerView
-from services.common.placement import Role
+from services.common.placement import Compatibility, Role
 from services.gateway import live
 from services.gateway.keys import ApiKeys, Tenant
-from services.gateway.live import MAX_WORKERS, TransferRates
-from services.gateway.timeline import MAX_RECENT
+from services.gateway.live import MAX_WORKERS, Kv, TransferRates
+from services.gateway.recent import MAX_ENDED, MAX_RUNNING
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say, until
 
@@ -75,17 +75,71 @@ async def test_state_describes_workers_router_and_requests(site: Site) -> None:
         "name": "d0",
         "role": "decode",
         "state": "ready",
+        "kv_format": None,
+        "kv_eviction": 0.0,
         "queue_tokens": 120,
         "running": 3,
         "waiting": 1,
         "kv_usage": 0.25,
-        "raw_s": 0,
         "wire_s": 0,
     }
-    assert state["kv"] == {"raw_bytes": 130, "wire_bytes": 100, "raw_s": 0, "wire_s": 0}
+    assert state["kv"] == {
+        "raw_bytes": 130,
+        "wire_bytes": 100,
+        "raw_s": 0,
+        "wire_s": 0,
+        "faster_raw_share": 0.0,
+        "compressible": False,
+    }
     assert state["gateway"]["generation_tokens"] == len(site.encode("hello"))
-    (request,) = state["requests"]
+    (request,) = state["requests"]["ended"]
     assert (request["status"], request["output_tokens"]) == ("ok", len(site.encode("hello")))
+
+
+def compatibility(**changes: Any) -> Compatibility:
+    fields: dict[str, Any] = dict.fromkeys(Compatibility.model_fields, "x")
+    numbers = ("kv_format_version", "codec_version", "frame_version", "page_size", "context_length")
+    return Compatibility(**fields | dict.fromkeys(numbers, 1) | {"kv_eviction": 0} | changes)
+
+
+async def test_state_has_the_kv_format_of_each_worker_and_the_version(site: Site) -> None:
+    formats = {"d0": compatibility(kv_format="fp8"), "d1": compatibility(kv_eviction=0.25)}
+    site.router.views = [
+        view(name, model=site.model.name, compatibility=of) for name, of in formats.items()
+    ]
+    state = await state_of(site)
+    shown = [(worker["kv_format"], worker["kv_eviction"]) for worker in state["workers"]]
+    assert shown == [("fp8", 0.0), ("x", 0.25)]
+    assert state["gateway"]["version"] == (await site.http.get("/version")).json()["version"]
+
+
+async def test_state_says_which_share_of_the_kv_is_sent_raw_because_that_is_faster(
+    site: Site,
+) -> None:
+    common: dict[str, Any] = {
+        "model": site.model.name,
+        "compatibility": compatibility(codec="splitzip"),
+        "kv_raw_bytes": 1000,
+        "kv_wire_bytes": 990,
+    }
+    site.router.views = [
+        view("p0", Role.PREFILL, **common, kv_faster_raw_bytes=970),
+        view("d0", **common),
+    ]
+    kv = (await state_of(site))["kv"]
+    assert (kv["faster_raw_share"], kv["compressible"]) == (0.97, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, (False, True)), ({"metrics_port": 9100}, (False, False))]
+)
+async def test_state_says_what_example_code_and_links_need(
+    open_site: OpenSite, settings: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    site: Site = await open_site(**settings)
+    found = (await state_of(site))["gateway"]
+    assert (found["requires_key"], found["serves_metrics"]) == expected
+    assert (await site.http.get("/metrics")).status_code == (200 if expected[1] else 404)
 
 
 async def test_state_has_no_prompt_no_output_and_no_address(site: Site) -> None:
@@ -102,7 +156,9 @@ async def test_state_has_no_prompt_no_output_and_no_address(site: Site) -> None:
     )
     await site.router.started(2)
     text = json.dumps(await state_of(site))
-    assert [r["status"] for r in json.loads(text)["requests"]] == ["running", "ok"]
+    requests = json.loads(text)["requests"]
+    listed = requests["running"] + requests["ended"]
+    assert [request["status"] for request in listed] == ["running", "ok"]
     port = str(site.worker.port)
     for secret in ("confidential", "unmistakable", "10.9.8.7", "127.0.0.1", port, site.router.url):
         assert secret not in text
@@ -120,8 +176,9 @@ async def test_state_needs_a_key_and_shows_requests_of_its_tenant_only(open_site
         response = await site.http.get(STATE, headers=headers)
         assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
     assert (await site.http.get(f"{STATE}?key=sk-a")).status_code == 401
-    assert [r["number"] for r in (await state_of(site, "sk-a2"))["requests"]] == [2, 1]
-    assert (await state_of(site, "sk-b"))["requests"] == []
+    of_a, of_b = [(await state_of(site, key))["requests"] for key in ("sk-a2", "sk-b")]
+    assert [request["number"] for request in of_a["ended"]] == [2, 1]
+    assert of_b == {"running": [], "running_total": 0, "ended": [], "unplaced": []}
 
 
 async def test_many_viewers_share_one_call_of_the_router(
@@ -156,17 +213,28 @@ async def test_state_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     site.worker.script = say(*site.encode("hello"))
     site.worker.worker_id, site.router.prefill = "d" * 64, "p" * 64
     site.http.headers["x-request-id"] = "x" * 128
-    for _ in range(MAX_RECENT + 3):
+    for _ in range(MAX_ENDED + 1):
         await complete(site)
+    site.worker.script = hang
+    started = len(site.worker.streams)
+    running = [asyncio.create_task(complete(site)) for _ in range(MAX_RUNNING + 1)]
+    await site.router.started(started + MAX_RUNNING + 1)
+    kept = site.gateway.recent.of(None)
+    for timeline in (*kept.ended, *kept.running.values()):
         for _ in range(8):
-            site.gateway.recent.of(None)[0].route()
+            timeline.route()
     response = await site.http.get(STATE)
     state = response.json()
     assert len(state["workers"]) == MAX_WORKERS
     assert state["workers"][-1]["name"] == "z"
     assert (state["workers_total"], state["queue_tokens"]) == (1001, 1001 * 120)
-    assert [r["number"] for r in state["requests"]] == list(range(MAX_RECENT + 3, 3, -1))
+    assert len(state["requests"]["ended"]) == MAX_ENDED
+    assert len(state["requests"]["running"]) == MAX_RUNNING
+    assert state["requests"]["running_total"] == MAX_RUNNING + 1
     assert len(response.content) < 64 << 10
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def test_cancelled_viewer_does_not_block_the_next_one(site: Site) -> None:
@@ -181,19 +249,20 @@ async def test_cancelled_viewer_does_not_block_the_next_one(site: Site) -> None:
 class TestTransferRates:
     def test_rate_is_measured_between_heartbeats(self) -> None:
         rates = TransferRates()
-        assert rates.update([view("a", kv_raw_bytes=900, kv_wire_bytes=700, silent_s=0.1)], 10) == [
-            (0, 0)
-        ]
-        after = view("a", kv_raw_bytes=1900, kv_wire_bytes=1500, silent_s=0.3)
-        (measured,) = rates.update([after], 11.2)  # 1.0 s between the heartbeats
-        assert measured == pytest.approx((1000, 800))
+        first = view("a", kv_raw_bytes=900, kv_wire_bytes=700, silent_s=0.1)
+        assert rates.update([first], 10) == [Kv()]
+        after: dict[str, Any] = {"kv_raw_bytes": 1900, "kv_wire_bytes": 1500}
+        after["kv_faster_raw_bytes"] = 600
+        # 1.0 s between the heartbeats
+        (measured,) = rates.update([view("a", **after, silent_s=0.3)], 11.2)
+        assert measured == pytest.approx(Kv(1000, 800, 600))
 
     def test_same_heartbeat_keeps_the_rate(self) -> None:
         rates = TransferRates()
         rates.update([view("a", silent_s=0)], 1)
         for now, silent_s in ((2.0, 0.0), (2.1, 0.1), (2.2, 0.25), (3.0, 1.01)):
             (measured,) = rates.update([view("a", kv_raw_bytes=10, silent_s=silent_s)], now)
-            assert measured == pytest.approx((10, 0))
+            assert measured == pytest.approx(Kv(10))
 
     @pytest.mark.parametrize(
         ("second", "now"),
@@ -206,4 +275,4 @@ class TestTransferRates:
     def test_unknown_rate_is_zero(self, second: WorkerView, now: float) -> None:
         rates = TransferRates()
         rates.update([view("a", silent_s=0)], 1)
-        assert rates.update([second], now) == [(0, 0)]
+        assert rates.update([second], now) == [Kv()]

@@ -30,7 +30,9 @@ def two_tokens(site: Site, pause_s: float, **stages: Any) -> Script:
 
 
 def newest(site: Site) -> RequestTimeline:
-    return site.gateway.recent.of(None)[0]
+    kept = site.gateway.recent.of(None)
+    ended = [*kept.ended, *(group.newest for group in kept.unplaced.values())]
+    return max((*kept.running.values(), *ended), key=lambda timeline: timeline.number)
 
 
 def described(site: Site) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""Requests that the live page lists, by tenant: running, ended, and ended without a worker."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from services.common.errors import ServiceError
+from services.common.tracing import NO_SPAN, Span
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests import GenerationRequest
+from services.gateway.timeline import RequestTimeline
+
+MAX_RUNNING = 12
+"""Running requests of a tenant that are listed, the oldest ones."""
+MAX_ENDED = 12
+"""Ended requests of a tenant that are kept, the newest ones."""
+UNPLACED_S = 600.0
+"""Time after the last request of a group of unplaced ones, after which it is dropped, seconds."""
+
+
+@dataclass
+class Unplaced:
+    """Requests that ended in the same way before a worker was chosen, such as refusals.
+
+    Attributes:
+        since: monotonic time of the first one, seconds.
+        last: monotonic time of the last one, seconds.
+        newest: the last one.
+    """
+
+    count: int
+    since: float
+    last: float
+    newest: RequestTimeline
+
+
+class TenantRequests:
+    """Requests of one tenant.
+
+    ``max_concurrent`` of the gateway bounds the running ones, and the error codes the groups.
+
+    Attributes:
+        running: by number, in the order of their arrival.
+        ended: requests that a worker began, newest first.
+        unplaced: groups of other ended requests, by status.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[int, RequestTimeline] = {}
+        self.ended: deque[RequestTimeline] = deque(maxlen=MAX_ENDED)
+        self.unplaced: dict[str, Unplaced] = {}
+
+    def end(self, timeline: RequestTimeline, now: float) -> None:
+        """Move a request that has ended at monotonic time ``now``."""
+        self.running.pop(timeline.number, None)
+        if timeline.was_placed:
+            self.ended.appendleft(timeline)
+            return
+        self._drop_old(now)
+        group = self.unplaced.setdefault(timeline.status, Unplaced(0, now, now, timeline))
+        group.count, group.last, group.newest = group.count + 1, now, timeline
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Return the requests at monotonic time ``now`` for JSON; times in seconds."""
+        self._drop_old(now)
+        listed = islice(self.running.values(), MAX_RUNNING)
+        return {
+            "running": [timeline.describe(now) for timeline in listed],
+            "running_total": len(self.running),
+            "ended": [timeline.describe(now) for timeline in self.ended],
+            "unplaced": [
+                {
+                    "status": status,
+                    "count": group.count,
+                    "since_s": round(now - group.since, 3),
+                    "last_s": round(now - group.last, 3),
+                    "newest": group.newest.describe(now),
+                }
+                for status, group in self.unplaced.items()
+            ],
+        }
+
+    def _drop_old(self, now: float) -> None:
+        old = [status for status, group in self.unplaced.items() if now - group.last > UNPLACED_S]
+        for status in old:
+            del self.unplaced[status]
+
+
+class RecentRequests:
+    """Running and recent requests of all tenants.
+
+    The API keys bound the number of tenants. Requests without a tenant belong to None.
+    """
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._number = 0
+        self._tenants: dict[str | None, TenantRequests] = {}
+
+    def of(self, tenant: str | None) -> TenantRequests:
+        """Return the requests of a tenant."""
+        return self._tenants.get(tenant) or TenantRequests()
+
+    @contextmanager
+    def follow(self, request: GenerationRequest, span: Span) -> Iterator[RequestTimeline]:
+        """Return the timeline of a request that ends with the ``with`` block.
+
+        Args:
+            span: span of the generation.
+        """
+        tenant = request.context.tenant
+        kept = self._tenants.setdefault(tenant.name if tenant else None, TenantRequests())
+        self._number += 1
+        timeline = RequestTimeline(request, self._number, self._metrics, span)
+        kept.running[timeline.number] = timeline
+        try:
+            with timeline.ending():
+                yield timeline
+        finally:
+            kept.end(timeline, _now())
+
+    def refuse(self, request: GenerationRequest, error: ServiceError) -> None:
+        """List a request that the gateway refuses with an error."""
+        with suppress(ServiceError), self.follow(request, NO_SPAN):
+            raise error
+
+
+def _now() -> float:
+    return time.monotonic()
