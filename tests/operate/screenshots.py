@@ -1,7 +1,7 @@
 """Screenshots of the live page for the READMEs: ``python -m tests.operate.screenshots``.
 
-Starts a deployment with two prefill and two decode workers under light load, and writes
-``deploy/images/page-*.png``.
+Starts a deployment with two prefill and two decode workers, and writes ``deploy/images/page-*.png``
+under light load and under overload.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from tests.operate.browser import ENTER, Browser, chromium
 
 IMAGES = Path(__file__).parents[2] / "deploy" / "images"
 WARM_UP_S = 45.0  # until the charts of the figures are filled
-CLIENTS = 3
+OVERLOAD_S = 20.0  # until requests are refused
+CLIENTS, MANY_CLIENTS = 3, 160
 PROMPTS = (
     "Write a short story about a mill on a river.",
     "What is the capital of France?",
@@ -30,8 +31,8 @@ PROMPTS = (
 
 
 @contextmanager
-def load(running: Running) -> Iterator[None]:
-    """Send requests from a few clients until the block ends."""
+def load(running: Running, clients: int) -> Iterator[None]:
+    """Send requests from some clients until the block ends."""
     stop = threading.Event()
 
     def send(first: int) -> None:
@@ -45,7 +46,7 @@ def load(running: Running) -> Iterator[None]:
                 client.post("/v1/chat/completions", json={**body, "max_tokens": limit})
                 stop.wait(0.3 * (number % 4))
 
-    threads = [threading.Thread(target=send, args=(2 * n,)) for n in range(CLIENTS)]
+    threads = [threading.Thread(target=send, args=(2 * n,)) for n in range(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -56,8 +57,8 @@ def load(running: Running) -> Iterator[None]:
             thread.join()
 
 
-def photograph(browser: Browser, running: Running) -> None:
-    """Write the images while the page answers a chat."""
+def photograph_chat(browser: Browser, running: Running) -> None:
+    """Write the images of a page that answers a chat."""
     browser.emulate(1400, 900)
     browser.driver.get(running.url)
     browser.wait(lambda: browser.text("#readiness") == "Ready", "the deployment is ready")
@@ -76,14 +77,31 @@ def photograph(browser: Browser, running: Running) -> None:
         browser.screenshot(IMAGES / f"page-{name}.png")
 
 
+def photograph_overload(browser: Browser) -> None:
+    """Write the image of a page while requests are refused."""
+    browser.emulate(1400, 900)
+    browser.find("#new-chat").click()
+    time.sleep(OVERLOAD_S)
+    refused = "return !!document.querySelector('#requests [data-key=group-overloaded]')"
+    browser.wait(lambda: browser.run(refused), "requests are refused", 120)
+    browser.run("document.querySelector('.flow').scrollIntoView()")
+    browser.screenshot(IMAGES / "page-overload.png")
+
+
 def main() -> None:
     """Write the images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     flags = ("--codec", "splitzip", "--prefill", "2", "--decode", "2")
-    with tempfile.TemporaryDirectory() as folder, deployed(*flags) as running:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        deployed(*flags, sheds=True) as running,
+        chromium(Path(folder)) as browser,
+    ):
         running.wait_for_all_workers()
-        with load(running), chromium(Path(folder)) as browser:
-            photograph(browser, running)
+        with load(running, CLIENTS):
+            photograph_chat(browser, running)
+            with load(running, MANY_CLIENTS):
+                photograph_overload(browser)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,13 @@ class OtherField:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the accepted values."""
+        """JSON schema of the accepted values. ``x-supported`` marks it for the API reference."""
         if self.hint:
-            return {"description": "ignored"}
-        described = {"description": f"not supported; ignored if {self.accepted}"}
+            return {"description": "ignored", "x-supported": False}
+        described = {
+            "description": f"not supported; ignored if {self.accepted}",
+            "x-supported": False,
+        }
         if self.rule is not None:
             return described
         accepted: list[dict[str, Any]] = [{"const": value} for value in self.values]

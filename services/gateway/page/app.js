@@ -2,17 +2,18 @@
 
 import { ApiError, key, readState } from "./api.js";
 import { startChat } from "./chat.js";
+import { showConnection } from "./connect.js";
 import { byId, count, sentence, setText } from "./dom.js";
 import { showFigures } from "./figures.js";
-import { showFlow } from "./flow.js";
-import { forgetRequests, mergeRequests, showRequests } from "./requests.js";
+import { formatsOf, showFlow } from "./flow.js";
+import { NO_REQUESTS, forgetRequests, mergeRequests, showRequests } from "./requests.js";
 
 const PERIOD_MS = 1000;
 const MAX_PERIOD_MS = 8000;
 const TIMEOUT_MS = 8000;
 
 const dialog = byId("key-dialog");
-let requests = [];
+let requests = NO_REQUESTS;
 let failures = 0;
 let timer = null;
 let reading = false;
@@ -36,14 +37,24 @@ async function refresh() {
 }
 
 function show(state) {
-  const { name, context_length: context } = state.model;
-  setText(byId("model"), context === null ? name : `${name} · ${count(context)} tokens of context`);
+  setText(byId("model"), describeModel(state));
+  setText(byId("version"), state.gateway.version);
+  byId("metrics-link").hidden = !state.gateway.serves_metrics;
+  showConnection(state);
   setReadiness(state.not_ready ? "failed" : "ready", state.not_ready ? "Not ready" : "Ready");
   setProblem(sentence(state.not_ready ?? ""));
   byId("key-button").hidden = !key.value;
   requests = mergeRequests(state);
   showFlow(state, showFigures(state, requests));
   showRequests(requests);
+}
+
+function describeModel({ model: { name, context_length: context }, workers }) {
+  const parts = [name];
+  if (context !== null) parts.push(`context ${count(context)} tokens`);
+  const formats = formatsOf(workers);
+  if (formats.length) parts.push(`KV format ${formats.join(" and ")}`);
+  return parts.join(" · ");
 }
 
 function showProblem(message) {

@@ -27,6 +27,7 @@ export function setText(target, text) {
  * `make` returns the element of a new item, and `update` changes it.
  */
 export function synchronize(list, items, keyOf, make, update) {
+  const focused = document.activeElement;
   const known = new Map([...list.children].map((child) => [child.dataset.key, child]));
   let previous = null;
   for (const item of items) {
@@ -39,17 +40,22 @@ export function synchronize(list, items, keyOf, make, update) {
     }
     update(child, item);
     const next = previous ? previous.nextSibling : list.firstChild;
-    if (child !== next) list.insertBefore(child, next); // moving an element would lose its focus
+    if (child !== next) list.insertBefore(child, next);
     previous = child;
   }
   for (const gone of known.values()) gone.remove();
+  // An element loses its focus when it is moved.
+  if (list.contains(focused) && document.activeElement !== focused) focused.focus({ preventScroll: true });
 }
 
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const integers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+/** Return a number rounded to an integer. */
+export const whole = (value) => integers.format(value);
 
 /** Return a count with at most four digits, such as 12.3k. */
 export function count(value) {
-  if (value < 10_000) return whole.format(value);
+  if (value < 10_000) return whole(value);
   const units = [["G", 1e9], ["M", 1e6], ["k", 1e3]];
   const [unit, size] = units.find(([, size]) => value >= size * 0.9995);
   return `${digits(value / size)}${unit}`;
@@ -63,14 +69,14 @@ export function bytes(value) {
     value /= 1000;
     at += 1;
   }
-  return `${at ? digits(value) : whole.format(value)} ${units[at]}`;
+  return `${at ? digits(value) : whole(value)} ${units[at]}`;
 }
 
 /** Return a duration. */
 export function duration(seconds) {
   if (seconds < 0.0995) return `${digits(seconds * 1000)} ms`;
-  if (seconds < 0.9995) return `${whole.format(seconds * 1000)} ms`;
-  return seconds < 99.5 ? `${digits(seconds)} s` : `${whole.format(seconds)} s`;
+  if (seconds < 0.9995) return `${whole(seconds * 1000)} ms`;
+  return seconds < 99.5 ? `${digits(seconds)} s` : `${whole(seconds)} s`;
 }
 
 /** Return a number with about three digits. */

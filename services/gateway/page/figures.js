@@ -1,8 +1,9 @@
 // The row of figures, each with its course over the last minute.
 
-import { Smoothed, byId, bytes, count, digits, duration, element, setText, svg } from "./dom.js";
+import { Smoothed, byId, bytes, count, digits, duration, element, setText, svg, whole } from "./dom.js";
 
 const SAMPLES = 60;
+const SHOWN_SHARE = 0.2; // of the KV sent uncompressed, from which the reason is shown
 
 class Figure {
   constructor(list, label) {
@@ -55,8 +56,8 @@ class Gateways {
 const list = byId("figures");
 const output = new Figure(list, "Output");
 const running = new Figure(list, "In progress");
-const firstToken = new Figure(list, "First token");
-const wire = new Figure(list, "KV on the wire");
+const firstToken = new Figure(list, "Time to first token");
+const wire = new Figure(list, "KV transfer");
 const ratio = new Figure(list, "Compression");
 const gateways = new Gateways();
 const smoothed = { tokens: new Smoothed(), raw: new Smoothed(), wire: new Smoothed() };
@@ -66,7 +67,7 @@ export function showFigures(state, requests) {
   gateways.update(state.gateway);
   showOutput();
   showRunning(state.router?.waiting ?? 0);
-  showFirstToken(requests);
+  showFirstToken([...requests.running, ...requests.ended]);
   return showTransfers(state.kv);
 }
 
@@ -77,30 +78,36 @@ function showOutput() {
 
 function showRunning(waiting) {
   const requests = gateways.sum("running");
-  const note = waiting ? `${count(waiting)} wait in the router` : "none waits in the router";
+  const note = waiting ? `${count(waiting)} waiting for a worker` : "none waiting for a worker";
   running.show(count(requests), requests === 1 ? "request" : "requests", note, requests);
 }
 
 function showFirstToken(requests) {
   const times = requests.map((r) => r.first_token_s).filter((seconds) => seconds !== null);
   if (!times.length) {
-    firstToken.show("–", "", "no request yet", 0);
+    firstToken.show("–", "", "no requests yet", 0);
     return;
   }
   const median = times.sort((a, b) => a - b)[times.length >> 1];
-  firstToken.show(...duration(median).split(" "), `median of ${times.length} recent`, median);
+  firstToken.show(...duration(median).split(" "), `median of ${times.length} ${times.length === 1 ? "request" : "requests"}`, median);
 }
 
 function showTransfers(kv) {
   const rates = { raw: smoothed.raw.update(kv.raw_s), wire: smoothed.wire.update(kv.wire_s) };
   const [rate, unit] = bytes(rates.wire).split(" ");
-  wire.show(rate, `${unit}/s`, `${bytes(kv.wire_bytes)} moved`, rates.wire);
+  wire.show(rate, `${unit}/s`, `${bytes(kv.wire_bytes)} sent so far`, rates.wire);
   if (!kv.wire_bytes) {
-    ratio.show("–", "", "no KV moved yet", 0);
+    ratio.show("–", "", "no KV sent yet", 0);
     return { wire: 0, ratio: null };
   }
   const now = rates.wire ? rates.raw / rates.wire : kv.raw_bytes / kv.wire_bytes;
-  const saved = kv.raw_bytes - kv.wire_bytes;
-  ratio.show(now.toFixed(2), ": 1", saved > 0 ? `${bytes(saved)} saved` : "KV is sent as it is", now);
+  ratio.show(now.toFixed(2), ": 1", explainRatio(kv), now);
   return { wire: rates.wire, ratio: now };
+}
+
+/** Return why KV is compressed this much. */
+function explainRatio({ raw_bytes: raw, wire_bytes: sent, faster_raw_share: share, compressible }) {
+  if (!compressible) return "compression is off";
+  if (share >= SHOWN_SHARE) return `${whole(100 * share)} % sent uncompressed: faster on this link`;
+  return raw > sent ? `${bytes(raw - sent)} saved` : "nothing saved";
 }

@@ -1,9 +1,9 @@
 // The topology: router, workers with their KV as a water level, and the channel between them.
 
-import { Smoothed, byId, bytes, count, element, reducedMotion, setText, svg, synchronize } from "./dom.js";
+import { Smoothed, byId, bytes, count, element, reducedMotion, setText, svg, synchronize, whole } from "./dom.js";
 
 const STATES = {
-  not_ready: "not ready", suspect: "no heartbeat", probation: "paused after a failure",
+  not_ready: "not ready", suspect: "no heartbeat received", probation: "paused after a failure",
   unmatched: "no compatible partner",
 };
 const COMPACT = 6; // workers of a role from which each gets one line
@@ -14,6 +14,15 @@ const map = byId("map");
 const lines = byId("lines");
 const banks = { prefill: byId("prefill"), decode: byId("decode") };
 
+/** Return the KV formats of workers, without repetitions. */
+export function formatsOf(workers) {
+  return [...new Set(workers.map(formatOf).filter(Boolean))].sort();
+}
+
+function formatOf({ kv_format: name, kv_eviction: evicted }) {
+  return name && evicted ? `${name} (${whole(100 * evicted)} % evicted)` : name;
+}
+
 /** Show the workers of a state and the smoothed flow of KV between them. */
 export function showFlow(state, flow) {
   const by = (a, b) => a.name.localeCompare(b.name, "en", { numeric: true });
@@ -21,8 +30,9 @@ export function showFlow(state, flow) {
   const decode = state.workers.filter((w) => w.role !== "prefill").sort(by);
   const names = new Set(state.workers.map((w) => w.name));
   for (const name of rates.keys()) if (!names.has(name)) rates.delete(name);
-  showBank(banks.prefill, prefill);
-  showBank(banks.decode, decode);
+  const mixed = formatsOf(state.workers).length > 1;
+  showBank(banks.prefill, prefill, mixed);
+  showBank(banks.decode, decode, mixed);
   const colocated = prefill.length === 0 && decode.length > 0;
   map.classList.toggle("colocated", colocated);
   setText(byId("decode-title"), colocated ? "Workers" : "Decode");
@@ -38,20 +48,21 @@ export function showFlow(state, flow) {
 function showRouter({ router, queue_tokens: tokens }) {
   byId("router").dataset.state = router ? "ready" : "failed";
   setText(byId("router-waiting"), router ? count(router.waiting) : "–");
-  setText(byId("router-text"), router ? `waiting · ${count(tokens)} tokens queued` : "no router answers");
+  setText(byId("router-text"), router ? `waiting · ${count(tokens)} tokens queued` : "no answer");
 }
 
 function showChannel(state, flow) {
   const moved = state.kv.wire_bytes > 0;
-  setText(byId("channel-rate"), moved || flow.wire ? `${bytes(flow.wire)}/s` : "no KV yet");
+  setText(byId("channel-rate"), moved || flow.wire ? `${bytes(flow.wire)}/s` : "no KV sent yet");
   const ratio = flow.ratio === null ? "" : `${flow.ratio.toFixed(2)} : 1`;
-  setText(byId("channel-ratio"), ratio && `${ratio} · ${bytes(state.kv.wire_bytes)} moved`);
+  setText(byId("channel-ratio"), ratio && `${ratio} · ${bytes(state.kv.wire_bytes)} sent`);
 }
 
-function showBank(bank, workers) {
+function showBank(bank, workers, mixed) {
   bank.classList.toggle("compact", workers.length > COMPACT);
   bank.dataset.empty = String(workers.length === 0);
-  synchronize(bank.querySelector("ul"), workers, (w) => w.name, makeWorker, updateWorker);
+  const update = (item, worker) => updateWorker(item, worker, mixed);
+  synchronize(bank.querySelector("ul"), workers, (w) => w.name, makeWorker, update);
 }
 
 function makeWorker() {
@@ -60,20 +71,23 @@ function makeWorker() {
   const wave = svg("svg", { ...box, "aria-hidden": "true" });
   wave.append(svg("path", { d: "M0 4Q6 0 12 3T24 3T36 3T48 3T60 3T72 3T84 3T96 4V6H0Z" }));
   level.append(wave);
-  const usage = element("p", "usage", element("span", "number"), element("span", "label", " KV in use"));
+  const usage = element("p", "usage", element("span", "number"), element("span", "label", " of KV cache"));
   const [state, load] = [element("p", "state small"), element("p", "load small")];
   return element("li", "node worker", level, element("h4"), state, usage, load);
 }
 
-function updateWorker(item, worker) {
+function updateWorker(item, worker, mixed) {
   item.dataset.state = worker.state === "ready" ? "ready" : "failed";
   item.classList.toggle("busy", worker.queue_tokens > 0);
   if (!rates.has(worker.name)) rates.set(worker.name, new Smoothed());
   item.dataset.wire = rates.get(worker.name).update(worker.wire_s);
   const find = (name) => item.querySelector(name);
   setText(find("h4"), worker.name);
-  const kind = worker.role === "colocated" ? "prefill and decode" : "";
-  setText(find(".state"), worker.state === "ready" ? kind : STATES[worker.state] ?? worker.state);
+  const notes = [];
+  if (worker.role === "colocated") notes.push("prefill and decode");
+  if (worker.state !== "ready") notes.push(STATES[worker.state] ?? worker.state);
+  if (mixed) notes.push(`KV format ${formatOf(worker)}`);
+  setText(find(".state"), notes.join(" · "));
   setText(find(".usage .number"), `${Number((100 * worker.kv_usage).toFixed(1))} %`);
   const load = [`${count(worker.queue_tokens)} tokens queued`];
   if (worker.running) load.push(`${count(worker.running)} running`);

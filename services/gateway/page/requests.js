@@ -1,18 +1,28 @@
-// Recent requests, each with the timeline of its stages.
+// Requests, each with the timeline of its stages. Refusals of one kind share a line.
 
 import { byId, count, duration, element, setText, synchronize } from "./dom.js";
 
 const STAGES = {
   receive: "Receive",
-  route: "Route",
-  queue: "Queue",
+  route: "Wait for workers",
+  queue: "Prefill queue",
   prefill: "Prefill",
-  transfer: "Transfer",
+  transfer: "KV transfer",
   decode: "Decode",
   failed: "Failed attempt",
 };
-const SHOWN = 16;
+const UNPLACED = {
+  overloaded: ["refused", "The queue was full. Clients were asked to try again later (status 429)."],
+  unavailable: ["refused", "No worker was ready (status 503)."],
+  context_length_exceeded: ["refused", "Too long for the KV cache of the workers (status 400)."],
+  queue_timeout: ["timed out", "Waited too long for a worker (status 408)."],
+  deadline_exceeded: ["timed out", "The deadline passed before a worker was free (status 504)."],
+  cancelled: ["cancelled", "The client disconnected before a worker was free."],
+};
+const SHOWN = 12;
 const KEPT_S = 30; // time for which requests of a gateway that no longer answers are shown
+
+export const NO_REQUESTS = { running: [], more: 0, unplaced: [], ended: [] };
 
 const list = byId("requests");
 const gateways = new Map(); // requests by the id of the gateway: several may answer in turn
@@ -23,14 +33,41 @@ byId("legend").append(
     .map(([stage, name]) => element("li", stage, name)),
 );
 
-/** Add the requests of a state to those of other gateways, and return the newest, newest first. */
+/** Add the requests of a state to those of other gateways, and return all. */
 export function mergeRequests({ gateway: { id }, requests }) {
   const now = Date.now() / 1000;
-  const known = requests.map((r) => ({ ...r, key: `${id}-${r.number}`, arrived: now - r.age_s }));
-  gateways.set(id, { seen: now, requests: known });
+  const known = (r) => ({ ...r, key: `${id}-${r.number}`, arrived: now - r.age_s });
+  gateways.set(id, {
+    ...requests,
+    seen: now,
+    running: requests.running.map(known),
+    ended: requests.ended.map(known),
+  });
   for (const [other, { seen }] of gateways) if (now - seen > KEPT_S) gateways.delete(other);
-  const all = [...gateways.values()].flatMap((gateway) => gateway.requests);
-  return all.sort((a, b) => b.arrived - a.arrived).slice(0, SHOWN);
+  const all = (name) => [...gateways.values()].flatMap((gateway) => gateway[name]);
+  const running = all("running").sort((a, b) => a.arrived - b.arrived).slice(0, SHOWN);
+  return {
+    running,
+    more: all("running_total").reduce((sum, n) => sum + n, 0) - running.length,
+    unplaced: mergeGroups(all("unplaced")),
+    ended: all("ended").sort((a, b) => b.arrived - a.arrived).slice(0, SHOWN),
+  };
+}
+
+/** Return one group of unplaced requests for each status. */
+function mergeGroups(groups) {
+  const merged = new Map();
+  for (const group of groups) {
+    const other = merged.get(group.status);
+    if (!other) {
+      merged.set(group.status, group);
+      continue;
+    }
+    const [latest, earlier] = group.last_s < other.last_s ? [group, other] : [other, group];
+    const since_s = Math.max(group.since_s, other.since_s);
+    merged.set(group.status, { ...latest, since_s, count: latest.count + earlier.count });
+  }
+  return [...merged.values()];
 }
 
 /** Forget all requests: another key has others. */
@@ -38,28 +75,41 @@ export function forgetRequests() {
   gateways.clear();
 }
 
-/** Show requests. */
-export function showRequests(requests) {
-  byId("no-requests").hidden = requests.length > 0;
-  const longest = Math.max(...requests.map((r) => r.total_s), 0.001);
-  synchronize(list, requests, (r) => r.key, make, (item, request) => update(item, request, longest));
+/** Show requests: running ones first, then a line for each kind of refusal, then ended ones. */
+export function showRequests({ running, more, unplaced, ended }) {
+  const further = more > 0 ? [{ key: "more", more }] : [];
+  const groups = unplaced.map((group) => ({ key: `group-${group.status}`, group }));
+  const rows = [...running, ...further, ...groups, ...ended];
+  byId("no-requests").hidden = rows.length > 0;
+  byId("columns").hidden = rows.length === 0;
+  // Each group has a scale of its own: one long request would make the others invisible.
+  const longest = (group) => Math.max(...group.map((r) => r.total_s), 0.001);
+  const scale = { running: longest(running), ended: longest(ended) };
+  synchronize(list, rows, (row) => row.key, make, (item, row) => {
+    if (row.more) setText(item, `${count(row.more)} more in progress`);
+    else if (row.group) updateGroup(item, row.group);
+    else update(item, row, row.status === "running" ? scale.running : scale.ended);
+  });
 }
 
-function make() {
+function make(row) {
+  if (row.more) return element("li", "more small");
   const summary = element("summary");
-  for (const name of ["state", "tokens", "path", "bar", "total"]) summary.append(element("span", name), " ");
-  summary.querySelector(".tokens").before(element("span", "unseen", "prompt and output tokens "));
-  summary.querySelector(".bar").setAttribute("aria-hidden", "true");
+  const columns = row.group ? ["state", "tokens", "why", "total"] : ["state", "tokens", "path", "bar", "total"];
+  for (const name of columns) summary.append(element("span", name), " ");
+  if (!row.group) {
+    summary.querySelector(".tokens").before(element("span", "unseen", "prompt and output tokens "));
+    summary.querySelector(".bar").setAttribute("aria-hidden", "true");
+  }
   return element("li", "request", element("details", "", summary, element("dl", "stages")));
 }
 
 function update(item, request, longest) {
   const find = (name) => item.querySelector(`.${name}`);
-  const state = request.status === "running" || request.status === "ok" ? request.status : "failed";
+  const [state, text] = stateOf(request);
   item.dataset.state = state;
-  setText(find("state"), request.status === "ok" ? "done" : request.status.replaceAll("_", " "));
+  setText(find("state"), text);
   setText(find("tokens"), `${count(request.prompt_tokens)} → ${count(request.output_tokens)}`);
-  find("tokens").title = "Prompt tokens → output tokens";
   setText(find("path"), pathOf(request));
   setText(find("total"), duration(request.total_s));
   const place = (bar, { stage, start, seconds }) => {
@@ -68,7 +118,37 @@ function update(item, request, longest) {
     bar.title = `${STAGES[stage]} ${duration(seconds)}`;
   };
   synchronize(find("bar"), stretches(request), (s) => s.key, (s) => element("i", s.stage), place);
-  if (item.firstChild.open) synchronize(find("stages"), rows(request), ([name]) => name, makeRow, updateRow);
+  if (item.firstChild.open) showDetails(item, details(request));
+}
+
+/** Return the state of a request as the page's style names it, and as text. */
+function stateOf({ status, decode }) {
+  if (status === "running") return decode ? ["running", "running"] : ["waiting", "waiting"];
+  return status === "ok" ? ["ok", "done"] : ["failed", status.replaceAll("_", " ")];
+}
+
+function updateGroup(item, { status, count: number, since_s: since, last_s: last, newest }) {
+  const find = (name) => item.querySelector(`.${name}`);
+  const [text, why] = UNPLACED[status] ?? ["failed", `Ended with the error ${status}.`];
+  item.dataset.state = "failed";
+  setText(find("state"), text);
+  setText(find("tokens"), `${count(number)} ${number === 1 ? "request" : "requests"}`);
+  setText(find("why"), why);
+  setText(find("total"), ago(last));
+  if (!item.firstChild.open) return;
+  const rows = number === 1 ? [] : [["First request", ago(since)]];
+  rows.push(["Last request", ago(last)], ["Duration of the last", duration(newest.total_s)]);
+  rows.push(["Last request id", newest.id]);
+  if (newest.trace) rows.push(["Last trace id", newest.trace]);
+  showDetails(item, rows);
+}
+
+function ago(seconds) {
+  return seconds < 99.5 ? `${count(seconds)} s ago` : `${count(seconds / 60)} min ago`;
+}
+
+function showDetails(item, rows) {
+  synchronize(item.querySelector(".stages"), rows, ([name]) => name, makeDetail, updateDetail);
 }
 
 function pathOf({ prefill, decode }) {
@@ -81,7 +161,7 @@ function stretches(request) {
   return request.stages.map(([stage, start, seconds], at) => ({ key: `${at}-${stage}`, stage, start, seconds }));
 }
 
-function rows(request) {
+function details(request) {
   const sums = new Map();
   for (const [stage, , seconds] of request.stages) sums.set(stage, (sums.get(stage) ?? 0) + seconds);
   const found = [...sums].map(([stage, seconds]) => [STAGES[stage], duration(seconds), stage]);
@@ -91,16 +171,17 @@ function rows(request) {
   if (request.choices > 1) found.push(["Choices", count(request.choices)]);
   if (request.attempts > 1) found.push(["Attempts", count(request.attempts)]);
   if (request.failures.length) found.push(["Failures", request.failures.join(", ")]);
-  found.push(["Workers", pathOf(request)], ["Request id", request.id]);
+  if (request.decode) found.push(["Workers", pathOf(request)]);
+  found.push(["Request id", request.id]);
   if (request.trace) found.push(["Trace id", request.trace]);
   return found;
 }
 
-function makeRow([name, , stage]) {
+function makeDetail([name, , stage]) {
   return element("div", stage ?? "", element("dt", "", name), element("dd"));
 }
 
-function updateRow(row, [, value]) {
+function updateDetail(row, [, value]) {
   setText(row.lastChild, value);
 }
 

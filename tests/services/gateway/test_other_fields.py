@@ -249,7 +249,9 @@ async def test_openapi_document_has_the_declared_fields(site: Site) -> None:
     schemas = (await site.http.get("/openapi.json")).json()["components"]["schemas"]
     properties = schemas["ChatBody"]["properties"]
     assert IN_REQUEST.keys() <= properties.keys()
-    assert properties["metadata"] == {"description": "ignored"}
+    assert properties["metadata"] == {"description": "ignored", "x-supported": False}
+    unsupported = {name for name, schema in properties.items() if not schema.get("x-supported", 1)}
+    assert unsupported == ChatBody.others.keys()
     assert properties["store"]["anyOf"] == [{"const": False}, {"type": "null"}]
     assert "name" in schemas["Message"]["properties"]
     assert "include_obfuscation" in schemas["StreamOptions"]["properties"]

@@ -1,19 +1,29 @@
 """The live page in Chromium against a real deployment: key, chat, counters, accessibility."""
 
-import hashlib
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
-from tests.operate.browser import ENTER, ESCAPE, TAB, Browser, chromium, same_origin
+from tests.e2e.deployment import Running
+from tests.operate.browser import ENTER, ESCAPE, TAB, Browser
+from tests.operate.page.actions import (
+    KEY,
+    OTHER_KEY,
+    PROMPT,
+    answered,
+    enter_key,
+    figure,
+    open_with_key,
+    until_ready,
+)
 
 pytestmark = [pytest.mark.operate, pytest.mark.timeout(900)]
 
-KEY, OTHER_KEY = "sk-of-the-page", "sk-of-another-tenant"
-PROMPT = "Write a short story about a mill on a river."
 # Record the lengths of the answer and the numbers of two figures.
 RECORD = """
 window.seen = {lengths: {}, outputs: {}, running: {}};
@@ -26,72 +36,6 @@ new MutationObserver(() => {
   seen.running[number('In progress')] = true;
 }).observe(document.body, {childList: true, subtree: true, characterData: true});
 """
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A deployment with two tenants, whose KV is compressed."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    digests = (hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER_KEY))
-    keys.write_text("".join(f"{digest}\n" for digest in digests))
-    environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
-    with deployed("--codec", "splitzip", environment=environment, api_key=KEY) as running:
-        running.wait_for_all_workers()
-        yield running
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(started: Browser, deployment: Running) -> Iterator[Browser]:
-    """A tab without a key. After the test: no errors, and no request to another host."""
-    started.open_tab()
-    started.console()
-    started.requests()
-    started.emulate(1400, 900)
-    started.driver.get(deployment.url)
-    yield started
-    sent = started.requests()
-    assert any(url.endswith("/page/state") for url in sent)
-    for url in sent:
-        assert same_origin(url, deployment.url) or url.startswith("chrome"), url
-        assert KEY not in url
-    # Chromium itself reports the answers without a key, and requests while it is offline.
-    assert [line for line in started.console() if "/page/state" not in line] == []
-
-
-def enter_key(browser: Browser, key: str = KEY) -> None:
-    browser.wait(lambda: browser.find("#key-dialog").is_displayed(), "the page asks for a key")
-    browser.find("#key").send_keys(key, ENTER)
-
-
-def open_with_key(browser: Browser) -> None:
-    enter_key(browser)
-    until_ready(browser)
-
-
-def until_ready(browser: Browser) -> None:
-    browser.wait(lambda: browser.text("#readiness") == "Ready", "the deployment is ready")
-
-
-def figure(browser: Browser, name: str) -> str:
-    """Return the number of a figure as text."""
-    return str(
-        browser.run(
-            "return [...document.querySelectorAll('.figure')].find("
-            "f => f.querySelector('dt').textContent === arguments[0])"
-            ".querySelector('.number').textContent",
-            name,
-        )
-    )
-
-
-def answered(browser: Browser) -> bool:
-    return bool(browser.run("return !document.querySelector('.streaming')"))
 
 
 @pytest.mark.parametrize("width", [360, 1400])
@@ -114,12 +58,17 @@ def test_chat_streams_and_counters_move(browser: Browser, width: int) -> None:
     assert "tokens/s · first token after" in browser.text(".turn.assistant .note")
     state = "#requests li:first-child"
     browser.wait(lambda: browser.text(f"{state} .state") == "done", "the request is done")
-    browser.wait(lambda: "moved" in browser.text("#channel-ratio"), "KV has moved")
+    browser.wait(lambda: "sent" in browser.text("#channel-ratio"), "KV was sent")
     assert float(figure(browser, "Compression")) > 1.05
+    marker = "return getComputedStyle(document.querySelector(arguments[0]), '::before').transform"
+    closed = browser.run(marker, f"{state} summary")
     browser.find(f"{state} summary").click()
     browser.wait(lambda: browser.text(f"{state} .stages"), "the stages are shown")
+    browser.wait(
+        lambda: browser.run(marker, f"{state} summary") != closed != "none", "the marker turns"
+    )
     stages = browser.text(f"{state} .stages")
-    for stage in ("Receive", "Route", "Prefill", "KV reads", "Decode", "Request id"):
+    for stage in ("Receive", "Wait for workers", "KV transfer", "KV reads", "Request id"):
         assert stage in stages
     assert browser.run("return document.documentElement.scrollWidth") == width
     spoken, shown = browser.text("#spoken"), browser.text(".turn.assistant .content")
@@ -193,7 +142,7 @@ def test_page_works_with_the_keyboard_alone(browser: Browser) -> None:
     browser.press("Hello", ENTER)
     browser.wait(lambda: browser.text(".turn.assistant .content"), "the first token")
     browser.wait(lambda: answered(browser), "the answer")
-    for _ in range(20):
+    for _ in range(30):
         if browser.run("return document.activeElement.matches('#requests summary')"):
             break
         browser.press(TAB)
@@ -244,3 +193,50 @@ def test_dialog_for_the_key_can_be_closed_and_opened_again(browser: Browser) -> 
     assert browser.text("#readiness") == "Key needed"
     browser.find("#key-button").click()
     open_with_key(browser)
+
+
+def copied(browser: Browser, button: str) -> bool:
+    return browser.text(button).startswith("Copied")
+
+
+def test_example_code_runs_as_copied(browser: Browser, deployment: Running) -> None:
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
+    )
+    open_with_key(browser)
+    assert browser.text("#base-url") == f"{deployment.url}/v1"
+    browser.find("#show-code").click()
+    assert browser.violations() == []
+    environment = {**os.environ, "HEADRACE_API_KEY": KEY, "NO_PROXY": "127.0.0.1"}
+    for name, program in (("python", [sys.executable, "-c"]), ("curl", ["bash", "-c"])):
+        button = f"[data-copies={name}]"
+        browser.find(button).click()
+        browser.wait(partial(copied, browser, button), "the code is copied")
+        code = browser.driver.execute_async_script(
+            "navigator.clipboard.readText().then(arguments[0])"
+        )
+        assert code == browser.text(f"#{name}")
+        ended = subprocess.run(
+            [*program, code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert "Paris" in ended.stdout
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_api_reference_shows_the_openapi_document(
+    browser: Browser, deployment: Running, width: int, dark: bool
+) -> None:
+    browser.emulate(width, 800, dark=dark)
+    browser.wait(lambda: browser.find("#key-dialog").is_displayed(), "the page asks for a key")
+    browser.press(ESCAPE)
+    assert browser.find("#metrics-link").get_property("href") == f"{deployment.url}/metrics"
+    browser.find("[href='page/reference.html']").click()
+    browser.wait(lambda: browser.text("#contents"), "the reference is shown")
+    contents = browser.text("#contents")
+    for path in httpx.get(f"{deployment.url}/openapi.json", trust_env=False).json()["paths"]:
+        assert path in contents
+    assert "max_tokens" in browser.text("#operations")
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.violations() == []
