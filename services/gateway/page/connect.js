@@ -2,7 +2,7 @@
 
 import { byId, setText } from "./dom.js";
 
-const QUESTION = "What is the capital of France?";
+const QUESTION = "What is the capital of France? Answer with one word.";
 const COPIED_MS = 2000;
 
 const base = new URL("v1", document.baseURI).href;
@@ -22,6 +22,7 @@ client = OpenAI(base_url=${JSON.stringify(base)}, api_key=${key})
 answer = client.chat.completions.create(
     model=${JSON.stringify(model)},
     messages=[{"role": "user", "content": ${JSON.stringify(QUESTION)}}],
+    temperature=0,
 )
 print(answer.choices[0].message.content)`;
 }
@@ -29,7 +30,8 @@ print(answer.choices[0].message.content)`;
 function curl(model, requiresKey) {
   const body = `{
     "model": ${JSON.stringify(model)},
-    "messages": [{"role": "user", "content": ${JSON.stringify(QUESTION)}}]
+    "messages": [{"role": "user", "content": ${JSON.stringify(QUESTION)}}],
+    "temperature": 0
   }`;
   const key = requiresKey ? '  -H "Authorization: Bearer $HEADRACE_API_KEY" \\\n' : "";
   return `curl ${quote(`${base}/chat/completions`)} \\

@@ -78,7 +78,7 @@ function showOutput() {
 
 function showRunning(waiting) {
   const requests = gateways.sum("running");
-  const note = waiting ? `${count(waiting)} waiting for a worker` : "none waiting for a worker";
+  const note = waiting ? `${count(waiting)} waiting for a worker` : "none waiting";
   running.show(count(requests), requests === 1 ? "request" : "requests", note, requests);
 }
 
