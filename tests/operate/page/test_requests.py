@@ -64,7 +64,8 @@ def test_page_explains_what_the_state_says(browser: Browser) -> None:
           const response = await real(path, options);
           if (path !== 'page/state') return response;
           const state = await response.json();
-          Object.assign(state.kv, {raw_bytes: 1.01e9, wire_bytes: 1e9, ...window.kv});
+          const moved = {raw_bytes: 1.01e9, wire_bytes: 1e9, raw_s: 0, wire_s: 0};
+          Object.assign(state.kv, moved, window.kv);
           state.workers[0].kv_format = 'fp8';
           state.workers[1].kv_eviction = 0.25;
           return new Response(JSON.stringify(state));
@@ -73,7 +74,7 @@ def test_page_explains_what_the_state_says(browser: Browser) -> None:
     )
     expected = "97 % sent uncompressed: faster on this link"
     browser.wait(lambda: note_of(browser, "Compression") == expected, "the reason")
-    assert figure(browser, "Compression") == "1.01"
+    browser.wait(lambda: figure(browser, "Compression") == "1.01", "the ratio of all KV")
     assert "KV format dense (25 % evicted) and fp8" in browser.text("#model")
     assert browser.text("#decode .state") == "KV format fp8"
     browser.run("window.kv = {compressible: false}")
