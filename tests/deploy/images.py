@@ -60,6 +60,13 @@ def is_ignored(path: str) -> bool:
 
 def locked(flavor: str) -> dict[str, str]:
     """Return the version of each package in an image, by its canonical name."""
-    lines = (DEPLOY / "requirements" / f"{flavor}.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = [pin for pin, _ in requirements(f"{flavor}.txt")]
     return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+def requirements(name: str) -> list[tuple[Requirement, list[str]]]:
+    """Return the requirements in a file of `deploy/requirements`, each with its hashes."""
+    text = (DEPLOY / "requirements" / name).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    parts = [re.split(r"\s+--hash=", line.strip()) for line in lines]
+    return [(Requirement(pin), hashes) for pin, *hashes in parts]

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from services.launch import SERVICES
+from services.local.pull import SMOLLM2
 from tests.deploy.images import (
     DEPLOY,
     FLAVORS,
@@ -22,10 +23,13 @@ from tests.deploy.images import (
     arguments,
     copied_sources,
     environment,
+    instructions,
     is_ignored,
     locked,
+    requirements,
 )
 
+LOCKED = sorted(path.name for path in (DEPLOY / "requirements").glob("*.txt"))
 MODULES = {
     "control": [
         *("services.cli", "services.gateway.service", "services.router.service"),
@@ -138,6 +142,67 @@ def test_locked_packages_meet_the_requirements_of_the_project(flavor: str) -> No
     # All images have the same versions, except for those that differ by device.
     others = locked("cpu")
     assert {n: v for n, v in found.items() if others.get(n, v) != v}.keys() <= {"torch"}
+
+
+@pytest.mark.parametrize("name", LOCKED)
+def test_every_locked_package_has_its_version_and_hashes(name: str) -> None:
+    """Otherwise pip would install whatever file an index has under this name and version."""
+    found = requirements(name)
+    assert found
+    for pin, hashes in found:
+        (specifier,) = pin.specifier
+        assert specifier.operator == "=="
+        assert hashes, pin
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for digest in hashes)
+
+
+def test_image_installs_only_files_with_known_hashes_and_what_it_has_built() -> None:
+    runs = [rest for keyword, rest in instructions() if keyword == "RUN"]
+    commands = [part for rest in runs for part in re.split(r"&&|;|\bthen\b", rest)]
+    installs = [part.split() for part in commands if re.search(r"\bpip (install|wheel)\b", part)]
+    assert len(installs) >= 5
+    for words in installs:
+        assert "--no-deps" in words
+        built_here = words[-1] in (".", "/wheels/*.whl")
+        assert "--no-build-isolation" in words if words[-1] == "." else True
+        assert ("--require-hashes" in words) is not built_here, words
+
+
+def test_make_installs_only_torch_without_hashes() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    installs = re.findall(r"^\t.*(?:\$\(PIP\)|pip install).*$", makefile, re.MULTILINE)
+    assert len(installs) >= 6
+    for line in installs:
+        if "torch==" not in line:
+            assert "--require-hashes" in line or "--no-build-isolation -e ." in line, line
+    assert re.search(r"^PIP +:= .* --no-deps$", makefile, re.MULTILINE)
+
+
+def test_locked_build_packages_meet_the_build_requirements() -> None:
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = locked("build")
+    for text in content["build-system"]["requires"]:
+        required = Requirement(text)
+        assert required.specifier.contains(
+            found[canonicalize_name(required.name)], prereleases=True
+        )
+
+
+@pytest.mark.parametrize("name", ["run", "build"])
+def test_make_installs_the_same_versions_for_users_and_developers(name: str) -> None:
+    """Else `make check` would replace packages of `make up`, and test others than users have."""
+    development = {str(pin) for pin, _ in requirements("dev.txt")}
+    for pin, _ in requirements(f"{name}.txt"):
+        only_for_builds = name == "build" and pin.name not in locked("dev")
+        assert str(pin) in development or only_for_builds, pin
+    assert not {"torch", "nvidia-nccl-cu13"} & locked("dev").keys()
+
+
+def test_default_model_is_the_one_that_headrace_pull_downloads() -> None:
+    ((pin, (digest,)),) = requirements("model.txt")
+    assert digest == f"sha256:{SMOLLM2.sha256}"
+    assert SMOLLM2.name.startswith(f"{pin.name.replace('-', '_')}-{str(pin.specifier)[2:]}-")
+    assert "DEFAULT_MODEL=model.txt" in arguments("ARG")
 
 
 def test_lowest_grpcio_accepts_the_generated_stubs() -> None:
