@@ -1,4 +1,4 @@
-"""Network addresses: IPv6 literals, and this machine's address on the way to another one."""
+"""Network addresses: IPv6 literals, loopback, and the local address towards another host."""
 
 import socket
 from ipaddress import ip_address
@@ -24,6 +24,32 @@ def is_unspecified(host: str) -> bool:
         return not host or ip_address(host.strip("[]")).is_unspecified
     except ValueError:  # a name
         return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a listener on ``host`` is reachable from this machine only.
+
+    ``host`` is an IPv4 or IPv6 address or a name. Every address that a name resolves to must be a
+    loopback address. An empty host (all interfaces) and an unknown name are not loopback.
+    """
+    if not host:
+        return False
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        return _is_loopback_address(bare)
+    except ValueError:
+        pass  # the host is a name, not an address
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(_is_loopback_address(str(entry[4][0])) for entry in found)
+
+
+def _is_loopback_address(address: str) -> bool:
+    parsed = ip_address(address)
+    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
 
 
 def address_towards(url: str) -> str | None:

@@ -1,7 +1,6 @@
 """gRPC servers and channels of the services: authentication, size limits, health, reflection."""
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
+from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.grpc_limits import CallLimiter, ServerLimits
 from services.common.tls import MutualTls
@@ -50,8 +50,8 @@ MessageStream = Any  # either side of a bidirectional call; the type stubs lack 
 class TokenInterceptor(aio.ServerInterceptor):
     """Reject calls without the cluster token. Health and reflection need no token."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, check: TokenCheck) -> None:
+        self._check = check
 
     async def intercept_service(
         self,
@@ -61,8 +61,7 @@ class TokenInterceptor(aio.ServerInterceptor):
         if handler_call_details.method.startswith(_UNAUTHENTICATED_SERVICES):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        presented = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(presented, self._expected):
+        if self._check.accepts(given):
             return await continuation(handler_call_details)
         handler = await continuation(handler_call_details)
         return None if handler is None else _reject(handler)  # None if the method is unknown
@@ -95,7 +94,7 @@ class GrpcServer:
     Args:
         address: ``host:port``; port 0 selects a free port.
         services: full names of the services, for health and reflection.
-        token: cluster token, or None for a server that requires none.
+        token_check: check of the cluster token, or None for a server that requires none.
         tls: certificates for mutual TLS, or None for a server without it.
         limits: limits of a public port, or None for a port between services.
         reuse_port: see `services.common.http_server.listen`.
@@ -114,13 +113,13 @@ class GrpcServer:
         address: str,
         services: Sequence[str],
         *,
-        token: str | None = None,
+        token_check: TokenCheck | None = None,
         tls: MutualTls | None = None,
         limits: ServerLimits | None = None,
         reuse_port: bool = False,
         interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
-        chain = [*([TokenInterceptor(token)] if token else []), *interceptors]
+        chain = [*([TokenInterceptor(token_check)] if token_check else []), *interceptors]
         options = {**dict(_OPTIONS), **_SERVER_OPTIONS, "grpc.so_reuseport": int(reuse_port)}
         if limits is not None:
             chain.append(CallLimiter(limits))

@@ -1,8 +1,5 @@
 """HTTP servers in threads of their own, for metrics and probes."""
 
-import base64
-import binascii
-import hmac
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.hosts import HostCheck
 from services.common.probes import PATHS, Probes
@@ -36,7 +34,7 @@ def start_metrics_server(
     port: int,
     registry: CollectorRegistry,
     *,
-    token: str | None = None,
+    token_check: TokenCheck | None = None,
     tls: MutualTls | None = None,
     hosts: HostCheck | None = None,
     probes: Probes | None = None,
@@ -47,8 +45,7 @@ def start_metrics_server(
         host: address to listen on.
         port: TCP port; 0 selects a free port. ``server_port`` of the result is the actual port.
         registry: metrics to expose.
-        token: cluster token, as a bearer token or as the password of basic authentication; None
-            for a server that requires none.
+        token_check: check of the cluster token, or None for a server that requires none.
         tls: certificates for mutual TLS, or None for plain HTTP.
         hosts: check of ``Host`` for a server that requires no token, or None.
         probes: ``/health`` and ``/ready``, which need no token; None for a server without them.
@@ -57,7 +54,7 @@ def start_metrics_server(
         SettingsError: if the address is invalid or the port is in use.
     """
     app: App = make_wsgi_app(registry)
-    app = _guarded(app, token) if token else app
+    app = _guarded(app, token_check) if token_check else app
     app = _with_host_check(app, hosts) if hosts else app
     return _start(host, port, _with_probes(app, probes) if probes else app, tls, "metrics")
 
@@ -112,9 +109,9 @@ class OperationServers:
                 host,
                 metrics_port,
                 registry,
-                token=settings.token,
+                token_check=settings.token_check,
                 tls=settings.tls,
-                hosts=settings.host_check(authenticated=bool(settings.token or settings.tls)),
+                hosts=settings.host_check(authenticated=settings.authenticates_services),
                 probes=probes,
             )
         except SettingsError:
@@ -232,11 +229,11 @@ def _deadline(connection: socket.socket) -> Iterator[None]:
         timer.cancel()
 
 
-def _guarded(app: App, token: str) -> App:
+def _guarded(app: App, check: TokenCheck) -> App:
     """Return an app that answers 401 without the cluster token."""
 
     def guard(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if may_read_metrics(environ.get("HTTP_AUTHORIZATION", ""), token):
+        if check.accepts_scraper(environ.get("HTTP_AUTHORIZATION", "")):
             return app(environ, start_response)
         challenge = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
         start_response("401 Unauthorized", challenge)
@@ -256,20 +253,3 @@ def _with_host_check(app: App, hosts: HostCheck) -> App:
         return [refusal.encode() + b"\n"]
 
     return check
-
-
-def may_read_metrics(authorization: str, token: str) -> bool:
-    """Return whether an Authorization header has the cluster token.
-
-    Scrapers send it as a bearer token, or as the password of basic authentication.
-    """
-    scheme, _, value = authorization.partition(" ")
-    given = value.encode()
-    if scheme.lower() == "basic":
-        try:
-            given = base64.b64decode(given, validate=True).partition(b":")[2]
-        except binascii.Error:
-            return False
-    elif scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(given, token.encode())

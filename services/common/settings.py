@@ -4,16 +4,21 @@ Later sources override earlier ones.
 """
 
 import os
-import socket
+import re
 from collections.abc import Sequence
 from functools import cached_property
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import (
+    AliasChoices,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -24,12 +29,16 @@ from pydantic_settings import (
     SettingsError as PydanticSettingsError,
 )
 
+from services.common.addresses import is_loopback
+from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.hosts import HostCheck
+from services.common.secret_files import SecretFiles
+from services.common.settings_text import bounds_text, error_text
 from services.common.tls import MutualTls, TlsFiles
 
 _URL = r"^(https?://\S+)?$"
-_SIGNS = {"ge": "<=", "gt": "<", "le": "<=", "lt": "<"}
+_TOKEN = re.compile(r"[\x21-\x7e]*")
 
 
 class ServiceSettings(BaseSettings):
@@ -66,6 +75,12 @@ class ServiceSettings(BaseSettings):
         None,
         validation_alias=AliasChoices("cluster_token", "HEADRACE_CLUSTER_TOKEN"),
         description="secret that the services share, needed for their calls and metrics",
+    )
+    second_cluster_token: SecretStr | None = Field(
+        None,
+        validation_alias=AliasChoices("second_cluster_token", "HEADRACE_SECOND_CLUSTER_TOKEN"),
+        description="further secret that this service accepts and never sends, while one "
+        "`cluster_token` replaces another",
     )
     tls_cert_file: Path | None = Field(
         None,
@@ -152,7 +167,23 @@ class ServiceSettings(BaseSettings):
     @property
     def token(self) -> str | None:
         """Cluster token in plain text, or None if it is unset or empty."""
-        return (self.cluster_token.get_secret_value() if self.cluster_token else "") or None
+        return _plain(self.cluster_token)
+
+    @cached_property
+    def token_check(self) -> TokenCheck | None:
+        """Check of the cluster token for servers of this process, or None without a token."""
+        token = self.token
+        return TokenCheck(token, _plain(self.second_cluster_token)) if token else None
+
+    @property
+    def authenticates_services(self) -> bool:
+        """Whether calls between services need the cluster token or a certificate."""
+        return self.token is not None or self.tls is not None
+
+    @property
+    def secret_files(self) -> list[SecretFiles]:
+        """Files that every service reads again while it runs."""
+        return [self.tls] if self.tls else []
 
     @property
     def traces_url(self) -> str | None:
@@ -193,8 +224,17 @@ class ServiceSettings(BaseSettings):
             return None
         return MutualTls(TlsFiles(certificate, key, ca), self.tls_server_name)
 
+    @field_validator("cluster_token", "second_cluster_token")
+    @classmethod
+    def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
+        if not _TOKEN.fullmatch(_plain(token) or ""):
+            raise ValueError("must consist of printable ASCII characters without spaces")
+        return token
+
     @model_validator(mode="after")
     def _check_authentication(self) -> Self:
+        if _plain(self.second_cluster_token) and self.token is None:
+            raise ValueError("second_cluster_token is set, but cluster_token is not")
         names = ("tls_cert_file", "tls_key_file", "tls_ca_file")
         missing = [name for name in names if getattr(self, name) is None]
         if 0 < len(missing) < len(names):
@@ -217,7 +257,7 @@ class ServiceSettings(BaseSettings):
         """Append the bounds of each setting to its description, for ``--help``."""
         super().__pydantic_init_subclass__(**kwargs)
         for setting in cls.model_fields.values():
-            bounds, description = _bounds(setting), setting.description or ""
+            bounds, description = bounds_text(setting), setting.description or ""
             if not description.endswith(bounds):  # inherited descriptions already have their bounds
                 setting.description = description + bounds
 
@@ -261,7 +301,7 @@ class ServiceSettings(BaseSettings):
         try:
             return settings_class(**command_line)
         except (ValidationError, PydanticSettingsError) as error:
-            raise SettingsError(_describe(error)) from None
+            raise SettingsError(error_text(error)) from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{config} is not valid YAML: {error}") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -272,43 +312,9 @@ class ServiceSettings(BaseSettings):
             raise SettingsError(f"{config} must be a YAML mapping of settings: {error}") from None
 
 
-def _bounds(setting: FieldInfo) -> str:
-    """Return the valid range of a numeric setting as help text; empty if it has no bounds."""
-    found = {
-        name: getattr(item, name)
-        for item in setting.metadata
-        for name in _SIGNS
-        if hasattr(item, name)
-    }
-    low = "".join(f"{found[name]}{_SIGNS[name]}" for name in ("ge", "gt") if name in found)
-    high = "".join(f"{_SIGNS[name]}{found[name]}" for name in ("le", "lt") if name in found)
-    return f" [{low}x{high}]" if found else ""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a listener on ``host`` is reachable from this machine only.
-
-    ``host`` is an IPv4 or IPv6 address or a name. Every address that a name resolves to must be a
-    loopback address. An empty host (all interfaces) and an unknown name are not loopback.
-    """
-    if not host:
-        return False
-    bare = host.removeprefix("[").removesuffix("]")
-    try:
-        return _is_loopback_address(bare)
-    except ValueError:
-        pass  # the host is a name, not an address
-    try:
-        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    return bool(found) and all(_is_loopback_address(str(entry[4][0])) for entry in found)
-
-
-def _is_loopback_address(address: str) -> bool:
-    parsed = ip_address(address)
-    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
-    return (mapped or parsed).is_loopback
+def _plain(secret: SecretStr | None) -> str | None:
+    """Return a secret without the white space around it, such as the line end of a file."""
+    return (secret.get_secret_value().strip() if secret else "") or None
 
 
 def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -321,14 +327,3 @@ def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
                 raise SettingsError("--config needs a file name")
             return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
     return None, arguments
-
-
-def _describe(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    described = []
-    for detail in error.errors(include_url=False):
-        field = ".".join(map(str, detail["loc"]))
-        message = detail["msg"].removeprefix("Value error, ")
-        described.append(f"{field}: {message}" if field else message)
-    return "; ".join(described)

@@ -1,4 +1,4 @@
-"""Signals that end a process whose parent has ended or which is still starting."""
+"""Signals during the start of a process, and the end of its parent."""
 
 import ctypes
 import os
@@ -12,6 +12,12 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def prepare_service_process() -> None:
+    """Set up the signals of a child process that will run a service."""
+    end_with_parent()
+    ignore_sighup_during_start()
+
+
 def end_on_sigterm_as_first_process() -> None:
     """Let SIGTERM end the first process of a container (PID 1) until the service handles it.
 
@@ -20,3 +26,20 @@ def end_on_sigterm_as_first_process() -> None:
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
+def ignore_sighup_during_start() -> None:
+    """Ignore SIGHUP until the service handles it.
+
+    It asks a service to read its files again. A service that is starting will read them anyway.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal, whose end it learns by SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

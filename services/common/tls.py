@@ -57,9 +57,13 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Loaded:
+    """Contexts with the content of the files. Times are in seconds since 1970."""
+
     content: _Content
     server: ssl.SSLContext
     client: ssl.SSLContext
+    expires_at: float
+    loaded_at: float
 
 
 class MutualTls:
@@ -73,10 +77,13 @@ class MutualTls:
     Attributes:
         server_context: context for servers that use `ssl`.
         client_context: context for clients that use `ssl`.
+        failure: see `services.common.secret_files.SecretFiles`.
 
     Raises:
         SettingsError: if a file cannot be read, or the CAs do not verify the certificate.
     """
+
+    kind = "certificates"
 
     def __init__(self, files: TlsFiles, server_name: str | None = None) -> None:
         self.server_name = server_name
@@ -85,7 +92,7 @@ class MutualTls:
         self._loaded = _load(files, _read(files))
         self._rejected: _Content | None = None  # content to be tried again at `_retry_at`
         self._retry_at = 0.0
-        self._reported: str | None = None  # last error
+        self.failure: str | None = None
         self.server_context: ssl.SSLContext = _CurrentContext(
             ssl.PROTOCOL_TLS_SERVER, lambda: self._current().server, None
         )
@@ -116,22 +123,37 @@ class MutualTls:
         content = self._current().content
         return grpc.ssl_channel_credentials(content.ca, content.key, content.certificate)
 
-    def _current(self) -> _Loaded:
+    @property
+    def loaded_at(self) -> float:
+        """Time at which the used files were read, seconds since 1970."""
+        return self._loaded.loaded_at
+
+    @property
+    def expires_at(self) -> float:
+        """Time at which the used certificate expires, seconds since 1970."""
+        return self._loaded.expires_at
+
+    def refresh(self, *, at_once: bool = False) -> None:
+        """Read the files again; see `services.common.secret_files.SecretFiles`."""
+        self._current(at_once=at_once)
+
+    def _current(self, *, at_once: bool = False) -> _Loaded:
         """Return the files' content; the last usable one if it cannot be used."""
         with self._lock:
             found: _Content | None = None
             try:
                 found = _read(self._files)
+                wait = not at_once and time.monotonic() < self._retry_at
                 if found == self._loaded.content:
-                    self._reported = None
-                elif found != self._rejected or time.monotonic() >= self._retry_at:
+                    self.failure = None
+                elif found != self._rejected or not wait:
                     self._loaded = _load(self._files, found)
-                    self._reported = None
+                    self.failure = None
                     log.info("certificates reloaded", file=str(self._files.certificate))
             except SettingsError as error:
-                if str(error) != self._reported:
+                if str(error) != self.failure:
                     log.error("certificates not reloaded; using the last ones", reason=str(error))
-                self._reported = str(error)
+                self.failure = str(error)
                 self._rejected, self._retry_at = found, time.monotonic() + _RETRY_S
             return self._loaded
 
@@ -250,7 +272,7 @@ def _load(files: TlsFiles, content: _Content) -> _Loaded:
         _load_files(context, files)
     server.num_tickets = 0  # a resumed session is not verified again
     try:
-        _shake_hands(server, client)
+        expires_at = _shake_hands(server, client)
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason
         raise SettingsError(
@@ -261,7 +283,7 @@ def _load(files: TlsFiles, content: _Content) -> _Loaded:
     server.sslobject_class = _ServerObject
     if _read(files) != content:
         raise SettingsError(f"{files.certificate} or its key or CA changed while it was read")
-    return _Loaded(content, server, client)
+    return _Loaded(content, server, client, expires_at, time.time())
 
 
 def _load_files(context: ssl.SSLContext, files: TlsFiles) -> None:
@@ -285,8 +307,8 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error)
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Connect a client to a server in memory.
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> float:
+    """Connect a client to a server in memory; return when the server's certificate expires.
 
     Raises:
         ssl.SSLError: if one of them does not accept the certificate of the other.
@@ -299,6 +321,8 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
     for step in range(_HANDSHAKE_STEPS):
         with suppress(ssl.SSLWantReadError):
             sides[step % 2].do_handshake()
+    certificate = sides[0].getpeercert() or {}
+    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"])))
 
 
 def _configuration(content: _Content) -> grpc.ServerCertificateConfiguration:

@@ -118,7 +118,7 @@ async def serve(settings: DecodeSettings) -> None:
     agent.register(landing)
     await warm_up_transfers(loaded, agent, landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
-    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token, tls=tls)
+    server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
     decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     role = Role.COLOCATED if settings.colocated else Role.DECODE
     try:

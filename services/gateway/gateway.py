@@ -99,7 +99,7 @@ class Gateway:
         self.model = model
         self.limits = ModelLimits(settings)
         self.metrics = GatewayMetrics()
-        self.recent = RecentRequests(self.metrics)
+        self.recent = RecentRequests(self.metrics, keys)
         self.draining = False
         self.requires_key = keys.required
         self._keys = keys

@@ -3,12 +3,18 @@
 import hashlib
 import hmac
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import structlog
+
 from services.common.errors import SettingsError, Unauthenticated
 from services.common.messages import MAX_WEIGHT
+
+log = structlog.get_logger()
 
 _LINE = re.compile(
     r"^([0-9a-fA-F]{64})(?:\s+(?!weight=)(\S{1,128}))?(?:\s+weight=([1-9][0-9]{0,3}))?$"
@@ -33,15 +39,31 @@ class ApiKeys:
 
     Args:
         tenants: tenant of each key, by the SHA-256 digest of the key. If empty, no key is required.
+
+    Attributes:
+        kind, failure, loaded_at, expires_at: see `services.common.secret_files.SecretFiles`.
     """
 
-    def __init__(self, tenants: dict[bytes, Tenant] | None = None) -> None:
+    kind = "api_keys"
+    expires_at = None
+
+    def __init__(self, tenants: Mapping[bytes, Tenant] | None = None) -> None:
         self._tenants = tenants or {}
+        self._path: Path | None = None
+        self._handled: bytes | str = b""  # content that is used or was rejected
+        self._last_read: bytes | str = b""
+        self.failure: str | None = None
+        self.loaded_at = time.time()
 
     @property
     def required(self) -> bool:
         """Whether requests need a key."""
         return bool(self._tenants)
+
+    @property
+    def tenants(self) -> set[str]:
+        """Names of the tenants."""
+        return {tenant.name for tenant in self._tenants.values()}
 
     @classmethod
     def load(cls, path: Path | None) -> Self:
@@ -55,28 +77,36 @@ class ApiKeys:
         """
         if path is None:
             return cls()
+        content = _read(path)
+        keys = cls(_parse(path, content))
+        keys._path, keys._handled = path, content
+        log.info("API keys loaded", file=str(path), keys=len(keys._tenants), sha256=_id(content))
+        return keys
+
+    def refresh(self, *, at_once: bool = False) -> None:
+        """Read the file again; see `services.common.secret_files.SecretFiles`.
+
+        New content is used, or reported, if two consecutive calls have read it, or with
+        ``at_once``: an editor may still be writing the file.
+        """
+        if self._path is None:
+            return
+        found = _read(self._path)
+        is_settled = at_once or found == self._last_read
+        self._last_read = found
+        if not is_settled or found == self._handled:
+            return
+        self._handled = found
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"cannot read API keys: {error}") from error
-        tenants: dict[bytes, Tenant] = {}
-        weights: dict[str, int] = {}
-        for number, line in enumerate(lines, 1):
-            if not (text := line.partition("#")[0].strip()):
-                continue
-            match = _LINE.match(text)
-            if not match or int(match[3] or 1) > MAX_WEIGHT:
-                raise SettingsError(
-                    f"{path}, line {number}: expected a SHA-256 digest in hex, an optional name "
-                    f"and an optional weight=N, from 1 to {MAX_WEIGHT}"
-                )
-            tenant = Tenant(match[2] or f"key-{match[1][:8]}", int(match[3] or 1))
-            if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
-                raise SettingsError(f"{path}, line {number}: {tenant.name} has two weights")
-            tenants[bytes.fromhex(match[1])] = tenant
-        if not tenants:  # an empty file must not disable authentication
-            raise SettingsError(f"{path} has no API key: add one, or do not set --api-keys-file")
-        return cls(tenants)
+            tenants = _parse(self._path, found)
+        except SettingsError as error:
+            self.failure = str(error)
+            log.error("API keys not reloaded; using the last ones", reason=self.failure)
+            return
+        added, removed = tenants.keys() - self._tenants, self._tenants.keys() - tenants
+        self._tenants, self.failure, self.loaded_at = tenants, None, time.time()
+        changes = {"keys": len(tenants), "added": len(added), "removed": len(removed)}
+        log.info("API keys reloaded", **changes, sha256=_id(found))
 
     def tenant(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of the key in an ``Authorization`` header; None if no key is required.
@@ -97,5 +127,52 @@ class ApiKeys:
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
-            raise Unauthenticated("the API key is unknown")
+            raise Unauthenticated(
+                f"the API key is unknown: its SHA-256 digest begins with {digest.hex()[:8]}"
+            )
         return found
+
+
+def _read(path: Path) -> bytes | str:
+    """Return the content of a file, or why it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        return f"cannot read API keys: {error}"
+
+
+def _id(content: bytes | str) -> str:
+    """Return the beginning of what `sha256sum` prints for a file with this content."""
+    return hashlib.sha256(content if isinstance(content, bytes) else b"").hexdigest()[:12]
+
+
+def _parse(path: Path, content: bytes | str) -> dict[bytes, Tenant]:
+    """Return the tenant of each key in the result of `_read`.
+
+    Raises:
+        SettingsError: see `ApiKeys.load`.
+    """
+    if isinstance(content, str):
+        raise SettingsError(content)
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"cannot read API keys: {path}: {error}") from error
+    tenants: dict[bytes, Tenant] = {}
+    weights: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        match = _LINE.match(text)
+        if not match or int(match[3] or 1) > MAX_WEIGHT:
+            raise SettingsError(
+                f"{path}, line {number}: expected a SHA-256 digest in hex, an optional name "
+                f"and an optional weight=N, from 1 to {MAX_WEIGHT}"
+            )
+        tenant = Tenant(match[2] or f"key-{match[1][:8]}", int(match[3] or 1))
+        if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
+            raise SettingsError(f"{path}, line {number}: {tenant.name} has two weights")
+        tenants[bytes.fromhex(match[1])] = tenant
+    if not tenants:  # an empty file must not disable authentication
+        raise SettingsError(f"{path} has no API key: add one, or do not set --api-keys-file")
+    return tenants

@@ -4,6 +4,7 @@ import math
 
 from headrace.v1 import decode_pb2, error_pb2
 from services.common.metrics import MetricFactory, service_registry
+from services.common.secret_metrics import SecretMetrics
 from services.gateway.worker_failure import failure_reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -20,6 +21,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = service_registry()
+        self.secrets = SecretMetrics(self.registry)
         make = MetricFactory(self.registry)
         self.ready = make.gauge(
             "gateway_ready", "1 while requests can be served, NaN while draining, else 0."

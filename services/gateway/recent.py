@@ -10,6 +10,7 @@ from typing import Any
 
 from services.common.errors import ServiceError
 from services.common.tracing import NO_SPAN, Span
+from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationRequest
 from services.gateway.timeline import RequestTimeline
@@ -93,11 +94,13 @@ class TenantRequests:
 class RecentRequests:
     """Running and recent requests of all tenants.
 
-    The API keys bound the number of tenants. Requests without a tenant belong to None.
+    Requests without a tenant belong to None. Those of tenants that have no more API keys are dropped
+    when a new tenant sends a request, so that the API keys bound the number of tenants.
     """
 
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    def __init__(self, metrics: GatewayMetrics, keys: ApiKeys) -> None:
         self._metrics = metrics
+        self._keys = keys
         self._number = 0
         self._tenants: dict[str | None, TenantRequests] = {}
 
@@ -112,8 +115,7 @@ class RecentRequests:
         Args:
             span: span of the generation.
         """
-        tenant = request.context.tenant
-        kept = self._tenants.setdefault(tenant.name if tenant else None, TenantRequests())
+        kept = self._requests_of(request.context.tenant)
         self._number += 1
         timeline = RequestTimeline(request, self._number, self._metrics, span)
         kept.running[timeline.number] = timeline
@@ -127,6 +129,14 @@ class RecentRequests:
         """List a request that the gateway refuses with an error."""
         with suppress(ServiceError), self.follow(request, NO_SPAN):
             raise error
+
+    def _requests_of(self, tenant: Tenant | None) -> TenantRequests:
+        name = tenant.name if tenant else None
+        if name not in self._tenants:
+            for former in self._tenants.keys() - self._keys.tenants:
+                del self._tenants[former]
+            self._tenants[name] = TenantRequests()
+        return self._tenants[name]
 
 
 def _now() -> float:

@@ -67,6 +67,8 @@ def _refusal(response: aiohttp.ClientResponse, refusal: RouterError) -> ServiceE
             return Overloaded(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.TOO_LARGE:
             return ExceedsWorkers(detail.message)
+        case ErrorCode.UNAUTHENTICATED:  # another router may accept the token
+            return Unavailable("a router refuses the cluster token of this gateway")
         case ErrorCode.STARTING | ErrorCode.CLOSING:
             return NoRouter(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:

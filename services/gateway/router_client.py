@@ -5,6 +5,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import TypeVar
 
 import aiohttp
@@ -85,7 +86,7 @@ class RouterClient:
         )
         self._releases: set[asyncio.Task[None]] = set()
         self._probes: dict[str, asyncio.Task[object]] = {}
-        self._tls_failures: dict[str, str] = {}  # last one that was logged, by router
+        self._refusals: dict[str, str] = {}  # reason that was logged last, by router
         self._answered: dict[str, float] = {}  # event-loop time of a router's last answer, seconds
 
     async def place(
@@ -137,12 +138,13 @@ class RouterClient:
                 found = _readiness(model, ReadinessList.model_validate_json(body).models)
             except (aiohttp.ClientError, ValidationError) as error:
                 log.debug("router does not report readiness", router=router, error=repr(error))
-                if tls_error := _tls_error(error):
-                    failure = f"no router answers: {tls_error}"
-                    if self._tls_failures.get(router) != repr(error):
-                        self._tls_failures[router] = repr(error)
+                if cause := _refusal(error):
+                    failure = f"no router answers: {cause}"
+                    if self._refusals.get(router) != cause:
                         log.warning("router does not answer", router=router, error=repr(error))
+                        self._refusals[router] = cause
                 continue
+            self._refusals.pop(router, None)
             if found.ready:
                 self._prefer(router)
                 return found
@@ -313,8 +315,13 @@ def _readiness(model: str, known: Sequence[ModelReadiness]) -> ModelReadiness:
     return ModelReadiness(model=model, ready=False, reason=reason)
 
 
-def _tls_error(error: Exception) -> str | None:
-    """Return OpenSSL's name of a TLS error, which has no address; None for any other error."""
+def _refusal(error: Exception) -> str | None:
+    """Return why a router refuses calls: OpenSSL's name of a TLS error, or a refused token.
+
+    The result has no address. It is None for any other error.
+    """
+    if isinstance(error, aiohttp.ClientResponseError) and error.status == HTTPStatus.UNAUTHORIZED:
+        return "it refuses the cluster token"
     causes = (getattr(error, "certificate_error", None), error.__cause__, error.__context__)
     return next((cause.reason for cause in causes if isinstance(cause, ssl.SSLError)), None)
 

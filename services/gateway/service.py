@@ -15,6 +15,7 @@ from services.common.grpc_server import GrpcServer
 from services.common.http_server import HttpServer
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
+from services.common.secret_files import reloading
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
@@ -33,6 +34,8 @@ _HEALTH_PERIOD_S = 1.0
 async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until SIGTERM or SIGINT, then drain it.
 
+    On SIGHUP, read the API keys and certificates again at once.
+
     Raises:
         SettingsError: if the model, the API keys or a port is not available.
     """
@@ -46,6 +49,8 @@ async def serve(settings: GatewaySettings) -> None:
         reuse_port=settings.reuse_port,
     )
     gateway = Gateway(settings, model, keys)
+    secret_files = [*settings.secret_files, *([keys] if keys.required else [])]
+    gateway.metrics.secrets.observe(secret_files, settings.token_check)
     try:
         http = HttpServer(http_config(build_app(gateway), gateway))
         rpc = build_rpc_server(gateway, f"{bracketed(settings.host)}:{settings.grpc_port}")
@@ -66,7 +71,8 @@ async def serve(settings: GatewaySettings) -> None:
     log.info("listening", model=model.name, **ports)
     try:
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        async with reloading(secret_files):
+            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining", limit_s=settings.drain_s)
         health.cancel()
         gateway.draining = True

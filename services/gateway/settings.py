@@ -59,7 +59,7 @@ class GatewaySettings(ServiceSettings):
     api_keys_file: Path | None = Field(
         None,
         description="file with one 'sha256-of-key name weight=N' per line, name and weight being "
-        "optional; without it no key is required",
+        "optional; it is read again when it changes; without it no key is required",
     )
 
     page: bool = Field(

@@ -89,6 +89,7 @@ def _tls(tls_dir: Path | None) -> dict[str, str]:
         return {}
     files = TlsFiles.of(tls_dir)
     return {
+        "HEADRACE_SECOND_CLUSTER_TOKEN": "",  # there is no first one
         "HEADRACE_TLS_CERT_FILE": str(files.certificate),
         "HEADRACE_TLS_KEY_FILE": str(files.key),
         "HEADRACE_TLS_CA_FILE": str(files.ca),

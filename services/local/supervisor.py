@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from services.common.signals import end_with_parent
+from services.common.signals import prepare_service_process
 from services.local.logs import open_log, previous_log, rotate
 
 log = structlog.get_logger()
@@ -108,6 +108,12 @@ class Supervisor:
         """Record that the deployment is ready. From then on, only a settings error ends it."""
         self._ready = True
 
+    def reload(self) -> None:
+        """Let all processes read their files with secrets again."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGHUP)
+
     async def run(self) -> None:
         """Run the processes until cancelled, then stop the gateway, and the others after it.
 
@@ -167,7 +173,7 @@ class Supervisor:
                 stderr=log_file,
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=prepare_service_process,
             )
         self._processes[spec.name] = process
         log.info("process started", process=spec.name, pid=process.pid)

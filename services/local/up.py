@@ -20,7 +20,7 @@ from rich.markup import escape
 from services.common.addresses import bracketed
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
-from services.common.signals import end_with_parent
+from services.common.signals import end_with_parent, has_terminal
 from services.local.artifacts import is_factorized, prepare
 from services.local.lock import ProcessIdentity
 from services.local.options import UpOptions
@@ -85,7 +85,7 @@ def serves_dense_meanwhile(options: UpOptions) -> bool:
 
 
 async def _run(options: UpOptions) -> int:
-    """Prepare and start a deployment, and keep it running until SIGINT or SIGTERM."""
+    """Prepare and start a deployment, and keep it running until a signal stops it."""
     configure_logging("supervisor", level="warning")
     wanted = options
     if serves_dense_meanwhile(options):
@@ -113,8 +113,7 @@ async def _run(options: UpOptions) -> int:
     supervisor = Supervisor(specs, logs, on_change=save_state)
     running = asyncio.create_task(supervisor.run())
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _handle_signals(stop, supervisor)
     stopping = asyncio.create_task(stop.wait())
     factorizing: asyncio.Task[None] | None = None
     ready = asyncio.create_task(_wait_until_ready(options))
@@ -139,6 +138,18 @@ async def _run(options: UpOptions) -> int:
         finally:
             Deployment.forget(options.port)
     return 0
+
+
+def _handle_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
+    """Stop the deployment on SIGINT and SIGTERM, and if its terminal is closed (SIGHUP).
+
+    Without a terminal, SIGHUP is passed on to the services. Under nohup it is ignored.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set if has_terminal() else supervisor.reload)
 
 
 async def _show_start(

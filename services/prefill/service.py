@@ -252,7 +252,7 @@ async def serve(settings: PrefillSettings) -> None:
     worker = PrefillWorker(settings, loaded, agent, slab)
     worker.decodes = decodes
     services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
-    server = GrpcServer(settings.endpoint, services, token=settings.token, tls=tls)
+    server = GrpcServer(settings.endpoint, services, token_check=settings.token_check, tls=tls)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
     if decodes:
         decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)

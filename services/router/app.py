@@ -1,7 +1,6 @@
 """The router's HTTP API: parses request bodies, calls the dispatcher and formats responses."""
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -16,7 +15,6 @@ from quart.typing import ResponseTypes
 from werkzeug.exceptions import BadHost, Forbidden, HTTPException, UnsupportedMediaType
 
 from services.common.listings import ModelList, ReadinessList, WorkerList
-from services.common.metrics_server import may_read_metrics
 from services.common.placement import (
     Deregistration,
     Heartbeat,
@@ -84,6 +82,7 @@ def create_app(
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     router = dispatcher or build_dispatcher(settings, clock())
     metrics = RouterMetrics()
+    metrics.secrets.observe(settings.secret_files, settings.token_check)
     _add_workers_api(app, router, clock)
     _add_gateways_api(app, router, metrics, clock)
     _add_probes(app, router, metrics, clock, settings.retry_after_s)
@@ -266,22 +265,21 @@ def _add_probes(
 
 
 def _add_auth(app: Quart, settings: RouterSettings) -> None:
-    token = settings.token
-    expected = f"Bearer {token}".encode()
-    hosts = settings.host_check(authenticated=bool(token or settings.tls))
+    check = settings.token_check
+    hosts = settings.host_check(authenticated=settings.authenticates_services)
 
     @app.before_request
     async def authenticate() -> None:
         if hosts and (refusal := hosts.refusal(request.headers.getlist("Host"))):
             raise Forbidden(refusal)
         given = request.headers.get("Authorization", "")
-        if token is None:
+        if check is None:
             return
         if request.path == "/metrics":
-            authorized = may_read_metrics(given, token)
+            authorized = check.accepts_scraper(given)
         else:
             needs_none = not request.path.startswith("/v1/")
-            authorized = needs_none or hmac.compare_digest(given.encode(), expected)
+            authorized = needs_none or check.accepts(given)
         if not authorized:
             raise Unauthenticated("the cluster token is missing or wrong")
 

@@ -9,6 +9,7 @@ from services.common.listings import WorkerView
 from services.common.metrics import MetricFactory, service_registry
 from services.common.placement import Role
 from services.common.router_errors import ErrorCode
+from services.common.secret_metrics import SecretMetrics
 from services.router.capacity import WorkerHealth
 
 PLACE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1, 2.5, 10, 30, 120)
@@ -21,6 +22,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = service_registry()
+        self.secrets = SecretMetrics(self.registry)
         make = MetricFactory(self.registry)
         self.requests = make.counter(
             "router_requests", "HTTP requests that this router answered.", "endpoint", "status"

@@ -13,6 +13,7 @@ from services.common.garbage_collection import freeze_loaded
 from services.common.http_server import HttpServer, listen
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
+from services.common.secret_files import reloading
 from services.router.app import build_dispatcher, create_app, failure, not_ready
 from services.router.server import http_config
 from services.router.settings import RouterSettings
@@ -24,6 +25,8 @@ loop_factory = uvloop.new_event_loop
 
 async def serve(settings: RouterSettings) -> None:
     """Run a router until SIGTERM or SIGINT, then refuse the queued placement requests.
+
+    On SIGHUP, read certificates again at once.
 
     Raises:
         SettingsError: if the address or a TLS file is invalid, or the port is in use.
@@ -51,6 +54,7 @@ async def serve(settings: RouterSettings) -> None:
     ports = {"port": port, **operation.ports}
     log.info("ready", host=settings.host, policy=settings.policy.value, **ports)
     try:
-        await server.serve([listener])
+        async with reloading(settings.secret_files):
+            await server.serve([listener])
     finally:
         await asyncio.to_thread(operation.stop)

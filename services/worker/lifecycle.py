@@ -20,6 +20,7 @@ from services.common.grpc_server import GrpcServer
 from services.common.metrics_server import OperationServers
 from services.common.placement import Registration, Role, StoredPages
 from services.common.probes import Probes
+from services.common.secret_files import reloading
 from services.transfer.agent import TransferAgent
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
@@ -162,7 +163,8 @@ async def run_worker(
 ) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
 
-    Requests that are still running after that end with DRAINING.
+    Requests that are still running after that end with DRAINING. On SIGHUP, read certificates
+    again at once.
 
     Raises:
         BaseException: the error that ended the engine or transfer thread, after the shutdown.
@@ -175,7 +177,8 @@ async def run_worker(
     try:
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        async with reloading(settings.secret_files):
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set() and not worker.fault.done():
             worker.draining = True
             await server.set_serving(False)
@@ -209,6 +212,7 @@ async def _start(
         period_s=settings.heartbeat_s,
     )
     worker.set_registrar(registrar)
+    worker.metrics.secrets.observe(settings.secret_files, settings.token_check)
     worker.engine.start()
     await server.start()
     operation = OperationServers.start(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
+from services.common.secret_metrics import SecretMetrics
 
 
 class WorkerMetrics:
@@ -14,6 +15,7 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = service_registry(caches=True)
+        self.secrets = SecretMetrics(self.registry)
         make = MetricFactory(self.registry)
         self.ready = make.gauge(
             "worker_ready", "1 while the worker takes requests, NaN while draining, else 0."

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.addresses import address_towards, bracketed, is_unspecified
-from services.common.settings import ServiceSettings, is_loopback
+from services.common.addresses import address_towards, bracketed, is_loopback, is_unspecified
+from services.common.settings import ServiceSettings
 from services.transfer.network import TransferNetwork
 
 MAX_KV_TOKENS = 1 << 26

@@ -21,7 +21,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from services.common.settings import is_loopback
+from services.common.addresses import is_loopback
 from services.local.state import Deployment
 from tests.ports import free_ports
 

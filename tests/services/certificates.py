@@ -26,6 +26,7 @@ class Authority:
         *,
         host: str = "127.0.0.1",
         expired: bool = False,
+        lifetime: timedelta | None = None,
         into: "Authority | None" = None,
     ) -> TlsFiles:
         """Write a certificate with its key and the CA; they replace earlier ones of this name.
@@ -33,11 +34,14 @@ class Authority:
         Args:
             host: name or address that the certificate has.
             expired: whether its time is over.
+            lifetime: time until it expires; default: many years.
             into: authority whose files are replaced; default: this one.
         """
         files = (into or self).files(name)
         files.ca.parent.mkdir(parents=True, exist_ok=True)
-        end = datetime.now(UTC) - timedelta(seconds=1) if expired else None
+        if expired:
+            lifetime = timedelta(seconds=-1)
+        end = None if lifetime is None else datetime.now(UTC) + lifetime
         leaf = self._ca.issue_cert(host, common_name=name, not_after=end)
         files.certificate.write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
         files.key.write_bytes(leaf.private_key_pem.bytes())

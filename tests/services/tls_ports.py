@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
@@ -22,9 +22,11 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # preface and emp
 
 
 @asynccontextmanager
-async def router_port(tls: MutualTls) -> AsyncIterator[int]:
+async def router_port(
+    tls: MutualTls | None = None, settings: Mapping[str, str] | None = None
+) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", 0)
-    server = HttpServer(http_config(create_app(RouterSettings.model_validate({})), tls))
+    server = HttpServer(http_config(create_app(RouterSettings.model_validate(settings or {})), tls))
     serving = asyncio.create_task(server.serve([listener]))
     yield listener.getsockname()[1]
     server.should_exit = True

@@ -154,7 +154,7 @@ class Site:
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
         worker = PrefillWorker(settings, loaded, agent, slab)
-        server = GrpcServer("127.0.0.1:0", [SERVICE], token=settings.token)
+        server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=settings.token_check)
         prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
         await server.start()
         address = decode_pb2.WorkerAddress(

@@ -11,6 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, next_batch
 from tests.services.common.test_grpc_limits import LIMITS
@@ -37,7 +38,7 @@ async def test_message_above_the_size_limit_is_rejected() -> None:
 
 
 async def test_unknown_method_without_the_token_is_unimplemented() -> None:
-    server = GrpcServer("127.0.0.1:0", [], token="secret")
+    server = GrpcServer("127.0.0.1:0", [], token_check=TokenCheck("secret"))
     await server.start()
     try:
         async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from services.common.metrics import service_registry
+from services.common.secret_metrics import SecretMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.router.metrics import RouterMetrics
 from services.transfer.metrics import TransferMetrics
@@ -35,7 +36,9 @@ SERVICES = {
 def own_metrics(service: str) -> list[Metric]:
     """Return the metrics of a service that are not those of every process."""
     collected = SERVICES[service]().collect()
-    shared = {metric.name for metric in service_registry(caches=True).collect()}
+    registry = service_registry(caches=True)
+    SecretMetrics(registry)
+    shared = {metric.name for metric in registry.collect()}
     return [metric for metric in collected if metric.name not in shared]
 
 
@@ -56,10 +59,11 @@ def test_metrics_have_the_prefix_and_a_sentence_of_help(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_every_service_reports_its_version_and_its_process(service: str) -> None:
+def test_every_service_reports_its_version_its_process_and_its_secrets(service: str) -> None:
     names = {metric.name for metric in SERVICES[service]().collect()}
     assert {"headrace_build_info", "process_start_time_seconds"} <= names
     assert {"headrace_write_failures", "headrace_disk_free_bytes"} <= names
+    assert {"headrace_secret_files_failed", "headrace_second_cluster_token_calls"} <= names
 
 
 @pytest.mark.parametrize(

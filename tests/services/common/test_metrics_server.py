@@ -7,6 +7,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
+from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.hosts import HostCheck
 from services.common.metrics_server import start_metrics_server
@@ -38,7 +39,9 @@ def test_foreign_host_is_refused() -> None:
 
 
 def test_requires_the_cluster_token_if_there_is_one() -> None:
-    server = start_metrics_server("127.0.0.1", 0, CollectorRegistry(), token="between-us")
+    server = start_metrics_server(
+        "127.0.0.1", 0, CollectorRegistry(), token_check=TokenCheck("between-us")
+    )
     host = f"127.0.0.1:{server.server_port}"
 
     def status(userinfo: str = "", authorization: str = "") -> int:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.addresses import is_loopback
 from services.common.errors import SettingsError
-from services.common.settings import ServiceSettings, is_loopback
+from services.common.settings import ServiceSettings
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.prefill.settings import PrefillSettings

@@ -1,5 +1,6 @@
-"""SIGTERM during the start of a service and when the parent of a process ends."""
+"""Signals during the start of a service, and SIGTERM when the parent of a process ends."""
 
+import os
 import select
 import signal
 import subprocess
@@ -37,6 +38,33 @@ def test_sigterm_ends_a_service_that_is_starting(pid: int, code: int) -> None:
         assert starting.stdout.readline() == b"starting\n"
         starting.terminate()
         assert starting.wait(10) == code
+
+
+def test_sighup_does_not_end_a_service_that_is_starting() -> None:
+    with subprocess.Popen([sys.executable, "-c", START, "0"], stdout=subprocess.PIPE) as starting:
+        assert starting.stdout is not None
+        assert starting.stdout.readline() == b"starting\n"
+        starting.send_signal(signal.SIGHUP)
+        starting.terminate()
+        assert starting.wait(10) == -signal.SIGTERM
+
+
+TERMINAL = """
+import fcntl, os, termios
+from services.common.signals import has_terminal
+os.setsid()
+print(has_terminal(), end=" ")
+fcntl.ioctl(os.open(os.ttyname(0), os.O_RDWR), termios.TIOCSCTTY, 0)
+print(has_terminal())
+"""
+
+
+def test_process_knows_whether_it_has_a_terminal() -> None:
+    ours, theirs = os.openpty()
+    done = subprocess.run([sys.executable, "-c", TERMINAL], stdin=theirs, stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"False", b"True"]
+    for end in (ours, theirs):
+        os.close(end)
 
 
 def test_child_ends_with_its_parent() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import re
 import ssl
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -204,6 +206,22 @@ async def test_unchanged_files_that_were_refused_are_tried_again(
                 assert (await request(port, "metrics", context))[0] == first
         assert [entry["reason"] for entry in logs] == ["certificate is not yet valid"]
         assert (await request(port, "metrics", context))[0] != first
+
+
+async def test_refresh_reports_faults_and_the_time_of_expiry(authority: Authority) -> None:
+    """Without a new connection, which would read the files as well."""
+    used = authority.tls("metrics")
+    first = used.expires_at
+    assert first > used.loaded_at > time.time() - 60
+    files = authority.files("metrics")
+    files.ca.rename(files.ca.with_suffix(".moved"))
+    used.refresh()
+    assert re.search("tls_ca_file .* cannot be read", str(used.failure))
+    authority.issue("metrics", lifetime=timedelta(days=2))
+    used.refresh(at_once=True)
+    assert used.failure is None
+    assert used.expires_at == pytest.approx(time.time() + 2 * 86_400, abs=600)
+    assert used.expires_at != first
 
 
 async def test_clients_refuse_an_expired_certificate_of_a_server(authority: Authority) -> None:

@@ -11,6 +11,7 @@ from services.common.placement import Placement, WorkerAddress
 from services.common.tracing import NO_SPAN
 from services.gateway import recent, timeline
 from services.gateway.keys import Tenant
+from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.recent import MAX_ENDED, MAX_RUNNING, UNPLACED_S, RecentRequests
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
@@ -32,7 +33,7 @@ class Requests:
         self.now = 100.0
         monkeypatch.setattr(timeline, "_now", lambda: self.now)
         monkeypatch.setattr(recent, "_now", lambda: self.now)
-        self.kept = RecentRequests(GatewayMetrics())
+        self.kept = RecentRequests(GatewayMetrics(), ApiKeys())
         self.started = 0
 
     def begin(self, tenant: Tenant | None = None) -> Any:

@@ -214,6 +214,7 @@ async def test_proxy_of_the_environment_is_not_used(
         (503, "starting", NoRouter, 3.0),
         (500, "internal", Unavailable, 3.0),
         (400, "invalid", InternalFault, None),
+        (401, "unauthenticated", Unavailable, 1.0),
         (302, "not a code", Unavailable, 1.0),
     ],
 )
@@ -229,6 +230,25 @@ async def test_refusal_of_a_router_is_a_typed_error(
     with pytest.raises(error) as caught:
         await open_client(router.url).place(REQUEST)
     assert caught.value.retry_after_s == retry_after_s
+
+
+async def test_reason_for_no_router_includes_a_refused_token(open_client: OpenClient) -> None:
+    async with router_port(settings={"cluster_token": "another"}) as port:
+        client = open_client(f"http://127.0.0.1:{port}")
+        with capture_logs() as logs:
+            found = [(await client.readiness("small")).reason for _ in range(2)]
+    assert found == ["no router answers: it refuses the cluster token"] * 2
+    warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert warnings == ["router does not answer"]
+
+
+async def test_router_that_refuses_the_token_is_skipped(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    async with router_port(settings={"cluster_token": "another"}) as port:
+        client = open_client(f"http://127.0.0.1:{port}", router.url)
+        with await client.place(REQUEST) as placed:
+            assert placed.router == router.url
 
 
 async def test_reason_for_no_router_includes_the_tls_error(tmp_path: Path) -> None:

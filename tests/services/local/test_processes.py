@@ -116,3 +116,10 @@ def test_fixed_health_port_belongs_to_the_first_gateway(monkeypatch: pytest.Monk
         "prefill-1": "0",
         "decode-0": "0",
     }
+
+
+def test_second_cluster_token_of_the_environment_is_accepted_unless_there_is_no_token() -> None:
+    with_token = plan_processes(UpOptions(), ARTIFACTS, "token")
+    assert not [spec for spec in with_token if "HEADRACE_SECOND_CLUSTER_TOKEN" in spec.environment]
+    with_tls = plan_processes(UpOptions(tls_dir=Path("tls")), ARTIFACTS, "")
+    assert {spec.environment["HEADRACE_SECOND_CLUSTER_TOKEN"] for spec in with_tls} == {""}

@@ -211,3 +211,19 @@ async def test_log_of_a_running_process_is_rotated(
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def test_reload_is_passed_on_and_ends_no_process(tmp_path: Path) -> None:
+    spec = replace(ROUTER, environment={"HEADRACE_ROUTER_LOG_FORMAT": "json"})
+    supervisor = Supervisor([spec], tmp_path, on_change=lambda pids: None)
+    running = asyncio.create_task(supervisor.run())
+    pid = await _pid(supervisor)
+    async with asyncio.timeout(60):
+        while "SIGHUP: reading files again" not in (tmp_path / "router.log").read_text():
+            supervisor.reload()  # also while the process is starting
+            await asyncio.sleep(0.05)
+    assert supervisor.pids == {"router": pid}
+    assert psutil.pid_exists(pid)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running

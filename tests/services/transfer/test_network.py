@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 
+from services.common.addresses import is_loopback
 from services.common.errors import SettingsError
-from services.common.settings import is_loopback
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.bindings import load_nixl

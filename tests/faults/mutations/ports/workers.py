@@ -10,6 +10,7 @@ import grpc
 from grpc import aio
 
 from headrace.v1 import decode_pb2_grpc
+from services.common.cluster_token import TokenCheck
 from services.common.grpc_server import GrpcServer, open_channel
 from services.worker.stream_service import SERVICE
 from tests.faults.mutations.ports.base import Wrong
@@ -53,7 +54,7 @@ class Workers:
         site = Site()
         prefill = await site.prefill(cluster_token=TOKEN, **changes)
         decode = await site.decode(cluster_token=TOKEN, colocated=True, **changes)
-        server = GrpcServer("127.0.0.1:0", [SERVICE], token=TOKEN)
+        server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=TokenCheck(TOKEN))
         decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
         await server.start()
         workers = cls(prefill, decode, server.port)
