@@ -170,14 +170,15 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
-{{/* Pods restart when values of a Secret that the chart makes have changed. */}}
+{{/* Pods restart when tokens of a Secret that the chart makes have changed. Gateways read new API keys
+     without a restart. */}}
 {{- define "headrace.podAnnotations" -}}
 {{- $values := .root.Values -}}
 {{- with $values.auth.clusterToken.value }}
 checksum/token: {{ sha256sum . }}
 {{- end }}
-{{- if and (eq .name "gateway") $values.auth.apiKeys.hashes }}
-checksum/api-keys: {{ toJson $values.auth.apiKeys.hashes | sha256sum }}
+{{- with $values.auth.clusterToken.secondValue }}
+checksum/second-token: {{ sha256sum . }}
 {{- end }}
 {{- if and (has .name (list "prefill" "decode")) $values.rdma.enabled $values.rdma.networks }}
 k8s.v1.cni.cncf.io/networks: {{ $values.rdma.networks | quote }}

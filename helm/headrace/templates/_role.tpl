@@ -188,6 +188,12 @@ kv_format: {{ . }}
     secretKeyRef:
       name: {{ include "headrace.tokenSecret" .root }}
       key: {{ $values.auth.clusterToken.key }}
+- name: HEADRACE_SECOND_CLUSTER_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "headrace.tokenSecret" .root }}
+      key: {{ $values.auth.clusterToken.secondKey }}
+      optional: true
 {{- if $values.tls.enabled }}
 {{- range $name, $file := dict "CERT" "tls.crt" "KEY" "tls.key" "CA" "ca.crt" }}
 - name: HEADRACE_TLS_{{ $name }}_FILE

@@ -128,7 +128,8 @@ class LocalPod:
         if source is None:
             return str(entry["value"])
         if reference := source.get("secretKeyRef"):
-            return self._cluster.secrets[reference["name"]][reference["key"]]
+            data, key = self._cluster.secrets[reference["name"]], reference["key"]
+            return data.get(key, "") if reference.get("optional") else data[key]
         if resource := source.get("resourceFieldRef"):
             where, _, name = resource["resource"].partition(".")
             return str(self.container["resources"][where][name])
