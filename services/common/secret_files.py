@@ -39,7 +39,8 @@ class SecretFiles(Protocol):
         Thread-safe.
 
         Args:
-            at_once: whether to use or try again content that is otherwise left for a later call.
+            at_once: whether to use content that is otherwise left for a later call, and to report
+                again why content is not used.
         """
 
 

@@ -151,7 +151,7 @@ class MutualTls:
                     self.failure = None
                     log.info("certificates reloaded", file=str(self._files.certificate))
             except SettingsError as error:
-                if str(error) != self.failure:
+                if at_once or str(error) != self.failure:
                     log.error("certificates not reloaded; using the last ones", reason=str(error))
                 self.failure = str(error)
                 self._rejected, self._retry_at = found, time.monotonic() + _RETRY_S

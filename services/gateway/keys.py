@@ -94,7 +94,8 @@ class ApiKeys:
         found = _read(self._path)
         is_settled = at_once or found == self._last_read
         self._last_read = found
-        if not is_settled or found == self._handled:
+        is_handled = found == self._handled and not (at_once and self.failure)
+        if not is_settled or is_handled:
             return
         self._handled = found
         try:

@@ -21,8 +21,8 @@ from services.local.processes import plan_processes
 from services.local.supervisor import ProcessSpec
 from tests.ports import free_ports
 
-START_S = 120.0  # maximum time until a process is ready
-DRAIN_S = 60.0  # maximum time until a process has ended
+START_S = 600.0  # maximum time until a process is ready
+DRAIN_S = 120.0  # maximum time until a process has ended
 _WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.processes import Load, Processes
 from tests.e2e.serving_bench.models import RandomModel
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
 OLD, NEW = "the-old-token", "the-new-token"
 STEPS = ((OLD, NEW), (NEW, OLD), (NEW, ""))
