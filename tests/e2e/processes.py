@@ -56,6 +56,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._variables: dict[str, dict[str, str]] = {}
         self._folder = folder
+        self._http = httpx.Client(trust_env=False, timeout=5)
 
     def start(self, name: str, variables: dict[str, str]) -> None:
         """Start a process with additional variables."""
@@ -88,16 +89,16 @@ class Processes:
     def wait_until_ready(self) -> None:
         """Wait until both routers know that all workers are ready, and both gateways are ready."""
         _wait(lambda: all(map(self._knows_all_workers, self._router_ports)), "workers")
-        _wait(
-            lambda: all(_get(f"{url}/ready", "") == 200 for url in self.urls.values()), "gateways"
-        )
+        ready = [f"{url}/ready" for url in self.urls.values()]
+        _wait(lambda: all(self._status(url) == 200 for url in ready), "gateways")
 
     def router_status(self, name: str, token: str) -> int:
         """Return the status of a call of a router with a token."""
-        return _get(f"{_url(self._router_ports[name])}/v1/workers", token)
+        return self._status(f"{_url(self._router_ports[name])}/v1/workers", token)
 
     def kill(self) -> None:
         """Kill all processes."""
+        self._http.close()
         for process in self._running.values():
             process.kill()
             process.wait()
@@ -107,11 +108,19 @@ class Processes:
         headers = {"authorization": f"Bearer {self._variables[router]['HEADRACE_CLUSTER_TOKEN']}"}
         url = f"{_url(self._router_ports[router])}/v1/workers"
         try:
-            answer = httpx.get(url, headers=headers, trust_env=False, timeout=5)
+            answer = self._http.get(url, headers=headers)
         except httpx.HTTPError:
             return False
         workers = answer.raise_for_status().json()["workers"]
         return {w["worker_id"] for w in workers if w["state"] == "ready"} == {*_WORKERS}
+
+    def _status(self, url: str, token: str = "") -> int:
+        """Return the status of an answer; 0 if there is none."""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            return self._http.get(url, headers=headers).status_code
+        except httpx.HTTPError:
+            return 0
 
 
 class Load:
@@ -179,17 +188,8 @@ def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _get(url: str, token: str) -> int:
-    """Return the status of an answer; 0 if there is none."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    try:
-        return httpx.get(url, headers=headers, trust_env=False, timeout=5).status_code
-    except httpx.HTTPError:
-        return 0
-
-
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
         assert time.monotonic() < deadline, f"no {what} after {START_S:.0f} s"
-        time.sleep(0.1)
+        time.sleep(0.5)
