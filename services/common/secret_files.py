@@ -1,12 +1,13 @@
 """Files with secrets that a service reads again while it runs: API keys, certificates."""
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 import structlog
+
+from services.common.signals import handle_sighup
 
 log = structlog.get_logger()
 
@@ -48,10 +49,10 @@ class SecretFiles(Protocol):
 async def reloading(files: Sequence[SecretFiles]) -> AsyncIterator[None]:
     """Use new content of the files during the ``async with`` block, and at once after SIGHUP.
 
-    After the block, SIGHUP is ignored.
+    After the block, SIGHUP has no effect.
     """
     hung_up = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
+    handle_sighup(hung_up.set)
     task = asyncio.create_task(_reload(files, hung_up))
     try:
         yield

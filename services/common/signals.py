@@ -1,8 +1,10 @@
-"""Signals during the start of a process, and the end of its parent."""
+"""Signals during the start of a process, SIGHUP, and the end of a process with its parent."""
 
+import asyncio
 import ctypes
 import os
 import signal
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,7 +17,7 @@ def end_with_parent() -> None:
 def prepare_service_process() -> None:
     """Set up the signals of a child process that will run a service."""
     end_with_parent()
-    ignore_sighup_during_start()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service handles it
 
 
 def end_on_sigterm_as_first_process() -> None:
@@ -29,15 +31,32 @@ def end_on_sigterm_as_first_process() -> None:
 
 
 def ignore_sighup_during_start() -> None:
-    """Ignore SIGHUP until the service handles it.
+    """Ignore SIGHUP until `handle_sighup`, if this process has no terminal.
 
     It asks a service to read its files again. A service that is starting will read them anyway.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if not has_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def handle_sighup(reload: Callable[[], None]) -> None:
+    """Call ``reload`` on SIGHUP. If the terminal of this process was closed, raise SIGTERM instead.
+
+    If SIGHUP is ignored now, as under nohup, the end of the terminal does not end the process.
+    """
+    ends_with_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+    def handle() -> None:
+        if ends_with_terminal and not has_terminal():
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            reload()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal, whose end it learns by SIGHUP."""
+    """Return whether this process has a controlling terminal that was not closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

@@ -20,7 +20,7 @@ from rich.markup import escape
 from services.common.addresses import bracketed
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
-from services.common.signals import end_with_parent, has_terminal
+from services.common.signals import end_with_parent, handle_sighup
 from services.local.artifacts import is_factorized, prepare
 from services.local.lock import ProcessIdentity
 from services.local.options import UpOptions
@@ -141,15 +141,11 @@ async def _run(options: UpOptions) -> int:
 
 
 def _handle_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
-    """Stop the deployment on SIGINT and SIGTERM, and if its terminal is closed (SIGHUP).
-
-    Without a terminal, SIGHUP is passed on to the services. Under nohup it is ignored.
-    """
+    """Stop the deployment on SIGINT and SIGTERM, and pass SIGHUP on to the services."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, stop.set if has_terminal() else supervisor.reload)
+    handle_sighup(supervisor.reload)
 
 
 async def _show_start(

@@ -41,7 +41,9 @@ def test_sigterm_ends_a_service_that_is_starting(pid: int, code: int) -> None:
 
 
 def test_sighup_does_not_end_a_service_that_is_starting() -> None:
-    with subprocess.Popen([sys.executable, "-c", START, "0"], stdout=subprocess.PIPE) as starting:
+    with subprocess.Popen(
+        [sys.executable, "-c", START, "0"], stdout=subprocess.PIPE, start_new_session=True
+    ) as starting:
         assert starting.stdout is not None
         assert starting.stdout.readline() == b"starting\n"
         starting.send_signal(signal.SIGHUP)
@@ -49,22 +51,50 @@ def test_sighup_does_not_end_a_service_that_is_starting() -> None:
         assert starting.wait(10) == -signal.SIGTERM
 
 
-TERMINAL = """
-import fcntl, os, termios
-from services.common.signals import has_terminal
+IN_TERMINAL = """
+import asyncio, fcntl, os, signal, sys, termios
+from services.common.signals import handle_sighup
+
 os.setsid()
-print(has_terminal(), end=" ")
 fcntl.ioctl(os.open(os.ttyname(0), os.O_RDWR), termios.TIOCSCTTY, 0)
-print(has_terminal())
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    handle_sighup(lambda: print("reload", flush=True))
+    print("started", flush=True)
+    await stop.wait()
+    print("stopped", flush=True)
+
+asyncio.run(main())
 """
 
 
-def test_process_knows_whether_it_has_a_terminal() -> None:
-    ours, theirs = os.openpty()
-    done = subprocess.run([sys.executable, "-c", TERMINAL], stdin=theirs, stdout=subprocess.PIPE)
-    assert done.stdout.split() == [b"False", b"True"]
-    for end in (ours, theirs):
-        os.close(end)
+@pytest.mark.parametrize(
+    ("disposition", "after_the_end"),
+    [("SIG_DFL", b"stopped\n"), ("SIG_IGN", b"reload\n")],
+    ids=["shell", "nohup"],
+)
+def test_sighup_reloads_but_the_end_of_the_terminal_stops(
+    disposition: str, after_the_end: bytes
+) -> None:
+    """Otherwise a server would run on, and keep its port and memory, without being noticed."""
+    terminal, theirs = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, disposition], stdin=theirs, stdout=subprocess.PIPE
+    ) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == b"reload\n"
+        os.close(terminal)
+        assert process.stdout.readline() == after_the_end
+        if after_the_end != b"stopped\n":
+            process.terminate()
+            assert process.stdout.readline() == b"stopped\n"
+        assert process.wait(10) == 0
 
 
 def test_child_ends_with_its_parent() -> None:
