@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import ssl
 import time
 from collections.abc import Callable
@@ -222,6 +223,28 @@ async def test_refresh_reports_faults_and_the_time_of_expiry(authority: Authorit
     assert used.failure is None
     assert used.expires_at == pytest.approx(time.time() + 2 * 86_400, abs=600)
     assert used.expires_at != first
+
+
+async def test_mounted_secret_is_read_again_after_its_link_has_changed(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """A kubelet replaces a link to a folder. The files that services open are links into it."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    expected = []
+    for version in ("..2026_1", "..2026_2"):
+        authority.issue("metrics", lifetime=timedelta(days=2 + len(expected)))
+        shutil.copytree(authority.files("metrics").ca.parent, mount / version)
+        (mount / "..data_tmp").symlink_to(version)
+        (mount / "..data_tmp").replace(mount / "..data")
+        if not expected:
+            for name in ("tls.crt", "tls.key", "ca.crt"):
+                (mount / name).symlink_to(Path("..data") / name)
+            used = MutualTls(TlsFiles.of(mount))
+        used.refresh()
+        expected.append(used.expires_at)
+        assert used.failure is None
+    assert expected[1] - expected[0] == pytest.approx(86_400, abs=600)
 
 
 async def test_clients_refuse_an_expired_certificate_of_a_server(authority: Authority) -> None:
