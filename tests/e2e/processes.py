@@ -152,14 +152,17 @@ class Load:
                 thread.join()
 
     @contextmanager
-    def without(self, gateway: str) -> Iterator[None]:
-        """Send no requests to a gateway in the block, like a load balancer during its restart."""
+    def without(self, name: str) -> Iterator[None]:
+        """Send no requests to a gateway in the block, like a load balancer during its restart.
+
+        Processes that are not gateways get no requests anyway.
+        """
         with self._changed:
-            self._usable.discard(gateway)
-            self._changed.wait_for(lambda: not self._active[gateway], timeout=DRAIN_S)
+            self._usable.discard(name)
+            self._changed.wait_for(lambda: not self._active[name], timeout=DRAIN_S)
         yield
         with self._changed:
-            self._usable.add(gateway)
+            self._usable |= {name} & self._urls.keys()
 
     def wait_for(self, responses: int) -> None:
         """Wait until this number of further responses have arrived."""
