@@ -22,6 +22,7 @@ from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.kvquant import KvQuantFormat, quantized_format, quantized_name
+from runtime.kv.names import check_name, is_calibrated
 from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.stream import StreamFormat
@@ -118,24 +119,17 @@ def create_format(
         KVFormatError: the name is unknown, the module or class is missing, or the class is not a KV
             format.
     """
+    check_name(spec)
     if is_calibrated(spec):
         compressed = calibrated_format(spec, config, model_hash, device)
         exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
         return WindowedFormat(exact, compressed)
-    factory = _plug_in(spec) if ":" in spec else _BUILT_IN.get(spec)
-    if factory is None:
-        known = ", ".join((*sorted(_BUILT_IN), *(f"{name}:PATH" for name in CALIBRATED)))
-        raise KVFormatError(f"unknown KV format {spec!r}: expected {known} or module:Class")
+    factory = _plug_in(spec) if ":" in spec else _BUILT_IN[spec]
     kv_format = factory(config, device, dtype, by_halves=by_halves)
     missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
     if missing:
         raise KVFormatError(f"{spec} is not a KV format: it has no {', '.join(missing)}")
     return kv_format
-
-
-def is_calibrated(spec: str) -> bool:
-    """Return whether ``spec`` names a format of `CALIBRATED`, with or without a calibration."""
-    return spec.partition(":")[0] in CALIBRATED
 
 
 def calibrated_format(
@@ -152,12 +146,8 @@ def calibrated_format(
             model.
         KVFormatError: the format does not support the model.
     """
+    check_name(spec)
     name, _, path = spec.partition(":")
-    if not path:
-        raise CalibrationError(
-            f"KV format {name} needs a calibration: pass {name}:PATH, and create the file with "
-            f"`headrace calibrate --kv-format {name} --out PATH`"
-        )
     artifact = Artifact.load(Path(path))
     try:
         return from_artifact(name, artifact, config, model_hash, device)

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv.compressed import CompressedFormat
-from runtime.kv.registry import CALIBRATED, COMPRESSED, calibrated_format, is_calibrated
+from runtime.kv.names import is_calibrated
+from runtime.kv.registry import CALIBRATED, COMPRESSED, calibrated_format
 
 EXACT = "exact"
 """Name that stands for no compression."""

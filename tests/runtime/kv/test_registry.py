@@ -127,7 +127,7 @@ def test_missing_calibration_error_has_the_command(tmp_path: Path) -> None:
     for spec in ("fdc", "fdc:"):
         with pytest.raises(CalibrationError, match="headrace calibrate --kv-format fdc"):
             create(spec)
-    with pytest.raises(CalibrationError, match=r"No such file .*missing.*`headrace calibrate"):
+    with pytest.raises(CalibrationError, match=r"no calibration .*missing.*`headrace calibrate"):
         create(f"fdc:{tmp_path}/missing")
     (tmp_path / "bad").write_text("{}")
     with pytest.raises(CalibrationError, match="bad is not a calibration"):
