@@ -7,6 +7,7 @@ has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +87,7 @@ def assemble_on_demand(
         return _Reader(source, optional, None, cpu).layer(family, config, index)
 
     embedding = source.read(names.embedding)
+    _refuse_not_finite(names.embedding, embedding)
     return Checkpoint(
         config,
         embedding,
@@ -194,9 +196,12 @@ class _Reader:
         """
         shape = (config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
-            return self.tensor(names.embedding, shape), self.tensor(names.lm_head, shape)
+            embedding = self.tensor(names.embedding, shape)
+            _refuse_not_finite(names.embedding, embedding)
+            return embedding, self.tensor(names.lm_head, shape)
         stored = [name for name in (names.embedding, names.lm_head) if name in self._unread]
         embedding, *others = [self.tensor(name, shape) for name in stored or (names.embedding,)]
+        _refuse_not_finite(names.embedding, embedding)
         untied = [head for head in others if not torch.equal(head, embedding)]
         return embedding, untied[0] if untied else embedding
 
@@ -232,3 +237,15 @@ class _Reader:
             raise CheckpointError(
                 f"{len(unexpected)} tensors are not part of this architecture: {shown}"
             )
+
+
+def _refuse_not_finite(name: str, embedding: Tensor) -> None:
+    """Check the embedding of every token.
+
+    Each request uses all other weights, so that any prompt shows whether they are finite.
+
+    Raises:
+        CheckpointError: a value is NaN or infinite.
+    """
+    if not embedding.is_meta and not all(map(isfinite, torch.stack(embedding.aminmax()).tolist())):
+        raise CheckpointError(f"{name} has values that are NaN or infinite: the file is damaged")

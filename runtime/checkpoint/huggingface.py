@@ -9,7 +9,8 @@ import torch
 from runtime.checkpoint.assemble import assemble
 from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
-from runtime.checkpoint.safetensors_file import SafetensorsDirectory, read_json
+from runtime.checkpoint.safetensors_file import SafetensorsDirectory, pickles, read_json
+from runtime.checkpoint.source_format import SourceFormat, conversion, format_of
 from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
 
@@ -28,9 +29,13 @@ def load_huggingface(
             weights are pickled.
     """
     hf_config, generation = read_configs(directory)
+    source = SafetensorsDirectory(directory)
+    if (written_by := format_of(source.names())) is not SourceFormat.DENSE:
+        raise CheckpointError(
+            f"{directory} has factors as in {written_by} checkpoints: {conversion(directory)}"
+        )
     config = parse_config(hf_config, generation)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
-    source = SafetensorsDirectory(directory)
     model_hash = hash_files([directory / CONFIG, *source.files])
     return assemble(config, source, optional, model_hash, dtype, device)
 
@@ -42,7 +47,9 @@ def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
         CheckpointError: a file is malformed, or the directory has an adapter.
     """
     if not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory} is not a model directory: no {CONFIG}")
+        found = pickles(directory)
+        hint = f"; if {found[0].name} is a model, {conversion(found[0])}" if found else ""
+        raise CheckpointError(f"{directory} is not a model directory: no {CONFIG}{hint}")
     if (directory / _ADAPTER).is_file():
         raise CheckpointError(
             f"{directory} has {_ADAPTER}, and adapters are not supported: merge the adapter into "

@@ -8,6 +8,7 @@ from runtime.checkpoint.canonical import METADATA, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
 from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
+from runtime.checkpoint.source_format import conversion
 from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
 
@@ -37,9 +38,7 @@ def load_checkpoint(
     if _starts_with(path, MAGIC):
         return load_gguf(path, dtype, device)
     if is_pickle(path):
-        raise CheckpointError(
-            f"{path} is pickled, which servers never read: convert it with `headrace convert`"
-        )
+        raise CheckpointError(f"{path} is pickled, which servers never read: {conversion(path)}")
     raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")
 
 

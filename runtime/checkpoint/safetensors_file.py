@@ -8,17 +8,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from runtime.checkpoint.source_format import conversion
 from runtime.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30
 """Size at which `ShardWriter` starts a new file."""
+_STATE_DICTS = "pytorch_model*.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def is_pickle(path: Path) -> bool:
     return path.suffix.lower() in _PICKLES
+
+
+def pickles(directory: Path) -> list[Path]:
+    """Return the pickled files of a directory, sorted by name."""
+    return sorted(path for path in directory.iterdir() if is_pickle(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -105,7 +112,10 @@ class ShardWriter:
 
     def _flush(self) -> None:
         shard = f"model-{len(self._shards) + 1:05}.safetensors"
-        save_file(self._pending, self._directory / shard)
+        try:
+            save_file(self._pending, self._directory / shard)
+        except SafetensorError as error:  # an OSError in safetensors, such as a full disk
+            raise CheckpointError(f"{self._directory} cannot be written: {error}") from error
         (self._directory / shard).chmod(0o644)  # safetensors creates files that only we can read
         self._shards[shard] = list(self._pending)
         self._pending, self._storages, self._bytes = {}, set(), 0
@@ -138,10 +148,10 @@ def weight_files(directory: Path, single: str, index: str) -> tuple[Path, ...]:
 def _safetensors_files(directory: Path) -> tuple[Path, ...]:
     if files := weight_files(directory, SINGLE, INDEX):
         return files
-    pickled = sorted(path.name for path in directory.iterdir() if is_pickle(path))
-    if pickled:
+    if found := pickles(directory):
+        model = directory if found[0].match(_STATE_DICTS) else found[0]
         raise CheckpointError(
-            f"{directory} has pickled weights only ({pickled[0]}), which servers never read: "
-            "convert it with `headrace convert`"
+            f"{directory} has pickled weights only ({found[0].name}), which servers never read: "
+            f"{conversion(model)}"
         )
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}")

@@ -123,7 +123,10 @@ class WorkFolder:
     @staticmethod
     def _write(path: Path, tensors: dict[str, Tensor]) -> None:
         draft = path.with_suffix(".draft")
-        save_file(tensors, draft)
+        try:
+            save_file(tensors, draft)
+        except SafetensorError as error:  # an OSError in safetensors, such as a full disk
+            raise CompressionError(f"{path} cannot be written: {error}") from error
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)

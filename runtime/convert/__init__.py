@@ -1,6 +1,6 @@
 """Offline conversion of other projects' factorized checkpoints into canonical ones."""
 
+from runtime.checkpoint.source_format import SourceFormat
 from runtime.convert.convert import Source, convert
-from runtime.convert.formats import SourceFormat
 
 __all__ = ["Source", "SourceFormat", "convert"]

@@ -23,8 +23,9 @@ from runtime.checkpoint.safetensors_file import (
     weight_files,
 )
 from runtime.checkpoint.sharing import Groups, with_shared_bases
+from runtime.checkpoint.source_format import SourceFormat
 from runtime.checkpoint.weights import Checkpoint, parameters_kept
-from runtime.convert.formats import SourceFormat, to_canonical
+from runtime.convert.formats import to_canonical
 from runtime.convert.pickled import read_pickled
 from runtime.convert.stubs import Stub, is_module, tensors_of, unwrapped
 from runtime.errors import CheckpointError

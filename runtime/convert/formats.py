@@ -1,47 +1,22 @@
-"""Detect the format of a factorized checkpoint and rename its tensors to canonical names.
+"""Rename the tensors of a factorized checkpoint to canonical names.
 
-Tensor names determine the format. A linear is ``y = U (V x) + b``; where names do not distinguish U
-from V, shapes do.
+A linear is ``y = U (V x) + b``; where names do not distinguish U from V, shapes do.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.source_format import PATTERNS, PROJECTION, SourceFormat, format_of
 from runtime.errors import CheckpointError
 from runtime.models.llama import LLAMA
 
-
-class SourceFormat(StrEnum):
-    """Supported formats. The comments show the names of ``q_proj``'s factors in each."""
-
-    DENSE = "dense"  # q_proj
-    SVD_LLM = "svd-llm"  # q_u_proj, q_v_proj
-    SVD_LLM_V2 = "svd-llm-v2"  # q_proj.u_proj, q_proj.v_proj
-    LINEAR_PAIR = "dobi-svd or asvd"  # q_proj.ALinear, q_proj.BLinear, in either order
-    BASIS_SHARING = "basis-sharing"  # q_proj is U, q_basis is V, shared by layers
-
-
-_PROJECTION = r"(?P<projection>q|k|v|o|gate|up|down)"
-_OF_LAYER = r"(?P<layer>model\.layers\.\d+\.(?:self_attn|mlp)\.)"
-_END = r"\.(?P<kind>weight|bias)"
-_PATTERNS = {
-    SourceFormat.SVD_LLM: re.compile(rf"{_OF_LAYER}{_PROJECTION}_(?P<factor>[uv])_proj{_END}"),
-    SourceFormat.SVD_LLM_V2: re.compile(
-        rf"{_OF_LAYER}{_PROJECTION}_proj\.(?P<factor>[uv])_proj{_END}"
-    ),
-    SourceFormat.LINEAR_PAIR: re.compile(
-        rf"(?:{_OF_LAYER}{_PROJECTION}_proj|lm_head)\.(?P<factor>[AB])Linear{_END}"
-    ),
-    SourceFormat.BASIS_SHARING: re.compile(rf"{_OF_LAYER}{_PROJECTION}_(?P<factor>basis){_END}"),
-}
 _LM_HEAD = LLAMA.tensor_names.lm_head
 _HEAD = _LM_HEAD.removesuffix(".weight")
-_BASIS_COPY = re.compile(rf"model\.{_PROJECTION}_basis\.(?P<number>\d+)\.weight")
+_BASIS_COPY = re.compile(rf"model\.{PROJECTION}_basis\.(?P<number>\d+)\.weight")
 _IGNORED = re.compile(r".*\.rotary_emb\..*")
 _UNSUPPORTED = {
     "us_quan": "Dobi-SVD's remapped 8-bit weights",
@@ -75,7 +50,7 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> Named:
     for mark, description in _UNSUPPORTED.items():
         if any(mark in name for name in tensors):
             raise CheckpointError(f"{description} is not supported")
-    found = _format_of(tensors)
+    found = format_of(tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in _renamed(found, tensors):
         if name in renamed:
@@ -86,21 +61,10 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> Named:
     return Named(found, _by_shape(renamed), f"{_HEAD}.A.weight" in renamed)
 
 
-def _format_of(names: Mapping[str, Tensor]) -> SourceFormat:
-    found = {
-        source_format
-        for source_format, pattern in _PATTERNS.items()
-        if any(pattern.fullmatch(name) for name in names)
-    }
-    if len(found) > 1:
-        raise CheckpointError(f"tensors of several formats: {', '.join(sorted(found))}")
-    return found.pop() if found else SourceFormat.DENSE
-
-
 def _renamed(
     source_format: SourceFormat, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    pattern = _PATTERNS.get(source_format)
+    pattern = PATTERNS.get(source_format)
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name) if pattern else None
         if _IGNORED.fullmatch(name):

@@ -201,3 +201,20 @@ def test_malformed_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_embedding_that_is_not_finite_is_refused(
+    name: str, value: float, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Only requests with that token would fail, so that a test prompt does not find it."""
+    save_random(name, tmp_path)
+    change_weights(tmp_path, lambda weights: _set(weights["model.embed_tokens.weight"], value))
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight .* NaN or infinite"):
+        load_checkpoint(tmp_path, dtype=dtype)
+
+
+def _set(embedding: torch.Tensor, value: float) -> None:
+    embedding[90, 7] = value

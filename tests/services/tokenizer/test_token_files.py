@@ -1,6 +1,7 @@
 """Facts of Hugging Face directories outside of ``tokenizer.json``: those of AutoTokenizer."""
 
 import json
+import zipfile
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,18 @@ def test_saved_tokenizer_keeps_declared_tokens(tmp_path: Path, config: str) -> N
     assert again.special_names == tokenizer.special_names
     assert again.special_ids == tokenizer.special_ids
     assert again.encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_folder_without_a_tokenizer_names_what_to_do(tmp_path: Path) -> None:
+    command = f"`headrace convert --model {tmp_path} --out FOLDER --tokenizer MODEL`"
+    with pytest.raises(TokenizerError, match=f"no tokenizer.json.*{command}"):
+        load_tokenizer(tmp_path)
+
+
+def test_pickled_model_names_the_command_and_the_flag(tmp_path: Path) -> None:
+    model = tmp_path / "model.pt"
+    with zipfile.ZipFile(model, "w") as file:  # as torch.save does
+        file.writestr("model/data.pkl", b"")
+    command = f"`headrace convert --model {model} --out FOLDER --tokenizer MODEL`"
+    with pytest.raises(TokenizerError, match=f"pickled model.*{command}"):
+        load_tokenizer(model)

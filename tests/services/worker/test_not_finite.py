@@ -3,15 +3,19 @@
 import itertools
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.v1 import decode_pb2, error_pb2
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint import Checkpoint, write_checkpoint
 from runtime.errors import NotFinite
 from runtime.models.model import Model
+from services.common.errors import SettingsError
+from services.worker.loading import load_worker
 from services.worker.self_test import check_logits
+from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import engine_of, prompt_of, tiny_checkpoint
 from tests.services import workers
 from tests.services.workers import (
@@ -91,6 +95,12 @@ async def test_worker_whose_weights_were_damaged_is_not_ready_until_they_are_sou
     decode.worker.observe()  # runs the test again
     await until(lambda: decode.worker.not_ready is None)
     assert decode.worker.idle
+
+
+def test_worker_does_not_start_if_the_embedding_of_any_token_is_damaged(tmp_path: Path) -> None:
+    write_checkpoint(damaged(POISON), tmp_path / "model")
+    with pytest.raises(SettingsError, match=r"cannot serve .*NaN or infinite"):
+        load_worker(WorkerSettings.load(["--model", str(tmp_path / "model")]), decodes=True)
 
 
 def test_worker_does_not_start_with_damaged_weights() -> None:

@@ -1,0 +1,59 @@
+"""The project that wrote a checkpoint, by the names of its tensors.
+
+Servers read none of the factorized formats below. `runtime.convert` converts them.
+"""
+
+import re
+from collections.abc import Collection
+from enum import StrEnum
+from pathlib import Path
+
+from runtime.errors import CheckpointError
+
+
+class SourceFormat(StrEnum):
+    """Formats that `runtime.convert` reads. The comments show how each names the factors of q."""
+
+    DENSE = "dense"  # q_proj
+    SVD_LLM = "svd-llm"  # q_u_proj, q_v_proj
+    SVD_LLM_V2 = "svd-llm-v2"  # q_proj.u_proj, q_proj.v_proj
+    LINEAR_PAIR = "dobi-svd or asvd"  # q_proj.ALinear, q_proj.BLinear, in either order
+    BASIS_SHARING = "basis-sharing"  # q_proj is U, q_basis is V, shared by layers
+
+
+PROJECTION = r"(?P<projection>q|k|v|o|gate|up|down)"
+_OF_LAYER = r"(?P<layer>model\.layers\.\d+\.(?:self_attn|mlp)\.)"
+_END = r"\.(?P<kind>weight|bias)"
+PATTERNS = {
+    SourceFormat.SVD_LLM: re.compile(rf"{_OF_LAYER}{PROJECTION}_(?P<factor>[uv])_proj{_END}"),
+    SourceFormat.SVD_LLM_V2: re.compile(
+        rf"{_OF_LAYER}{PROJECTION}_proj\.(?P<factor>[uv])_proj{_END}"
+    ),
+    SourceFormat.LINEAR_PAIR: re.compile(
+        rf"(?:{_OF_LAYER}{PROJECTION}_proj|lm_head)\.(?P<factor>[AB])Linear{_END}"
+    ),
+    SourceFormat.BASIS_SHARING: re.compile(rf"{_OF_LAYER}{PROJECTION}_(?P<factor>basis){_END}"),
+}
+
+
+def format_of(names: Collection[str]) -> SourceFormat:
+    """Return the format of a checkpoint with these tensors.
+
+    Raises:
+        CheckpointError: names of several factorized formats occur.
+    """
+    found = {
+        source_format
+        for source_format, pattern in PATTERNS.items()
+        if any(pattern.fullmatch(name) for name in names)
+    }
+    if len(found) > 1:
+        raise CheckpointError(f"tensors of several formats: {', '.join(sorted(found))}")
+    return found.pop() if found else SourceFormat.DENSE
+
+
+def conversion(path: Path) -> str:
+    """Return what to do with a checkpoint that must be converted, as the end of a message."""
+    folder = path if path.is_dir() else path.parent
+    tokenizer = "" if (folder / "tokenizer.json").is_file() else " --tokenizer ORIGINAL_MODEL"
+    return f"convert it with `headrace convert --model {path} --out FOLDER{tokenizer}`"
