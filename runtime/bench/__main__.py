@@ -16,7 +16,12 @@ def main() -> None:
         table = sys.argv.pop(1)
         if table not in TABLES:
             sys.exit(f"no benchmark {table!r}; benchmarks are {', '.join(TABLES)}")
-    import_module("runtime.bench." + table.replace("-", "_")).main()
+    try:
+        import_module("runtime.bench." + table.replace("-", "_")).main()
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        sys.exit(f"benchmark {table} needs Triton: pip install triton")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from runtime.core.window import SINK_PAGES, first_recent
 from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
 from runtime.models.model import Model
 
 
@@ -65,8 +64,7 @@ class DecodeBench:
         read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
         megakernel = self._model.unsupported_by_megakernel is None
-        most = MAX_SEQUENCES_WITHOUT_ATTENTION if cache.layout.has_stored else MAX_SEQUENCES
-        if megakernel and batch <= most and self._device == "cuda":
+        if megakernel and self._device == "cuda" and batch <= _most_sequences(cache):
             ways["megakernel"] = self._model.static_step(inputs, cache)
         ways["layer by layer"] = partial(self._model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}
@@ -93,6 +91,13 @@ class DecodeBench:
             if not plane.stored:
                 tensor.normal_()
         return cache
+
+
+def _most_sequences(cache: PagedCache) -> int:
+    """Return the largest batch that the megakernel supports."""
+    from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
+
+    return MAX_SEQUENCES_WITHOUT_ATTENTION if cache.layout.has_stored else MAX_SEQUENCES
 
 
 def figures(

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,6 @@ from runtime.bench.device import captured, describe, milliseconds
 from runtime.bench.shapes import PAGE
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
-from runtime.gemm.epilogues import Epilogue
-from runtime.gemm.ops import GroupedGemm
 from runtime.gemm.plan import (
     BUCKETS,
     KernelPlan,
@@ -32,6 +30,9 @@ from runtime.gemm.plan import (
 )
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.models.model import Model
+
+if TYPE_CHECKING:
+    from runtime.gemm.ops import GroupedGemm
 
 _LAYERS = 8
 """Number of layers of one shape per measurement. Their weights do not fit into the L2 cache."""
@@ -110,11 +111,13 @@ def _copied(layer: LayerWeights) -> LayerWeights:
     return replace(layer, **{name: copied(value) for name, value in vars(layer).items()})
 
 
-def _best_tile(name: str, alike: Sequence[GroupedGemm], log: Log) -> Tile | LargeTile | None:
+def _best_tile(name: str, alike: Sequence["GroupedGemm"], log: Log) -> Tile | LargeTile | None:
     """Return the fastest tile for GEMMs of one shape, or None if torch should be used.
 
     The GEMMs are measured together, one after the other.
     """
+    from runtime.gemm.epilogues import Epilogue  # imports Triton
+
     first, tokens = alike[0], int(name.split()[1].rstrip(":"))
     if not first.same_input:
         return None
@@ -139,8 +142,10 @@ def _best_tile(name: str, alike: Sequence[GroupedGemm], log: Log) -> Tile | Larg
     return tile if ours_ms < _GAIN * torch_ms else None
 
 
-def _tiles(tokens: int, gemm: GroupedGemm) -> Iterator[Tile | LargeTile]:
+def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
     """Yield tiles that were fast on an H200. For few blocks, include tiles that split columns."""
+    from runtime.gemm.epilogues import Epilogue  # imports Triton
+
     if tokens > 64:
         wanted = large_tile(gemm.name, tokens, gemm.shapes)
         if wanted is not None:

@@ -16,7 +16,6 @@ from runtime.bench.device import Figure, captured, copy_rate, describe, millisec
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
-from runtime.megakernel.launch import DecodeStep
 
 
 def figures(
@@ -32,6 +31,8 @@ def figures(
         cases: pairs of batch size and context length.
         rings: pairs of the number of ring slots and the number of tiles in flight.
     """
+    from runtime.megakernel.launch import DecodeStep
+
     config, copied = SHAPES[shape], copy_rate()
     yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.bench.__main__ import TABLES
+
 pytestmark = pytest.mark.long
 
 
@@ -89,3 +91,26 @@ def test_compress_benchmark_runs(tmp_path: Path) -> None:
     assert set(fisher["seconds"]) - set(svd_llm["seconds"]) == {"backward", "head"}
     assert fisher["total_seconds"] > sum(fisher["seconds"].values())  # of two layers
     assert list(tmp_path.iterdir()) == [target]
+
+
+_HELP = """
+import sys
+sys.modules["triton"] = None  # an import raises ImportError
+from runtime.bench.__main__ import TABLES, main
+
+for table in TABLES:
+    sys.argv = ["runtime.bench", table, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended", table, end.code)
+"""
+
+
+def test_help_needs_no_triton() -> None:
+    """The CPU builds of torch do not install it."""
+    command = [sys.executable, "-c", _HELP]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ended == [f"ended {table} 0" for table in TABLES], done.stderr[-3000:]
