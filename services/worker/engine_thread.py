@@ -1,12 +1,15 @@
 """The engine thread, the only thread that uses the engine, its pages and its device."""
 
 import asyncio
+import math
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -98,6 +101,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._used_s, self._used_at = 0.0, -math.inf
         self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
         self._meter = PaceMeter()
@@ -128,6 +132,20 @@ class EngineThread:
     def inter_token_s(self) -> float:
         """Mean duration of recent steps that decoded sequences, in seconds; 0 if unknown."""
         return self._meter.inter_token_s
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the thread made progress in the current step; 0 while there is no work.
+
+        On the CPU, the use of the processor is progress, as of the previous call: on a slow or busy
+        machine, a step takes minutes. On a GPU it is not, because a thread that waits for a device
+        that hangs uses the processor, too.
+        """
+        if self._engine.model.device.type == "cpu":
+            used_s = _processor_s(self._thread)
+            if used_s != self._used_s:
+                self._used_s, self._used_at = used_s, time.perf_counter()
+        return min(self.step_s, time.perf_counter() - self._used_at)
 
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""
@@ -294,3 +312,13 @@ class EngineThread:
 
 def _measured(seconds: float, size: StepSize) -> MeasuredStep:
     return MeasuredStep(seconds, size.tokens, size.context, size.decoded)
+
+
+def _processor_s(thread: threading.Thread) -> float:
+    """Return the processor time that a thread has used, in seconds; 0 if it does not run."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]  # fields 14 and 15 of proc(5)
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

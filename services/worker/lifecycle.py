@@ -89,10 +89,11 @@ class Worker(ABC):
         return {"engine": self.engine.step_s, "transfer": self._agent.busy_s}
 
     def stalled(self, limit_s: float) -> str | None:
-        """Return which thread has been in one step for longer than ``limit_s``, or None."""
-        for name, step_s in self.step_s.items():
-            if step_s > limit_s:
-                return f"the {name} thread has been in one step for {step_s:.0f} s"
+        """Return which thread has made no progress for longer than ``limit_s``, or None."""
+        stalled = self.step_s | {"engine": self.engine.stalled_s}
+        for name, stalled_s in stalled.items():
+            if stalled_s > limit_s:
+                return f"the {name} thread has been in one step for {stalled_s:.0f} s"
         return None
 
     @abstractmethod

@@ -49,7 +49,8 @@ class WorkerSettings(ServiceSettings):
         gt=0,
         le=3600,
         description="duration of one step of the engine, or of one round of calls of the transfer "
-        "thread, above which /health reports a failure, seconds",
+        "thread, above which /health reports a failure, seconds; on the CPU, time in which the "
+        "step uses the processor does not count",
     )
     transfer_interface: str | None = Field(
         None,

@@ -193,3 +193,45 @@ async def test_idle_time_is_part_of_the_pace(start: Callable[..., EngineThread])
     assert second is not None
     assert second.idle_s >= first.idle_s + 0.05
     assert second.step_s == first.step_s
+
+
+@pytest.mark.parametrize(("device", "progress"), [("cpu", True), ("cuda", False)])
+async def test_step_that_uses_the_processor_is_not_stalled(
+    start: Callable[..., EngineThread],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    progress: bool,
+) -> None:
+    """A large step on a slow or busy machine takes minutes; one that hangs uses no processor.
+
+    A thread that waits for a GPU that hangs uses the processor.
+    """
+    engine = engine_of(tiny_model())
+    monkeypatch.setattr(engine.model, "device", torch.device(device))
+    release, used = threading.Event(), [0.0]
+    monkeypatch.setattr(engine_thread, "_processor_s", lambda _thread: used[0])
+    thread = start(engine, lambda _: None)
+    job = thread.run(lambda _: release.wait(LIMIT_S))
+    while thread.step_s < 0.05:  # noqa: ASYNC110 - of another thread
+        await asyncio.sleep(0.01)
+    assert thread.stalled_s >= 0.05
+    used[0] += 1
+    before = thread.step_s
+    assert (thread.stalled_s < before) is progress
+    release.set()
+    await job
+
+
+async def test_processor_time_of_a_thread_is_its_own(
+    start: Callable[..., EngineThread],
+) -> None:
+    thread = start(engine_of(tiny_model()), lambda _: None)
+
+    def work(_: Engine) -> float:
+        began = engine_thread._processor_s(threading.current_thread())
+        while (used := engine_thread._processor_s(threading.current_thread())) == began:
+            sum(range(1000))
+        return used
+
+    assert await thread.run(work) > 0
+    assert engine_thread._processor_s(threading.Thread()) == 0
