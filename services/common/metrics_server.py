@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
 from services.common.hosts import HostCheck
+from services.common.liveness import LivenessReports
 from services.common.probes import PATHS, Probes
 from services.common.settings import ServiceSettings
 from services.common.tls import MutualTls
@@ -77,15 +78,17 @@ def start_probe_server(host: str, port: int, probes: Probes) -> WSGIServer:
 
 @dataclass(frozen=True)
 class OperationServers:
-    """Servers of a process for its metrics and probes.
+    """Servers of a process for its metrics and probes, and its reports to a supervisor.
 
     Attributes:
         metrics: server of ``/metrics``, ``/health`` and ``/ready``; None without such a port.
         probes: server of ``/health`` and ``/ready`` alone; None without such a port.
+        reports: liveness reports; None without a supervisor.
     """
 
     metrics: WSGIServer | None
     probes: WSGIServer | None
+    reports: LivenessReports | None = None
 
     @classmethod
     def start(
@@ -97,13 +100,15 @@ class OperationServers:
     ) -> Self:
         """Start the servers whose ports are not None; ``metrics_port`` needs a registry.
 
+        Reports to a supervisor start as well, if this process has one.
+
         Raises:
             SettingsError: if the address is invalid or a port is in use.
         """
         host, health_port = settings.host, settings.health_port
         on_health = None if health_port is None else start_probe_server(host, health_port, probes)
         if registry is None or metrics_port is None:
-            return cls(None, on_health)
+            return cls(None, on_health, LivenessReports.start(probes))
         try:
             on_metrics = start_metrics_server(
                 host,
@@ -117,7 +122,7 @@ class OperationServers:
         except SettingsError:
             cls(None, on_health).stop()
             raise
-        return cls(on_metrics, on_health)
+        return cls(on_metrics, on_health, LivenessReports.start(probes))
 
     @property
     def ports(self) -> dict[str, int]:
@@ -130,6 +135,8 @@ class OperationServers:
         for server in filter(None, (self.metrics, self.probes)):
             server.shutdown()
             server.server_close()
+        if self.reports is not None:
+            self.reports.stop()
 
 
 def _start(host: str, port: int, app: App, tls: MutualTls | None, purpose: str) -> WSGIServer:

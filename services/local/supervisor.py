@@ -1,9 +1,8 @@
-"""Supervisor of a deployment's processes: starts them, restarts those that exit, stops all."""
+"""Supervisor of a deployment's processes: starts them, restarts those that end or hang."""
 
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,9 @@ from pathlib import Path
 
 import structlog
 
+from services.common.interpreter import headrace_command
 from services.common.signals import prepare_service_process
+from services.local.liveness import Liveness
 from services.local.logs import open_log, previous_log, rotate
 
 log = structlog.get_logger()
@@ -73,8 +74,9 @@ class ServiceFailed(Exception):
 class Supervisor:
     """Keeps the processes of a deployment running until it is cancelled.
 
-    A process that exits is restarted, with a growing delay. The supervisor gives up if a service
-    reports an error in its settings, or if it exits `MAX_START_FAILURES` times before `mark_ready`.
+    A process that exits is restarted, with a growing delay. One that hangs is killed first, see
+    `services.local.liveness`. The supervisor gives up if a service reports an error in its
+    settings, or if it exits `MAX_START_FAILURES` times before `mark_ready`.
 
     Args:
         specs: the processes.
@@ -113,6 +115,12 @@ class Supervisor:
         for process in self._processes.values():
             if process.returncode is None:
                 process.send_signal(signal.SIGHUP)
+
+    def kill(self) -> None:
+        """End all processes at once, without letting running requests finish."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.kill()
 
     async def run(self) -> None:
         """Run the processes until cancelled, then stop the gateway, and the others after it.
@@ -154,27 +162,30 @@ class Supervisor:
     async def _run_once(self, spec: ProcessSpec) -> int:
         """Start a process and return its exit code; 1 if the system cannot create it now."""
         try:
-            process = await self._spawn(spec)
+            with Liveness() as liveness:
+                process = await self._spawn(spec, liveness)
+                watching = asyncio.create_task(_kill_when_hung(spec.name, process, liveness))
+                try:
+                    return await process.wait()
+                finally:
+                    watching.cancel()
         except OSError as error:
             log.warning("process not started", process=spec.name, error=str(error))
             return 1
-        return await process.wait()
 
-    async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
+    async def _spawn(self, spec: ProcessSpec, liveness: Liveness) -> asyncio.subprocess.Process:
         with open_log(self._log_file(spec.name)) as log_file:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.cli",
-                spec.service,
-                *spec.arguments,
+                *headrace_command(spec.service, *spec.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                env={**os.environ, **spec.environment},
+                env={**os.environ, **spec.environment, **liveness.pipe.environment},
+                pass_fds=[liveness.pipe.descriptor],
                 start_new_session=True,
                 preexec_fn=prepare_service_process,
             )
+        liveness.inherited()
         self._processes[spec.name] = process
         log.info("process started", process=spec.name, pid=process.pid)
         self._changed.set()
@@ -210,6 +221,15 @@ class Supervisor:
             names = [spec.name for spec in self._specs if (spec.service == "gateway") is gateways]
             stopping = (self._processes[name] for name in names if name in self._processes)
             await asyncio.gather(*(_stop(process, grace_s=GRACE_S) for process in stopping))
+
+
+async def _kill_when_hung(
+    name: str, process: asyncio.subprocess.Process, liveness: Liveness
+) -> None:
+    """End a process that hangs. SIGKILL also ends one that is stopped or blocks signals."""
+    silent_s = await liveness.silence()
+    log.warning("process hangs", process=name, pid=process.pid, silent_s=round(silent_s))
+    process.kill()
 
 
 async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:

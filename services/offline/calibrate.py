@@ -1,7 +1,6 @@
 """`headrace calibrate`: calibrate codebooks on the KV of a model for real text."""
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 import codec
 from runtime.compress import documentation
 from services.common.errors import SettingsError
+from services.common.interpreter import python_command
 from services.common.model_source import resolve_model
 from services.offline.output import atomic_file
 from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, load_model, prefill_sample
@@ -85,7 +85,7 @@ def _codec_compiled() -> Iterator[None]:
     Raises:
         SettingsError: if it fails.
     """
-    with subprocess.Popen([sys.executable, "-c", _COMPILE]) as compiler:
+    with subprocess.Popen(python_command("-c", _COMPILE)) as compiler:
         try:
             yield
         except BaseException:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.common.interpreter import python_command
 from services.common.logging import configure_logging
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.slab import Slab
@@ -164,7 +165,7 @@ def main() -> None:
         return
     if arguments.transports:
         os.environ["UCX_TLS"] = arguments.transports
-    command = [sys.executable, "-m", "services.transfer.bench", SERVE, *sys.argv[1:]]
+    command = python_command("-m", "services.transfer.bench", SERVE, *sys.argv[1:])
     environment = dict(os.environ)
     if "PREFILL_GPU" in environment:
         environment["CUDA_VISIBLE_DEVICES"] = environment["PREFILL_GPU"]

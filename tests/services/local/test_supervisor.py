@@ -23,6 +23,7 @@ from services.local.supervisor import (
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
+ROOT = Path(__file__).parents[3]
 ROUTER = ProcessSpec("router", "router", ("--port", "0"))
 INVALID = ProcessSpec("router", "router", ("--port", "-1"))
 
@@ -57,6 +58,66 @@ async def test_killed_process_is_restarted_and_stopped_with_the_supervisor(tmp_p
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not psutil.pid_exists(second)
+
+
+@pytest.mark.long
+async def test_process_that_hangs_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP stops all threads. The other process, which works, is left alone."""
+    monkeypatch.setattr("services.local.liveness.PERIOD_S", 0.1)
+    monkeypatch.setattr("services.local.liveness.SILENT_S", 5.0)
+    monkeypatch.setattr("services.local.liveness.START_S", 60.0)
+    monkeypatch.setattr("services.local.liveness.TICK_S", 0.1)
+    other = replace(ROUTER, name="other")
+    supervisor = Supervisor([ROUTER, other], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    first = await _pid(supervisor)
+    while b'"ready"' not in (tmp_path / "router.log").read_bytes():  # noqa: ASYNC110 - a file
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # the first report follows
+    working = supervisor.pids["other"]
+    os.kill(first, signal.SIGSTOP)
+    second = await _pid(supervisor, other_than=first)
+    assert not psutil.pid_exists(first)
+    assert supervisor.pids["other"] == working
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not psutil.pid_exists(second)
+
+
+async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    pid = await _pid(supervisor)
+    os.kill(pid, signal.SIGSTOP)  # does not handle SIGTERM
+    running.cancel()
+    await asyncio.sleep(0)
+    supervisor.kill()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not psutil.pid_exists(pid)
+
+
+async def test_processes_do_not_import_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / "typer.py").write_text("raise SystemExit('planted')")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'proto'}")
+    monkeypatch.chdir(planted)
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    await _pid(supervisor)
+    log_file = tmp_path / "router.log"
+    while not (content := log_file.read_bytes()):  # noqa: ASYNC110 - a file
+        await asyncio.sleep(0.05)
+    assert b"planted" not in content
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_service_with_invalid_settings_is_not_restarted(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Reports of a service process that it works, for the supervisor of `headrace up`.
+
+The supervisor gives each process a pipe. While ``/health`` succeeds, the process writes a byte to
+it in each period. A process that hangs, or that is stopped, writes none.
+"""
+
+import os
+import stat
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Final, Self
+
+from services.common.probes import Probes
+
+VARIABLE: Final = "HEADRACE_LIVENESS_PIPE"
+
+
+@dataclass(frozen=True)
+class ReportPipe:
+    """The end of the pipe to which a process writes, as the environment names it.
+
+    Attributes:
+        descriptor: file descriptor, which the child process inherits.
+        inode: inode of the pipe. It identifies the pipe, since a process may have inherited the
+            variable without the descriptor.
+        period_s: seconds between two reports.
+    """
+
+    descriptor: int
+    inode: int
+    period_s: float
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the child process."""
+        return {VARIABLE: f"{self.descriptor} {self.inode} {self.period_s:g}"}
+
+    @classmethod
+    def inherited(cls) -> Self | None:
+        """Return the pipe that this process has inherited, or None if it is not supervised."""
+        try:
+            descriptor, inode, period_s = os.environ.get(VARIABLE, "").split()
+            pipe = cls(int(descriptor), int(inode), float(period_s))
+            status = os.fstat(pipe.descriptor)
+        except (ValueError, OSError):
+            return None
+        return pipe if stat.S_ISFIFO(status.st_mode) and status.st_ino == pipe.inode else None
+
+
+class LivenessReports:
+    """Writes reports from a daemon thread until `stop`.
+
+    Args:
+        pipe: pipe to the supervisor.
+        probes: checks whose ``/health`` decides whether a report is written.
+    """
+
+    def __init__(self, pipe: ReportPipe, probes: Probes) -> None:
+        self._pipe, self._probes = pipe, probes
+        self._stopped = Event()
+        Thread(target=self._run, name="liveness", daemon=True).start()
+
+    @classmethod
+    def start(cls, probes: Probes) -> Self | None:
+        """Start reports to the supervisor of this process; return None if it has none."""
+        pipe = ReportPipe.inherited()
+        return cls(pipe, probes) if pipe else None
+
+    def stop(self) -> None:
+        """Write no more reports."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            status, _ = self._probes.answer("/health")
+            if status == 200 and not self._report():
+                return
+            self._stopped.wait(self._pipe.period_s)
+
+    def _report(self) -> bool:
+        """Write a report; return False if the supervisor has ended."""
+        try:
+            os.write(self._pipe.descriptor, b".")
+        except BlockingIOError:  # the supervisor is suspended and the pipe is full
+            return True
+        except OSError:
+            return False
+        return True
