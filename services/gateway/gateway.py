@@ -143,6 +143,11 @@ class Gateway:
             recent=self.recent,
         )
 
+    @property
+    def running(self) -> int:
+        """Number of prompts in progress."""
+        return self._running
+
     def authenticate(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of an API key, or raise `Unauthenticated`."""
         return self._keys.tenant(authorization)

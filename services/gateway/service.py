@@ -73,7 +73,7 @@ async def serve(settings: GatewaySettings) -> None:
         stopping = asyncio.create_task(stop.wait())
         async with reloading(secret_files):
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
-        log.info("draining", limit_s=settings.drain_s)
+        log.info("draining", limit_s=settings.drain_s, requests=gateway.running)
         health.cancel()
         gateway.draining = True
         gateway.metrics.ready.set(math.nan)

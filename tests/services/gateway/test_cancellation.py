@@ -168,9 +168,11 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(open_site
     assert (ready.status_code, ready.json()["reason"]) == (503, "draining")
     assert (await site.http.get("/health")).status_code == 200
     assert not draining.done()
+    assert site.gateway.running == 1
     release.set()
     assert (await running).status_code == 200
     await draining
+    assert site.gateway.running == 0
 
 
 async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
