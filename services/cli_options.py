@@ -4,7 +4,23 @@ from typing import Annotated
 
 import typer
 
-Port = Annotated[int, typer.Option(help="HTTP port of the gateway of the deployment")]
+from services.local.options import MAX_PORT
+
+Port = Annotated[int, typer.Option(min=1, max=MAX_PORT, help="HTTP port of the gateway")]
+GrpcPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_PORT, help="gRPC port of the gateway; default: --port + 1"),
+]
+RouterPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_PORT, help="HTTP port of the first router; default: --port + 2"),
+]
+AnyPort = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_PORT, help="HTTP port of a gateway; default: that of the running deployments"
+    ),
+]
 Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]

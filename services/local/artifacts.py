@@ -3,25 +3,29 @@
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
-import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from runtime.kv.names import is_calibrated
 from services.common.cache import cache_dir
 from services.common.errors import SettingsError
+from services.common.interpreter import headrace_command
 from services.common.model_source import model_name, resolve_model
 from services.common.signals import end_with_parent
 from services.local.lock import LockHeld, locked
 from services.local.options import UpOptions
 from services.local.seal import is_intact, is_sealed, seal
-from services.offline.calibrate_flags import CALIBRATED_FORMATS
 
 RECIPE = 6  # version of the commands that make artifacts, including the default method
 CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
 _CHECKPOINT = "checkpoint"
+_STDERR = 2  # file descriptor
+_INTERRUPT_S = 10.0  # time in which an interrupted command ends
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def _codebooks_name(kv_format: str) -> str:
         return f"codebooks-{CODEBOOKS}.json"
     name, _, path = kv_format.partition(":")
     identity = kv_format
-    if path and name in CALIBRATED_FORMATS:
+    if path and is_calibrated(kv_format):
         try:
             # The hash of `runtime.kv.calibration.Artifact`, without importing torch.
             identity = f"{name}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
@@ -160,10 +164,28 @@ def _codebooks_name(kv_format: str) -> str:
 
 
 def _make(*arguments: str) -> None:
+    """Run a `headrace` command and wait for its end. Ctrl-C ends the command first.
+
+    Raises:
+        SettingsError: if it fails.
+    """
     # The command may use all cores, even if workers are limited: no worker runs yet, or
     # `--dense-meanwhile` has given this process the lowest priority.
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "services.cli", *arguments]
-    done = subprocess.run(command, check=False, env=environment, preexec_fn=end_with_parent)
-    if done.returncode != 0:
+    with subprocess.Popen(
+        headrace_command(*arguments),
+        stdout=_STDERR,  # its results are not those of `headrace up`
+        env=environment,
+        start_new_session=True,  # a terminal would send SIGINT to it as well
+        preexec_fn=end_with_parent,
+    ) as command:
+        try:
+            code = command.wait()
+        except KeyboardInterrupt:
+            command.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                command.wait(_INTERRUPT_S)
+            command.kill()  # has no effect if it has ended
+            raise
+    if code != 0:
         raise SettingsError(f"`headrace {' '.join(arguments)}` failed, see its error above")

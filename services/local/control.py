@@ -1,97 +1,138 @@
-"""`headrace down` and `headrace status`: commands on a running deployment."""
+"""`headrace down` and `headrace status`: commands on running deployments."""
 
 import json
 import os
 import signal
+import time
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import psutil
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from services.common.errors import SettingsError
+from services.common.terminal import diagnostics, results
+from services.local.draining import POLL_S, DrainProgress
 from services.local.lock import ProcessIdentity
-from services.local.state import Deployment, StateUnreadable, lock_holder
+from services.local.state import Deployment, lock_holder, ports_in_use
 
 STOP_TIMEOUT_S = 90.0  # longer than the supervisor takes to stop its processes
 
-console = Console(stderr=True)
 
+def down(port: int | None) -> int:
+    """Stop a deployment, wait for its end, and return the exit code.
 
-def down(port: int) -> int:
-    """Stop the deployment on this port, wait for its end, and return the exit code."""
-    try:
-        deployment = Deployment.find(port)
-    except StateUnreadable as error:
-        console.print(f"[red]headrace down:[/] {error}")
-        return 2
-    supervisor = deployment.supervisor if deployment else lock_holder(port)
-    if supervisor is None:
-        console.print(f"no deployment is running on port {port}")
+    Args:
+        port: HTTP port of its gateway; None for the only deployment that runs.
+
+    Raises:
+        SettingsError: if several deployments run and ``port`` is None.
+        StateUnreadable: if another version of Headrace has started it.
+    """
+    running = ports_in_use()
+    if port is None and len(running) > 1:
+        raise SettingsError(f"{_describe(running)}: choose one with --port")
+    if port is None and running:
+        port = running[0]
+    supervisor = None if port is None else _supervisor(port)
+    if port is None or supervisor is None:
+        _print_none_running(port, running)
         return 1
-    return _stop(supervisor)
+    return _stop(port, supervisor)
 
 
-def _stop(supervisor: ProcessIdentity) -> int:
-    with (
-        console.status("stopping"),
-        suppress(ProcessLookupError, psutil.NoSuchProcess, psutil.TimeoutExpired),
-    ):
-        os.kill(supervisor.pid, signal.SIGTERM)
-        psutil.Process(supervisor.pid).wait(timeout=STOP_TIMEOUT_S)
+def _supervisor(port: int) -> ProcessIdentity | None:
+    """Return the process of `headrace up` on a port, or None if none runs."""
+    deployment = Deployment.find(port)
+    return deployment.supervisor if deployment else lock_holder(port)
+
+
+def _stop(port: int, supervisor: ProcessIdentity) -> int:
+    console = diagnostics()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    with DrainProgress(Deployment.logs(port), console, "Ctrl-C to stop now") as progress:
+        _signal(supervisor, signal.SIGTERM)
+        while supervisor.alive and time.monotonic() < deadline:
+            try:
+                progress.poll()
+                time.sleep(POLL_S)
+            except KeyboardInterrupt:
+                _signal(supervisor, signal.SIGINT)
     if supervisor.alive:
         console.print(
             f"[red]process {supervisor.pid} still runs after {STOP_TIMEOUT_S:.0f} s[/]; "
             f"end it with `kill -9 {supervisor.pid}`"
         )
         return 1
-    console.print("stopped")
+    results().print(f"stopped the deployment on port {port}")
     return 0
 
 
-def status(port: int, *, as_json: bool = False) -> int:
+def _signal(process: ProcessIdentity, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def status(port: int | None, *, as_json: bool = False) -> int:
     """Show processes and workers, and return the exit code.
 
     Args:
-        port: HTTP port of the deployment's gateway.
-        as_json: print ports and process ids to stdout as JSON instead.
+        port: HTTP port of a deployment's gateway; None for all deployments that run.
+        as_json: print the state of each deployment as JSON in one line instead.
+
+    Raises:
+        SettingsError: if the files of mutual TLS cannot be used.
+        StateUnreadable: if another version of Headrace has started a deployment.
     """
-    try:
-        deployment = Deployment.find(port)
-    except StateUnreadable as error:
-        console.print(f"[red]headrace status:[/] {error}")
-        return 2
+    running = ports_in_use()
+    if not running or (port is not None and port not in running):
+        _print_none_running(port, running)
+        return 1
+    return max(_show(each, as_json=as_json) for each in (running if port is None else [port]))
+
+
+def _show(port: int, *, as_json: bool) -> int:
+    deployment = Deployment.find(port)
     if deployment is None:
-        if starting := lock_holder(port):
-            console.print(f"a deployment on port {port} is starting (process {starting.pid})")
-        else:
-            console.print(f"no deployment is running on port {port}")
+        holder = lock_holder(port)
+        process = f" (process {holder.pid})" if holder else ""
+        diagnostics().print(f"a deployment on port {port} is starting{process}")
         return 1
     if as_json:
-        ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}
-        print(json.dumps(ports | {"processes": deployment.pids}))  # noqa: T201
+        names = ("port", "grpc_port", "router_port", "model", "kv_format")
+        described = {name: getattr(deployment, name) for name in names}
+        print(json.dumps(described | {"processes": deployment.pids}))  # noqa: T201
         return 0
+    console = results()
+    model = f": {deployment.model}, KV format {deployment.kv_format}" if deployment.model else ""
+    console.print(f"headrace on port {port}{model}", markup=False, soft_wrap=True)
     console.print(_processes(deployment))
     try:
         console.print(_workers(deployment))
         for line in _not_ready(deployment):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except SettingsError as error:
-        console.print(f"[red]headrace status:[/] {error}")
-        return 2
+            console.print(line, markup=False, soft_wrap=True)
     except (httpx.HTTPError, ValueError) as error:
-        console.print(f"[yellow]the router does not answer: {error}[/]")
+        diagnostics().print(f"the router does not answer: {error}", style="yellow", markup=False)
         return 1
     return 0
 
 
+def _print_none_running(port: int | None, running: list[int]) -> None:
+    where = "" if port is None else f" on port {port}"
+    others = f"; {_describe(running)}" if running else ""
+    diagnostics().print(f"no deployment is running{where}{others}", markup=False)
+
+
+def _describe(running: list[int]) -> str:
+    if len(running) == 1:
+        return f"one is running on port {running[0]}"
+    return f"deployments are running on ports {', '.join(map(str, running))}"
+
+
 def _processes(deployment: Deployment) -> Table:
-    table = Table(
-        "process", "pid", "memory", "running", title=f"headrace on port {deployment.port}"
-    )
+    table = Table("process", "pid", "memory", "running")
     for name, pid in sorted(deployment.pids.items()):
         try:
             process = psutil.Process(pid)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.file_errors import naming
+
 
 @dataclass(frozen=True)
 class ProcessIdentity:
@@ -78,17 +80,18 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
     Raises:
         LockHeld: if another process holds the lock and ``wait`` is false.
+        OSError: if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with path.open("ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise LockHeld(path, holder_of(path)) from None
         me = ProcessIdentity.current()
-        file.truncate(0)
-        file.write(f"{me.pid} {me.started!r}\n")
-        file.flush()
+        with naming(path):
+            file.truncate(0)
+            file.write(f"{me.pid} {me.started!r}\n".encode())
         try:
             yield
         finally:

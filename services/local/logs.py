@@ -1,9 +1,11 @@
-"""Logs of the processes of a deployment: opened for appending, and limited in size."""
+"""Logs of the processes of a deployment: opened for appending, limited in size, and followed."""
 
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import structlog
 
@@ -43,3 +45,46 @@ def rotate(path: Path, max_bytes: int) -> None:
         log.warning("log not kept", path=str(path), error=str(error))
         previous.unlink(missing_ok=True)
     os.truncate(path, 0)
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """Return the last lines of a log, or why it cannot be read."""
+    try:
+        content = path.read_text(errors="replace")
+    except OSError as error:
+        return f"(it cannot be read: {error})"
+    return "\n".join(content.splitlines()[-lines:])
+
+
+class LogFollower:
+    """Reads the events that a process appends to its log.
+
+    Logs must be JSON, which is the default of services whose output is not a terminal; other lines
+    are ignored.
+
+    Args:
+        path: log file. A file that does not exist yet is empty.
+        at_end: whether to ignore what the log contains already.
+    """
+
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if at_end and path.is_file() else 0
+
+    def new_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the complete lines that were added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except OSError:
+            return
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event

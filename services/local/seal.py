@@ -10,6 +10,8 @@ import json
 import os
 from pathlib import Path
 
+from services.common.file_errors import naming
+
 MAX_HASHED_BYTES = 64 << 20
 
 
@@ -17,7 +19,8 @@ def seal(artifact: Path) -> None:
     """Write the seal of an artifact, atomically."""
     path = _seal_file(artifact)
     draft = path.with_name(f"{path.name}.draft-{os.getpid()}")
-    draft.write_text(json.dumps(_contents(artifact), indent=1))
+    with naming(path):
+        draft.write_text(json.dumps(_contents(artifact), indent=1))
     draft.replace(path)
 
 

@@ -14,25 +14,29 @@ import psutil
 
 from services.common.addresses import bracketed
 from services.common.cache import cache_dir
+from services.common.errors import SettingsError
+from services.common.file_errors import naming
 from services.common.tls import MutualTls, TlsFiles
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 
 STATE_VERSION = 2
 """Format version of ``state.json``. Increment it when a field is removed or redefined."""
+EXIT_RUNNING = 3
+"""Exit code of `headrace up` if a deployment already runs on the port."""
 
 
-class DeploymentRunning(Exception):
+class DeploymentRunning(SettingsError):
     """A deployment with this gateway port is already running."""
 
     def __init__(self, port: int, supervisor: ProcessIdentity | None) -> None:
         process = f" (process {supervisor.pid})" if supervisor else ""
         super().__init__(
             f"a deployment already runs on port {port}{process}; "
-            f"stop it with `headrace down --port {port}`, or choose other ports"
+            f"stop it with `headrace down --port {port}`, or choose another --port"
         )
 
 
-class StateUnreadable(Exception):
+class StateUnreadable(SettingsError):
     """A deployment runs, but this version cannot read its ``state.json``."""
 
     def __init__(self, path: Path, reason: str, supervisor: ProcessIdentity) -> None:
@@ -58,6 +62,8 @@ class Deployment:
         pids: process id of each service process, by name.
         routers: number of routers; further ones use the ports after ``router_port``.
         tls_dir: folder with the certificate, key and CA of mutual TLS, or None.
+        model: name of the served model; empty if an earlier version wrote the state.
+        kv_format: KV format of the workers; empty as above.
     """
 
     host: str
@@ -70,11 +76,18 @@ class Deployment:
     pids: dict[str, int]
     routers: int = 1
     tls_dir: str | None = None
+    model: str = ""
+    kv_format: str = ""
 
     @staticmethod
     def folder(port: int) -> Path:
         """Return the folder of the state, the lock and the logs of the deployment on this port."""
-        return cache_dir() / "run" / str(port)
+        return _runs() / str(port)
+
+    @classmethod
+    def logs(cls, port: int) -> Path:
+        """Return the folder of the processes' logs."""
+        return cls.folder(port) / "logs"
 
     @classmethod
     def find(cls, port: int) -> "Deployment | None":
@@ -150,7 +163,8 @@ class Deployment:
         draft = folder / f"state.json.{os.getpid()}"
         try:
             draft.touch(mode=0o600)
-            draft.write_text(json.dumps({"version": STATE_VERSION, **asdict(self)}, indent=1))
+            with naming(draft):
+                draft.write_text(json.dumps({"version": STATE_VERSION, **asdict(self)}, indent=1))
             draft.replace(folder / "state.json")
         finally:
             draft.unlink(missing_ok=True)
@@ -172,6 +186,8 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "pids": dict,
     "tls_dir": (str, NoneType),
     "routers": (int, NoneType),
+    "model": (str, NoneType),
+    "kv_format": (str, NoneType),
 }
 
 
@@ -192,10 +208,28 @@ def exclusive_port(port: int) -> Iterator[None]:
         raise DeploymentRunning(port, held.holder) from None
 
 
+def ports_in_use() -> list[int]:
+    """Return the gateway ports of all deployments that run or start, in ascending order."""
+    folders = _runs().iterdir() if _runs().is_dir() else ()
+    ports = sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+    return [port for port in ports if _runs_on(port)]
+
+
+def _runs_on(port: int) -> bool:
+    try:
+        return lock_holder(port) is not None or Deployment.find(port) is not None
+    except StateUnreadable:  # of another version, which runs
+        return True
+
+
 def lock_holder(port: int) -> ProcessIdentity | None:
     """Return the other process that holds this port's lock, or None."""
     holder = holder_of(_lock_file(port))
     return None if holder is None or holder.pid == os.getpid() else holder
+
+
+def _runs() -> Path:
+    return cache_dir() / "run"
 
 
 def _lock_file(port: int) -> Path:

@@ -1,38 +1,39 @@
-"""`headrace up`: start a deployment on this machine, in the foreground or in the background."""
+"""`headrace up`: start a deployment on this machine and keep it running, in the foreground."""
 
 import asyncio
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.markup import escape
 
 from services.common.addresses import bracketed
 from services.common.errors import SettingsError
+from services.common.http_server import listen
+from services.common.interpreter import headrace_command
 from services.common.logging import configure_logging
-from services.common.signals import end_with_parent, handle_sighup
-from services.local.artifacts import is_factorized, prepare
+from services.common.signals import (
+    end_on_sigterm_as_first_process,
+    end_with_parent,
+    handle_sighup,
+)
+from services.common.terminal import diagnostics, results
+from services.local.artifacts import Artifacts, is_factorized, prepare
+from services.local.background import READY_TIMEOUT_S, start_in_background
+from services.local.draining import DrainProgress
 from services.local.lock import ProcessIdentity
+from services.local.logs import tail
 from services.local.options import UpOptions
 from services.local.processes import plan_processes, visible_gpus
 from services.local.progress import StartProgress
-from services.local.state import (
-    Deployment,
-    DeploymentRunning,
-    StateUnreadable,
-    exclusive_port,
-    lock_holder,
-)
+from services.local.state import EXIT_RUNNING, Deployment, DeploymentRunning, exclusive_port
 from services.local.supervisor import (
     EXIT_SETTINGS_ERROR,
     ProcessSpec,
@@ -40,10 +41,7 @@ from services.local.supervisor import (
     Supervisor,
 )
 
-READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles kernels
-EXIT_RUNNING = 3  # exit code if a deployment already runs on the port
-
-console = Console(stderr=True)
+console = diagnostics()
 
 
 def up(options: UpOptions, *, detach: bool) -> int:
@@ -53,22 +51,23 @@ def up(options: UpOptions, *, detach: bool) -> int:
         options: options of the deployment.
         detach: whether to run it in the background and return when it is ready. Otherwise `up`
             returns after a signal has stopped the deployment.
+
+    Raises:
+        SettingsError, RuntimeFault, OSError: if it cannot start.
     """
+    options.check()
     try:
-        options.check()
         if detach:
-            return _start_in_background(options)
+            return start_in_background(options)
         with exclusive_port(options.port):
-            return asyncio.run(_run(options))
+            return _run(options)
     except DeploymentRunning as error:
-        console.print(f"[red]headrace up:[/] {error}")
+        console.print(f"headrace up: {error}", markup=False)
         return EXIT_RUNNING
-    except (SettingsError, StateUnreadable) as error:
-        console.print(f"[red]headrace up:[/] {error}")
     except ServiceFailed as failure:
-        console.print(f"[red]headrace up:[/] {failure}. The end of {failure.log_file}:")
-        console.print(_tail(failure.log_file), markup=False, highlight=False, soft_wrap=True)
-    return EXIT_SETTINGS_ERROR
+        console.print(f"headrace up: {failure}. The end of {failure.log_file}:", markup=False)
+        console.print(tail(failure.log_file), markup=False)
+        return EXIT_SETTINGS_ERROR
 
 
 def serves_dense_meanwhile(options: UpOptions) -> bool:
@@ -84,36 +83,44 @@ def serves_dense_meanwhile(options: UpOptions) -> bool:
     return not is_factorized(options)
 
 
-async def _run(options: UpOptions) -> int:
-    """Prepare and start a deployment, and keep it running until a signal stops it."""
+def _run(options: UpOptions) -> int:
+    """Prepare a deployment, and keep it running until a signal stops it."""
+    _check_ports_are_free(options)
     configure_logging("supervisor", level="warning")
-    wanted = options
-    if serves_dense_meanwhile(options):
+    end_on_sigterm_as_first_process()
+    later = options if serves_dense_meanwhile(options) else None
+    if later is not None:
         options = replace(options, keep=None)
+    artifacts = prepare(options, console)  # not in the event loop, which would delay Ctrl-C
+    return asyncio.run(_serve(options, artifacts, later))
+
+
+def _check_ports_are_free(options: UpOptions) -> None:
+    """Check before a long preparation that the gateway and the routers can listen.
+
+    Raises:
+        SettingsError: if the host is not an address of this machine, or if a port is in use.
+    """
+    for flag, port in options.ports:
+        try:
+            listen(options.host, port).close()
+        except SettingsError as error:
+            raise SettingsError(f"{error}; choose another {flag}") from error
+
+
+async def _serve(options: UpOptions, artifacts: Artifacts, later: UpOptions | None) -> int:
+    """Run a deployment until SIGINT or SIGTERM, or until a service cannot start.
+
+    Args:
+        later: options of the model to factorize in the background; None for none.
+    """
     token = "" if options.tls_dir else secrets.token_hex(16)
-    artifacts = prepare(options, console)
     specs = plan_processes(options, artifacts, token)
-    logs = Deployment.folder(options.port) / "logs"
-    me = ProcessIdentity.current()
-
-    def save_state(pids: dict[str, int]) -> None:
-        Deployment(
-            host=options.host,
-            port=options.port,
-            grpc_port=options.grpc_port,
-            router_port=options.router_port,
-            routers=options.routers,
-            supervisor_pid=me.pid,
-            supervisor_started=me.started,
-            cluster_token=token,
-            tls_dir=str(options.tls_dir) if options.tls_dir else None,
-            pids=pids,
-        ).save()
-
-    supervisor = Supervisor(specs, logs, on_change=save_state)
+    logs = Deployment.logs(options.port)
+    state = _state(options, artifacts, token)
+    supervisor = Supervisor(specs, logs, on_change=lambda pids: replace(state, pids=pids).save())
     running = asyncio.create_task(supervisor.run())
-    stop = asyncio.Event()
-    _handle_signals(stop, supervisor)
+    stop = _stop_on_signals(supervisor)
     stopping = asyncio.create_task(stop.wait())
     factorizing: asyncio.Task[None] | None = None
     ready = asyncio.create_task(_wait_until_ready(options))
@@ -123,29 +130,74 @@ async def _run(options: UpOptions) -> int:
             ready.result()
             supervisor.mark_ready()
             _print_usage(options, artifacts.served_name)
-            if options is not wanted:
-                factorizing = asyncio.create_task(_factorize(wanted, logs / "prepare.log"))
+            if later is not None:
+                factorizing = asyncio.create_task(_factorize(later, logs / "prepare.log"))
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (ready, stopping, factorizing):
             if task is not None:
                 task.cancel()
-        if not running.done():
-            running.cancel()
         try:
-            with suppress(asyncio.CancelledError):
-                await running
+            await _end(running, logs)
         finally:
             Deployment.forget(options.port)
     return 0
 
 
-def _handle_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
-    """Stop the deployment on SIGINT and SIGTERM, and pass SIGHUP on to the services."""
+def _state(options: UpOptions, artifacts: Artifacts, token: str) -> Deployment:
+    """Return the deployment for the state file, without its processes."""
+    me = ProcessIdentity.current()
+    return Deployment(
+        host=options.host,
+        port=options.port,
+        grpc_port=options.grpc_port,
+        router_port=options.router_port,
+        routers=options.routers,
+        supervisor_pid=me.pid,
+        supervisor_started=me.started,
+        cluster_token=token,
+        tls_dir=str(options.tls_dir) if options.tls_dir else None,
+        model=artifacts.served_name,
+        kv_format=options.kv_format,
+        pids={},
+    )
+
+
+def _stop_on_signals(supervisor: Supervisor) -> asyncio.Event:
+    """Return an event that SIGINT or SIGTERM sets, and pass SIGHUP on to the services.
+
+    SIGINT during the stop ends all processes.
+    """
+    stop = asyncio.Event()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     handle_sighup(supervisor.reload)
+    return stop
+
+
+async def _end(running: "asyncio.Task[None]", logs: Path) -> None:
+    """Stop the processes, and print how many requests must finish first.
+
+    Raises:
+        ServiceFailed: if a service could not start.
+    """
+    with suppress(asyncio.CancelledError):
+        if running.done():
+            return await running
+        with DrainProgress(logs, console, "Ctrl-C again to stop now") as progress:
+            running.cancel()
+            following = asyncio.create_task(progress.follow())
+            try:
+                await running
+            finally:
+                following.cancel()
 
 
 async def _show_start(
@@ -168,11 +220,11 @@ async def _factorize(options: UpOptions, log_file: Path) -> None:
         f"factorizing at keep {options.keep:g} in the background, log in {log_file}; the dense "
         f"model is served until the next start"
     )
-    command = [
-        *(sys.executable, "-m", "services.cli", "prepare"),
-        *(f"--model={options.model}", f"--keep={options.keep}", f"--device={options.device}"),
-        *(f"--codec={options.wire_codec}", f"--kv-format={options.kv_format}"),
-    ]
+    command = headrace_command(
+        *("prepare", f"--model={options.model}", f"--keep={options.keep}"),
+        *(f"--device={options.device}", f"--codec={options.wire_codec}"),
+        f"--kv-format={options.kv_format}",
+    )
 
     def at_low_priority() -> None:
         os.nice(19)
@@ -181,7 +233,11 @@ async def _factorize(options: UpOptions, log_file: Path) -> None:
     try:
         with log_file.open("wb") as output:
             child = await asyncio.create_subprocess_exec(
-                *command, stdout=output, stderr=output, preexec_fn=at_low_priority
+                *command,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal would send SIGINT to it as well
+                preexec_fn=at_low_priority,
             )
     except (OSError, subprocess.SubprocessError) as error:
         console.print(f"[red]factorizing failed[/]: {error}")
@@ -216,82 +272,21 @@ async def _wait_until_ready(options: UpOptions) -> None:
                     return
                 reason = answer.json().get("reason", reason)
             await asyncio.sleep(0.2)
-    logs = Deployment.folder(options.port) / "logs"
     raise SettingsError(
-        f"the gateway is not ready after {READY_TIMEOUT_S:.0f} s: {reason}; see the logs in {logs}"
+        f"the gateway is not ready after {READY_TIMEOUT_S:.0f} s: {reason}; "
+        f"see the logs in {Deployment.logs(options.port)}"
     )
 
 
 def _print_usage(options: UpOptions, model: str) -> None:
-    """Print how to use the service, in one write: `_wait_for_background` reads it from a log."""
+    """Print how to use the service, in one write: it is the only output to stdout."""
     url = f"http://{bracketed(options.host)}:{options.port}"
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
-    call = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
     grpc_address = f"{bracketed(options.host)}:{options.grpc_port}"
     lines = (
-        f"[green]ready[/]: {model} at {url}/v1, gRPC at {grpc_address}",
-        f"  {escape(call)}",
+        f"ready: {model} at {url}/v1, gRPC at {grpc_address}, KV format {options.kv_format}",
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         f"  live page at {url}/, API description at {url}/openapi.json, metrics at {url}/metrics",
         f"  Ctrl-C or `headrace down --port {options.port}` stops it",
     )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
-
-
-def _start_in_background(options: UpOptions) -> int:
-    """Run `headrace up` in a session of its own, and return once it is ready or has failed.
-
-    Raises:
-        DeploymentRunning: if a deployment on this port is running or starting.
-    """
-    if holder := lock_holder(options.port):
-        raise DeploymentRunning(options.port, holder)
-    folder = Deployment.folder(options.port)
-    folder.mkdir(parents=True, exist_ok=True)
-    # The child ends with EXIT_RUNNING if another `headrace up` has taken the port meanwhile. Then
-    # its log must not replace the up.log of that deployment.
-    log_file = folder / f"up.log.{os.getpid()}"
-    with log_file.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", *_flags(options)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    code = _wait_for_background(child, log_file)
-    console.print(_tail(log_file), markup=False, highlight=False, soft_wrap=True)
-    if code == EXIT_RUNNING:
-        log_file.unlink()
-    else:
-        log_file.replace(folder / "up.log")
-    return code
-
-
-def _wait_for_background(child: "subprocess.Popen[bytes]", log_file: Path) -> int:
-    """Return 0 when the deployment is ready, or the exit code of a child that failed."""
-    deadline = time.monotonic() + 3 * READY_TIMEOUT_S
-    with console.status(f"starting in the background, log in {log_file}"):
-        while time.monotonic() < deadline:
-            if child.poll() is not None:
-                return child.returncode or EXIT_SETTINGS_ERROR
-            if b"ready:" in log_file.read_bytes():
-                return 0
-            time.sleep(0.2)
-    console.print(f"[red]not ready after {3 * READY_TIMEOUT_S:.0f} s[/], the end of its log:")
-    return EXIT_SETTINGS_ERROR
-
-
-def _flags(options: UpOptions) -> list[str]:
-    """Return the command-line flags of `headrace up` for these options."""
-    flags = []
-    for name, value in asdict(options).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            flags += [flag] if value else []
-        elif value is not None:
-            flags.append(f"{flag}={value}")
-    return flags
-
-
-def _tail(path: Path, lines: int = 20) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    results().print("\n".join(lines), markup=False, soft_wrap=True)

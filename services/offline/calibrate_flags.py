@@ -7,10 +7,8 @@ from typing import Annotated, Any, Self
 
 import typer
 
+from runtime.kv.names import CALIBRATED
 from services.common.errors import SettingsError
-
-CALIBRATED_FORMATS = ("fdc", "palu", "shard", "kvquant")
-"""Names for which the command calibrates the format; for others, it calibrates codebooks."""
 
 _OPTIONS = (
     *("removal_rate", "rank", "group_heads"),
@@ -92,7 +90,7 @@ class Given:
                 )
             raise SettingsError(
                 f"KV format {kv_format} does not support {flag_of(name)}, which is for "
-                f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+                f"--kv-format {', '.join(CALIBRATED)}"
             )
 
 

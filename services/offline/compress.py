@@ -17,6 +17,7 @@ from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
+from services.common.terminal import results
 from services.offline.chats import ChatFidelity, answer, as_text, compare_chats, questions
 from services.offline.output import refuse_existing, write_model
 from services.offline.real_kv import load_model
@@ -221,7 +222,7 @@ def _print_report(
         f"{before:.2f}",
         f"{after / before - 1:+.1%}",
     )
-    console = Console(stderr=True)
+    console = results()
     console.print(table)
     console.print(f"on {held_out.numel()} held-out tokens; factorized in {report.seconds:.0f} s")
     parts = (f"{name} {seconds:.0f} s" for name, seconds in report.seconds_by_part.items())
@@ -239,4 +240,4 @@ def _print_fidelity(fidelity: ChatFidelity) -> None:
         str(fidelity.loops),
         str(fidelity.dense_loops),
     )
-    Console(stderr=True).print(table)
+    results().print(table)

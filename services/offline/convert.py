@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.safetensors_file import is_pickle, read_json
 from runtime.convert import Source
 from runtime.convert import convert as read
+from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
+from services.common.terminal import diagnostics, results
 from services.offline.output import refuse_existing, write_model
+from services.tokenizer.huggingface import has_tokenizer
 from services.tokenizer.loading import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,22 +33,35 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
         dtype: float32, bfloat16, float16, or auto, which keeps the stored dtype.
 
     Raises:
-        SettingsError: if ``out`` exists.
+        SettingsError: if ``out`` exists, or if the checkpoint has no tokenizer and none is named.
         CheckpointError: if the checkpoint cannot be read or written.
         TokenizerError: if the tokenizer cannot be read.
     """
     refuse_existing(out)
     source = resolve_model(model)
-    folder = source.parent if is_pickle(source) else source
-    loaded_tokenizer = load_tokenizer(resolve_model(tokenizer) if tokenizer else folder)
-    console = Console(stderr=True)
-    with console.status(f"reading {source.name}"):
+    loaded_tokenizer = load_tokenizer(resolve_model(tokenizer) if tokenizer else _own(source))
+    with diagnostics().status(f"reading {source.name}"):
         converted, original = read(source)
     write_model(converted, loaded_tokenizer, out, _DTYPES.get(dtype, original.dtype))
-    _print_report(read_json(out / METADATA), original, console)
+    _print_report(read_json(out / METADATA), original)
 
 
-def _print_report(metadata: Mapping[str, Any], original: Source, console: Console) -> None:
+def _own(source: Path) -> Path:
+    """Return the file or folder with the tokenizer of a checkpoint.
+
+    Raises:
+        SettingsError: if the checkpoint has none.
+    """
+    folder = source.parent if is_pickle(source) else source
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise SettingsError(
+            f"{folder} has no tokenizer.json: add --tokenizer MODEL, where MODEL is the original "
+            "model of this checkpoint"
+        )
+    return folder
+
+
+def _print_report(metadata: Mapping[str, Any], original: Source) -> None:
     ranks = metadata["ranks"].values()
     table = Table("family", "stored in", "parameters kept", "factor pairs", "ranks", "shared bases")
     table.add_row(
@@ -57,4 +72,4 @@ def _print_report(metadata: Mapping[str, Any], original: Source, console: Consol
         f"{min(ranks)} to {max(ranks)}" if ranks else "-",
         str(len(metadata["shared_bases"])),
     )
-    console.print(table)
+    results().print(table)

@@ -24,6 +24,7 @@ from runtime.quality.measure import bytes_per_token
 from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
+from services.common.terminal import results
 from services.offline.calibrate_flags import Given, flag_of
 from services.offline.output import atomic_file
 from services.offline.texts import read_texts
@@ -124,8 +125,9 @@ def calibrate_kv(
     compressed = from_artifact(name, artifact, checkpoint.config, checkpoint.model_hash)
     with atomic_file(out) as draft:
         artifact.save(draft)
-    console.print(_table(compressed, checkpoint, artifact, train))
-    console.print(f"wrote {out}: --kv-format {name}:{out}", soft_wrap=True, highlight=False)
+    report = results()
+    report.print(_table(compressed, checkpoint, artifact, train))
+    report.print(f"wrote {out}: --kv-format {name}:{out}", soft_wrap=True)
     return artifact
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 import codec
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
+from services.common.terminal import results
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded
 from services.offline.real_kv import load_model, prefill_sample
 from services.tokenizer.loading import load_tokenizer
@@ -53,7 +54,7 @@ def kv_statistics(
     draw(statistics, out / "kv_ratio.svg")
     if keep_kv:
         torch.save({"calibration": rounded(calibration), "test": rounded(test)}, out / "kv.pt")
-    console.print(f"wrote {out}/statistics.json, table.md, kv_ratio.svg")
+    results().print(f"wrote {out}/statistics.json, table.md, kv_ratio.svg", soft_wrap=True)
     return statistics
 
 

@@ -13,6 +13,7 @@ from rich.progress import FileSizeColumn, Progress, SpinnerColumn, TextColumn
 
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from services.common.errors import SettingsError
+from services.common.file_errors import naming
 from services.tokenizer.tokenizer import Tokenizer
 
 
@@ -25,7 +26,8 @@ def atomic_file(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft_of(out)
     try:
-        yield draft
+        with naming(out):
+            yield draft
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)

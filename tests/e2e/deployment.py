@@ -238,7 +238,7 @@ def deployed(
     variables |= _PATIENT if patient else {}
     variables |= environment or {}
     with tempfile.TemporaryFile("w+") as log:  # a pipe that is not read would fill up
-        process = subprocess.Popen(command, stderr=log, env=variables)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
         try:
             model = _wait_until_ready(process, log, url, api_key, start_s)
             yield Running(url, f"127.0.0.1:{grpc_port}", port, model)

@@ -1,6 +1,9 @@
 """Artifacts are made once per model, and again if the model changes or they are damaged."""
 
 import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from services.common.errors import SettingsError
+from services.common.interpreter import python_command
 from services.local import artifacts
 from services.local.artifacts import artifact_folder, prepare
 from services.local.options import UpOptions
@@ -86,6 +90,47 @@ def test_failed_command_is_a_settings_error(
     model.write_text("no weights")
     with pytest.raises(SettingsError, match="headrace compress"):
         prepare(UpOptions(model=str(model), keep=0.8), Console(quiet=True))
+
+
+INTERRUPTIBLE = """
+import pathlib, sys, time
+try:
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[1]).write_text("interrupted")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_interrupts_the_command_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only this process gets the signal; the command is not in its process group."""
+    started = tmp_path / "started"
+    monkeypatch.setattr(
+        artifacts, "headrace_command", lambda *_: python_command("-c", INTERRUPTIBLE, str(started))
+    )
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        artifacts._make("compress")
+    assert started.read_text() == "interrupted"
+
+
+def test_result_of_a_command_is_not_that_of_the_deployment(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        artifacts, "headrace_command", lambda *_: python_command("-c", "print('report')")
+    )
+    artifacts._make("compress")
+    assert capfd.readouterr() == ("", "report\n")
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Locks between processes: exclusive, and released when the holder ends."""
 
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -81,3 +83,19 @@ def test_damaged_lock_file_has_no_holder(tmp_path: Path, content: str) -> None:
     assert holder_of(path) is None
     with locked(path):
         pass
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Let every write to a file fail, by a limit on the size of files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_write_that_fails_names_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="File too large") as error, locked(tmp_path / "lock"):
+        pass
+    assert error.value.filename == str(tmp_path / "lock")

@@ -5,18 +5,23 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from services.common.interpreter import python_command
+from services.local import background
 from services.local import up as up_module
 from services.local.artifacts import Artifacts
+from services.local.draining import DrainProgress
 from services.local.options import UpOptions
-from services.local.state import Deployment
+from services.local.state import EXIT_RUNNING, Deployment
 from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
-from services.local.up import EXIT_RUNNING, serves_dense_meanwhile, up
+from services.local.up import serves_dense_meanwhile, up
 from tests.services.local.lock_holder import hold_elsewhere
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -138,9 +143,9 @@ def test_background_factorization_that_cannot_start_is_reported(
 
 async def test_sighup_is_passed_on_to_the_services() -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop, supervisor = asyncio.Event(), Mock()
+    supervisor = Mock()
     try:
-        up_module._handle_signals(stop, supervisor)
+        stop = up_module._stop_on_signals(supervisor)
         os.kill(os.getpid(), signal.SIGHUP)
         async with asyncio.timeout(10):
             while not supervisor.reload.called:  # noqa: ASYNC110 - the mock has no event
@@ -150,3 +155,92 @@ async def test_sighup_is_passed_on_to_the_services() -> None:
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, previous)
     assert not stop.is_set()
+
+
+def test_ready_line_is_on_stdout_and_names_the_kv_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    up_module._print_usage(UpOptions(port=9000, grpc_port=9001, kv_format="fp8"), "small")
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0] == (
+        "ready: small at http://127.0.0.1:9000/v1, gRPC at 127.0.0.1:9001, KV format fp8"
+    )
+    assert "`headrace down --port 9000`" in shown.out
+    assert shown.err == ""
+
+
+@pytest.fixture
+def ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a deployment of one router be ready at once."""
+
+    async def is_ready(options: UpOptions) -> None:
+        while Deployment.find(options.port) is None:  # noqa: ASYNC110 - a file
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(up_module, "_wait_until_ready", is_ready)
+    only(monkeypatch, ProcessSpec("router", "router", ("--port", "0")))
+
+
+@pytest.mark.usefixtures("ready")
+def test_second_ctrl_c_ends_a_deployment_that_drains(
+    options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The router is stopped (SIGSTOP), so that only SIGKILL ends it."""
+    shown: list[str] = []
+
+    def interrupt(options: UpOptions, model: str) -> None:
+        deployment = Deployment.find(options.port)
+        assert deployment is not None
+        assert (deployment.model, deployment.kv_format) == ("model", "dense")
+        os.kill(deployment.pids["router"], signal.SIGSTOP)
+        (Deployment.logs(options.port) / "gateway.log").touch()
+        signal.raise_signal(signal.SIGINT)
+
+    def poll(progress: DrainProgress) -> None:
+        if not shown:
+            with (Deployment.logs(options.port) / "gateway.log").open("a") as log:
+                log.write('{"event": "draining", "requests": 2}\n')
+            read_log(progress)
+            shown.append(capsys.readouterr().err)
+            signal.raise_signal(signal.SIGINT)
+
+    read_log = DrainProgress.poll
+    monkeypatch.setattr(up_module, "_print_usage", interrupt)
+    monkeypatch.setattr(DrainProgress, "poll", poll)
+    assert up(options, detach=False) == 0
+    assert "draining 2 requests, Ctrl-C again to stop now" in shown[0]
+    assert Deployment.find(options.port) is None
+
+
+@pytest.mark.usefixtures("ready")
+def test_detached_deployment_passes_on_its_result_alone(
+    options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = "import sys, time; print('preparing', file=sys.stderr); print('ready: small'); "
+    monkeypatch.setattr(
+        background,
+        "headrace_command",
+        lambda *_: python_command("-c", f"{child} sys.stdout.flush(); time.sleep(60)"),
+    )
+    start = subprocess.Popen
+    children: list[subprocess.Popen[bytes]] = []
+
+    def remember(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        children.append(start(*arguments, **options))
+        return children[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remember)
+    assert up(options, detach=True) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "ready: small\n"
+    assert "preparing" in shown.err
+    children[0].kill()
+    children[0].wait()
+    command, *lines = (Deployment.folder(options.port) / "up.log").read_text().splitlines()
+    assert "sys.stdout.flush()" in command
+    assert lines == ["preparing"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 2), (2, 2), (3, 3), (-15, 143)])
+def test_exit_code_of_a_background_process_that_ends_early(code: int, expected: int) -> None:
+    assert background._exit_code(code) == expected

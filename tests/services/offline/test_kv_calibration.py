@@ -197,7 +197,7 @@ def test_search_writes_the_rate_that_meets_the_constraint(
     assert rates == [0.375, 0.1875, 0.28125, 0.234375]
     assert artifact.options["removal_rate"] == 0.234375
     shown = " ".join(capsys.readouterr().err.split())
-    assert shown.count("missed") == shown.count("met ") == 2
+    assert shown.count(": missed") == shown.count(": met") == 2
     assert "removal rate 0.1875: 256 bytes per token, perplexity +0.00%" in shown
 
 
