@@ -94,8 +94,8 @@ class TenantRequests:
 class RecentRequests:
     """Running and recent requests of all tenants.
 
-    Requests without a tenant belong to None. Those of tenants that have no more API keys are dropped
-    when a new tenant sends a request, so that the API keys bound the number of tenants.
+    Requests without a tenant belong to None. Those of tenants that have no more API keys are
+    dropped when a new tenant sends a request, so that the API keys bound the number of tenants.
     """
 
     def __init__(self, metrics: GatewayMetrics, keys: ApiKeys) -> None:

@@ -231,7 +231,7 @@ async def test_mounted_secret_is_read_again_after_its_link_has_changed(
     """A kubelet replaces a link to a folder. The files that services open are links into it."""
     mount = tmp_path / "mount"
     mount.mkdir()
-    expected = []
+    expected: list[float] = []
     for version in ("..2026_1", "..2026_2"):
         authority.issue("metrics", lifetime=timedelta(days=2 + len(expected)))
         shutil.copytree(authority.files("metrics").ca.parent, mount / version)
@@ -242,6 +242,7 @@ async def test_mounted_secret_is_read_again_after_its_link_has_changed(
                 (mount / name).symlink_to(Path("..data") / name)
             used = MutualTls(TlsFiles.of(mount))
         used.refresh()
+        assert used.expires_at is not None
         expected.append(used.expires_at)
         assert used.failure is None
     assert expected[1] - expected[0] == pytest.approx(86_400, abs=600)

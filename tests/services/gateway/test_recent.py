@@ -10,8 +10,7 @@ from services.common.errors import Overloaded, ServiceError, Unavailable
 from services.common.placement import Placement, WorkerAddress
 from services.common.tracing import NO_SPAN
 from services.gateway import recent, timeline
-from services.gateway.keys import Tenant
-from services.gateway.keys import ApiKeys
+from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.recent import MAX_ENDED, MAX_RUNNING, UNPLACED_S, RecentRequests
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
