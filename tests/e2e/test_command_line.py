@@ -51,7 +51,8 @@ def test_output_of_commands_and_a_stop_during_a_request(port: int) -> None:
         client.stream("POST", f"{url}/v1/completions", json=body | {"ignore_eos": True}) as answer,
     ):
         assert answer.status_code == httpx.codes.OK, answer.read()
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept, since the end of the iterator closes the connection
+        next(lines)
         down = subprocess.Popen(
             [*HEADRACE, "down", "--port", str(port)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

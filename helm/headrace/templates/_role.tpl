@@ -192,7 +192,7 @@ kv_format: {{ . }}
   valueFrom:
     secretKeyRef:
       name: {{ include "headrace.tokenSecret" .root }}
-      key: {{ $values.auth.clusterToken.secondKey }}
+      key: {{ $values.auth.clusterToken.secondKey | default "second-token" }}
       optional: true
 {{- if $values.tls.enabled }}
 {{- range $name, $file := dict "CERT" "tls.crt" "KEY" "tls.key" "CA" "ca.crt" }}

@@ -9,7 +9,7 @@ from tests.operate.chart.manifests import (
     ROLES,
     SCENARIOS,
     Manifest,
-    containers,
+    main_container,
     named,
     pod_of,
     pod_templates,
@@ -30,7 +30,7 @@ def rotated(token: str, second: str) -> list[Manifest]:
 
 def token_references(pod: Manifest) -> Iterator[tuple[str, Manifest]]:
     """Yield the variables of a pod for cluster tokens, with the references to their Secrets."""
-    for entry in containers(pod)[-1]["env"]:
+    for entry in main_container(pod)["env"]:
         if entry["name"].endswith("CLUSTER_TOKEN"):
             yield entry["name"], entry["valueFrom"]["secretKeyRef"]
 
