@@ -100,7 +100,7 @@ def test_answer_can_be_stopped_and_a_new_chat_begun(browser: Browser) -> None:
 def test_key_is_asked_for_and_stays_in_the_tab(browser: Browser, deployment: Running) -> None:
     assert httpx.get(f"{deployment.url}/page/state", trust_env=False).status_code == 401
     enter_key(browser, "wrong")
-    browser.wait(lambda: browser.text("#key-problem") == "The API key is unknown.", "the refusal")
+    browser.wait(lambda: "The API key is unknown:" in browser.text("#key-problem"), "the refusal")
     open_with_key(browser)
     browser.driver.refresh()
     until_ready(browser)
