@@ -52,7 +52,7 @@ class Point:
 
     @property
     def saturation(self) -> str | None:
-        """Why the point is saturated, or None."""
+        """Reason for which the point is saturated; None if it is not."""
         return saturation(self.load, self.growth, self.failures)
 
 

@@ -28,7 +28,7 @@ class Failure(StrEnum):
 
     @property
     def words(self) -> str:
-        """What happened to the request, as in "3 requests timed out"."""
+        """Verb phrase for reports, such as "timed out"."""
         return _WORDS[self]
 
 

@@ -17,7 +17,7 @@ _BUSY = 0.8
 
 @dataclass(frozen=True)
 class Invalid:
-    """Why a run is invalid, and what to do about it."""
+    """Reason for which a run is invalid, and a remedy for the next run."""
 
     reason: str
     remedy: str

@@ -16,7 +16,7 @@ from services.common.cache import cache_dir
 from services.common.errors import SettingsError
 
 LOGS, CACHE = "logs", "cache"
-"""What is written: log lines, or files in the cache folder."""
+"""Uses of a disk, as in the label ``use``: log lines, and files in the cache folder."""
 
 _STDERR = 2  # file descriptor
 

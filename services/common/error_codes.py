@@ -28,7 +28,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a gateway handles an error code.
+    """Handling of an error code by a gateway.
 
     Attributes:
         error: error that ends the request; None if the request is retried.

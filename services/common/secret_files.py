@@ -24,7 +24,7 @@ class SecretFiles(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the current content is not used, or None if it is."""
+        """Reason for which the current content is not used; None if it is used."""
 
     @property
     def loaded_at(self) -> float:

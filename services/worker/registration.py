@@ -61,7 +61,7 @@ class Registrar:
         self._failures = {url: f"{url}: not contacted yet" for url in routers}
         """Error of the last call to each router that does not know this worker, by URL."""
         self._unmatched: dict[str, str | None] = {}
-        """What each router that knows this worker says of its partners, by URL."""
+        """Reason of each router for the state ``unmatched``, by URL; None for another state."""
         self.state: WorkerState = WorkerState.STARTING
         self.not_ready: str | None = None
 

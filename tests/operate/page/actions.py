@@ -1,4 +1,4 @@
-"""What the tests of the live page do with it and read from it."""
+"""Actions on the live page, and values read from it, for its tests."""
 
 import httpx
 

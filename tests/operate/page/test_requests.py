@@ -1,4 +1,4 @@
-"""What the live page shows of requests, KV formats and compression, also under overload."""
+"""Requests, KV formats and compression on the live page, also under overload."""
 
 from importlib.metadata import version
 

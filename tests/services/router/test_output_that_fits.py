@@ -213,7 +213,7 @@ def chosen(demand: Demand, *workers: WorkerSnapshot) -> Pair | NoPlacement:
 def test_engine_generates_exactly_what_fits(
     kv_format: str, pages: PageCount, prompt: int, choices: int
 ) -> None:
-    """With one more token, the engine runs out of pages. Choices may run one after another."""
+    """One more token exceeds the pages of the engine. Choices may run one after another."""
     model = MODELS[kv_format]
     stored = None
     if pages.stored:
