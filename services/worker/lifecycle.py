@@ -84,16 +84,15 @@ class Worker(ABC):
         return self.self_test.failure
 
     @property
-    def step_s(self) -> dict[str, float]:
-        """Seconds since each thread began its current step, by name; 0 without work."""
-        return {"engine": self.engine.step_s, "transfer": self._agent.busy_s}
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds since each thread made progress in its current step, by name; 0 without work."""
+        return {"engine": self.engine.stalled_s, "transfer": self._agent.busy_s}
 
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has made no progress for longer than ``limit_s``, or None."""
-        stalled = self.step_s | {"engine": self.engine.stalled_s}
-        for name, stalled_s in stalled.items():
+        for name, stalled_s in self.stalled_s.items():
             if stalled_s > limit_s:
-                return f"the {name} thread has been in one step for {stalled_s:.0f} s"
+                return f"the {name} thread has made no progress in its step for {stalled_s:.0f} s"
         return None
 
     @abstractmethod
@@ -132,7 +131,7 @@ class Worker(ABC):
         if self.engine.stored_total:
             self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
         self.metrics.observe_steps(load.steps, load.busy_s)
-        self.metrics.observe_current_steps(self.step_s)
+        self.metrics.observe_stalls(self.stalled_s)
         self.metrics.observe_plans(self.engine.take_plan_times())
         self.metrics.observe_decodes(self.engine.take_decode_times())
 

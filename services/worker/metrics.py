@@ -47,9 +47,9 @@ class WorkerMetrics:
         )
         self.steps = make.counter("engine_steps", "Steps of the engine.")
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
-        self.current_step = make.gauge(
-            "worker_current_step_seconds",
-            "Seconds since a thread began its current step, 0 without work.",
+        self.stalled = make.gauge(
+            "worker_stalled_seconds",
+            "Seconds since a thread made progress in its current step, 0 without work.",
             "thread",
         )
         self.plan_seconds = make.seconds(
@@ -88,10 +88,10 @@ class WorkerMetrics:
         for duration in seconds:
             self.plan_seconds.observe(duration)
 
-    def observe_current_steps(self, seconds: Mapping[str, float]) -> None:
-        """Set the duration of each thread's current step so far."""
+    def observe_stalls(self, seconds: Mapping[str, float]) -> None:
+        """Set the time without progress of each thread; see `Worker.stalled_s`."""
         for thread, duration in seconds.items():
-            self.current_step.labels(thread).set(duration)
+            self.stalled.labels(thread).set(duration)
 
     def observe_decodes(self, seconds: Iterable[float]) -> None:
         """Record the durations of decode steps; see `EngineThread.take_decode_times`."""
