@@ -156,7 +156,9 @@ async def test_transfer_thread_that_hangs_fails_the_liveness(
         async with asyncio.timeout(LIMIT_S):
             while (reason := await worker.reason("/health")) is None:  # noqa: ASYNC110 - polls
                 await asyncio.sleep(0.01)
-        assert re.fullmatch(r"the transfer thread has made no progress in its step for \d+ s", reason)
+        assert re.fullmatch(
+            r"the transfer thread has made no progress in its step for \d+ s", reason
+        )
         release.set()
         await asyncio.wrap_future(hanging)
         async with asyncio.timeout(LIMIT_S):
