@@ -10,14 +10,19 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from runtime.checkpoint.assemble import TensorSource, named_linears
-from runtime.checkpoint.weights import Checkpoint, FactorPair, linears_of
+from runtime.checkpoint.weights import Checkpoint, FactorPair, LayersOnDemand, linears_of
 from runtime.errors import CheckpointError
 
 Groups = tuple[tuple[str, ...], ...]
 
 
 def basis_groups(checkpoint: Checkpoint) -> Groups:
-    """Return the groups of linears whose V is the same tensor object, in the order of layers."""
+    """Return the groups of linears whose V is the same tensor object, in the order of layers.
+
+    Layers that are read whenever they are accessed share no tensors, and are not read here.
+    """
+    if isinstance(checkpoint.layers, LayersOnDemand):
+        return ()
     return groups_of(factor_pairs(checkpoint))
 
 

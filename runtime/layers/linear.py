@@ -1,9 +1,9 @@
 """Linear layers with weights that are packed once, and projections that share an input.
 
-On the CPU in fp32, weights are kept in oneDNN's blocked layout, which is faster than MKL's sgemm
-for the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows,
-so a token's KV and logits are bitwise identical in any batch. A few rows are computed by compiled
-loops (`few_rows.py`), which read less memory and whose results are bitwise identical to oneDNN's.
+On the CPU in fp32, oneDNN multiplies weights in its blocked layout, which is faster than MKL's
+sgemm for the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other
+rows, so a token's KV and logits are bitwise identical in any batch. A few rows are computed by
+compiled loops, which read less memory and whose results are bitwise identical to oneDNN's.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
-from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
+from runtime.layers.onednn import ExpandedWeight, PackedWeight
+from runtime.layers.stored_weight import StoredWeight
 
-_TYPICAL_ROWS = 64
-"""Number of input rows that oneDNN packs weights for. Any from 8 to 256 is equally fast."""
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
 """Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
 
@@ -39,45 +38,63 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """Linear layer in oneDNN's packed layout. A row's result does not depend on other rows.
+    """Linear layer computed by oneDNN. A row's result does not depend on other rows.
+
+    A weight with a smaller lossless form (`StoredWeight.compact`) is kept in this form only, and
+    expanded when more than a few rows are computed. Any other is kept in oneDNN's layout.
 
     oneDNN sums a single row in another order than several rows, and is slow for a few rows. If its
     block size for several rows is one of `_K_BLOCKS`, compiled loops compute a few rows with the
-    same block size. Otherwise a single row is duplicated and computed as two.
+    same block size. Otherwise a single row is padded.
+
+    Attributes:
+        stored: the weight, or None if only oneDNN can read it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
-        self._few = few_rows_linear(weight, self._weight)
-        if self._few is not None and not self._match(self._few, weight.shape[1]):
-            self._few = None
+        self._weight, self.stored = _stored_once(weight)
+        self._k_block = 0 if self.stored is None else _k_block_of(self._weight, self.stored)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._few is not None and 0 < len(x) <= self._few.max_rows:
-            y = self._few(x)
-            return y if self._bias is None else y.add_(self._bias)
-        if len(x) == 1:
-            return self._onednn(x.repeat(2, 1))[:1]
-        return self._onednn(x)
+        if self.stored and self._k_block and 0 < len(x) <= self.stored.max_rows:
+            y = self.stored.multiply(x, self._k_block)
+        else:
+            y = self._weight.multiply(_with_more_rows(x))[: len(x)]
+        return y if self._bias is None else y.add_(self._bias)
 
-    def _onednn(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
 
-    def _match(self, few: FewRowsLinear, columns: int) -> bool:
-        """Set ``few.k_block`` so that results are bitwise identical to oneDNN's, if possible.
+def _with_more_rows(x: Tensor) -> Tensor:
+    """Return ``x`` with further rows of zeros, to one of few numbers of rows, at least two.
 
-        Returns:
-            Whether a suitable block size was found.
-        """
-        probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
-        expected = self._onednn(probe)
-        for few.k_block in _K_BLOCKS:
-            y = torch.cat([few(row[None]) for row in probe])
-            if torch.equal(y if self._bias is None else y + self._bias, expected):
-                return True
-        return False
+    oneDNN compiles a kernel of 0.6 MB for each number of rows and shape of weights, and keeps up to
+    1,024 of them.
+    """
+    step = 2 if len(x) <= 16 else 16 if len(x) <= 128 else 32
+    more = -len(x) % step
+    return functional.pad(x, (0, 0, 0, more)) if more else x
+
+
+def _stored_once(weight: Tensor) -> tuple[ExpandedWeight | PackedWeight, StoredWeight | None]:
+    """Return a weight for oneDNN and for compiled loops, with one copy of it if possible."""
+    compact = StoredWeight.compact(weight)
+    if compact and (expanded := ExpandedWeight.of(compact, weight)):
+        return expanded, compact
+    packed = PackedWeight(weight)
+    if compact is None and packed.blocks is not None:
+        return packed, StoredWeight(packed.blocks, weight.shape)
+    return packed, compact
+
+
+def _k_block_of(weight: ExpandedWeight | PackedWeight, stored: StoredWeight) -> int:
+    """Return the ``k_block`` with which results are bitwise identical to oneDNN's, or 0."""
+    probe = torch.randn(2, stored.shape[1], generator=torch.Generator().manual_seed(0))
+    expected = weight.multiply(probe)
+    for k_block in _K_BLOCKS:
+        y = torch.cat([stored.multiply(row[None], k_block) for row in probe])
+        if torch.equal(y, expected):
+            return k_block
+    return 0
 
 
 def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:

@@ -49,6 +49,28 @@ def _choose_block(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) 
 overload(_add_block)(_choose_block)
 
 
+def _read_element(source: Source, b: int, k: int, lane: int) -> np.float32:
+    """Return column ``k`` of row ``lane`` of block ``b`` of a weight."""
+    raise NotImplementedError("available in compiled code only")
+
+
+def _choose_element(source: Any, b: Any, k: Any, lane: Any) -> Any:  # noqa: ARG001 - `_read_element`'s arguments
+    """Return the implementation of `_read_element` for a type of source, at compile time."""
+
+    def from_codes(source: Any, b: Any, k: Any, lane: Any) -> Any:
+        codes, scales, offsets = source
+        group = k // GROUP
+        return fma(scales[b, group, lane], _f(codes[b, k, lane]), offsets[b, group, lane])
+
+    def from_bf16(source: Any, b: Any, k: Any, lane: Any) -> Any:
+        return as_float(_u(source[b, k, lane]) << _u(16))
+
+    return from_bf16 if isinstance(source, types.Array) else from_codes
+
+
+overload(_read_element, inline="always")(_choose_element)
+
+
 @compiled
 def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
     """Compute ``y = x W^T`` for a few rows, in oneDNN's order of summation.
@@ -76,6 +98,22 @@ def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> N
         for r in range(rows):
             for lane in range(min(LANES, outputs - b * LANES)):
                 y[r, b * LANES + lane] = acc[r, lane]
+
+
+@compiled
+def expand(source: Source, first_block: int, columns: int, out: Floats) -> None:
+    """Write consecutive blocks of a weight stored as codes or bf16 patterns as fp32.
+
+    Args:
+        source: the weight `[out, in]`.
+        first_block: the first block to write.
+        columns: ``in``; further columns of ``out`` are not written.
+        out: fp32 `[blocks, columns, LANES]`, written.
+    """
+    for b in range(out.shape[0]):
+        for k in range(columns):
+            for lane in range(LANES):
+                out[b, k, lane] = _read_element(source, first_block + b, k, lane)
 
 
 @compiled

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime import kernels
 from runtime.attention.base import Batch
@@ -19,6 +18,7 @@ from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
 from runtime.kv.registry import create_format
 from runtime.kv.windowed import WindowedFormat
+from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
@@ -54,6 +54,7 @@ class Model:
         kv_format: format in which KV is stored and attended.
         layout: planes of the KV cache.
         page_size: token slots of a page.
+        weight_bytes: bytes of the checkpoint's tensors in the dtype of the computation.
 
     Raises:
         ValueError: backend "gemm" does not support the model.
@@ -85,7 +86,7 @@ class Model:
         self.layout = CacheLayout.of(
             self.kv_format, num_layers=self.config.num_layers, page_size=page_size
         )
-        self._plan_hash = ""
+        self._plan_hash, self.weight_bytes = "", 0
         self._packed = self._set_up_gemm(checkpoint, plan) if backend == "gemm" else None
         if self._packed is None:
             self._set_up(checkpoint)
@@ -101,16 +102,17 @@ class Model:
         placed: dict[int, Tensor] = {}
         place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
         sharing = bool(basis_groups(checkpoint))
-        self._embedding = place(checkpoint.embedding)
         family = model_family(self.config)
-        self._final_norm = family.norm.for_serving(
-            place(checkpoint.final_norm), self.config.rms_norm_eps
-        )
+        norm = place(checkpoint.final_norm)
+        self._final_norm = family.norm.for_serving(norm, self.config.rms_norm_eps)
         self._lm_head = linear_op(place(checkpoint.lm_head))
+        tied = self._lm_head if checkpoint.lm_head is checkpoint.embedding else None
+        self._embed = embedding_op(place(checkpoint.embedding), tied)
         self._layers: list[DecoderLayer] = []
-        for layer in checkpoint.layers:
+        for number, layer in enumerate(checkpoint.layers, 1):
             self._layers.append(DecoderLayer.build(family, self.config, place(layer), packed))
-            if not sharing:
+            if not sharing or number == len(checkpoint.layers):
+                self.weight_bytes += sum(tensor.nbytes for tensor in placed.values())
                 placed.clear()
                 packed.clear()  # its keys are tensor ids, which Python reuses
 
@@ -129,7 +131,7 @@ class Model:
             config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
         )
         fused = attention if self.kv_format.dense_bf16 else None
-        self._embedding = weights.embedding
+        self._embed = embedding_op(weights.embedding)
         self._layers = [
             DecoderLayer(
                 model_family(config),
@@ -139,7 +141,7 @@ class Model:
             )
             for layer in weights.layers
         ]
-        self._plan_hash = plan.hash
+        self._plan_hash, self.weight_bytes = plan.hash, checkpoint.nbytes
         self._final_norm = packed_norm(weights, weights.final_norm)
         self._lm_head = linear_op(weights.lm_head.weight)
         return weights
@@ -281,7 +283,7 @@ class Model:
 
         def embed() -> Tensor:
             nonlocal hidden
-            hidden = functional.embedding(batch.tokens, self._embedding)
+            hidden = self._embed(batch.tokens)
             return hidden
 
         def compute(index: int) -> Tensor:

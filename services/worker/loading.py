@@ -108,7 +108,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     device = str(torch_device(settings.device))
     try:
         path = resolve_model(settings.model)
-        model, model_hash, weight_bytes = _load_model(path, settings, device)
+        model, model_hash = _load_model(path, settings, device)
         sizes = _sizes(model, settings)
         engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
@@ -144,22 +144,23 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_eviction=settings.kv_eviction,
         ),
     )
-    return Loaded(engine, codebooks, identity, config, device, sizes, weight_bytes)
+    return Loaded(engine, codebooks, identity, config, device, sizes, model.weight_bytes)
 
 
-def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str, int]:
-    """Return the model on its device, its hash, and the bytes of its weights.
+def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
+    """Return the model on its device, and its hash.
 
-    The checkpoint is read into host memory, but safetensors tensors that already have the target
-    dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to the device
-    one by one as the model packs them, so the device holds at most one layer twice. No tensor of
-    the checkpoint stays in memory.
+    For a GPU, the checkpoint is read into host memory, but safetensors tensors that already have
+    the target dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to
+    the device one by one as the model packs them, so the device holds at most one layer twice. On
+    the CPU, layers are read one by one as the model packs them. No tensor of the checkpoint stays
+    in memory.
     """
     dtype, started = _dtype(settings.dtype, device), time.perf_counter()
     log.info("reading checkpoint", model=str(path))
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
-        checkpoint = load_checkpoint(path, dtype=dtype)
+        checkpoint = load_checkpoint(path, dtype=None if device == "cpu" else dtype)
         context.result()
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
@@ -181,7 +182,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         seconds=_seconds_since(started),
         device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(model.dtype).removeprefix("torch."),
-        weight_bytes=checkpoint.nbytes,
+        weight_bytes=model.weight_bytes,
         layers_dense=model.config.num_layers - model.factorized_layers,
         layers_factorized=model.factorized_layers,
         matmul=model.matmul,
@@ -193,7 +194,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
         plan_multiplied_out=plan and sorted(plan.dense),
     )
-    return model, checkpoint.model_hash, checkpoint.nbytes
+    return model, checkpoint.model_hash
 
 
 def _seconds_since(started: float) -> float:

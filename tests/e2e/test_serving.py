@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import grpc
 import httpx
+import psutil
 import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
@@ -150,6 +151,17 @@ def test_kv_is_sent_compressed(running: Running) -> None:
     ratio = running.metric("prefill-0", "headrace_kv_compress_ratio")
     assert ratio >= 1.28
     assert running.metric("prefill-0", "headrace_kv_lease_active") == 0
+
+
+def test_worker_of_the_default_model_needs_at_most_1300_mb(running: Running) -> None:
+    """After prompts of several lengths, each of which takes memory the first time."""
+    for words in (40, 60, 90, 150, 210, 300):
+        body = {"model": running.model, "prompt": "one " * words, "max_tokens": 2}
+        url = f"{running.url}/v1/completions"
+        httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+    for name in ("prefill-0", "decode-0"):
+        resident = psutil.Process(running.state.pids[name]).memory_info().rss
+        assert resident < 1.3e9, f"{name}: {resident / 1e6:.0f} MB"
 
 
 def test_no_process_listens_outside_the_loopback_host(running: Running) -> None:

@@ -11,7 +11,7 @@ from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, r
 from runtime.errors import CheckpointError
 from runtime.gemm.weights import PackedWeights
 from runtime.kv.pages import pages_for
-from runtime.layers import few_rows
+from runtime.layers import stored_weight
 from runtime.layers.linear import PackedLinear, Projection, TorchLinear
 from runtime.models.model import Model, _place, unsupported_by_gemm
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
@@ -193,9 +193,9 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
 
 
 def few_rows_dtype(weight: torch.Tensor) -> str | None:
-    """Return the dtype in which `FewRowsLinear` stores a weight, or None if it is not used."""
-    few = PackedLinear(weight, None)._few
-    return None if few is None else f"{few._source[0].dtype}"
+    """Return the dtype in which a weight is stored for few rows, or None if these use oneDNN."""
+    packed = PackedLinear(weight, None)
+    return f"{packed.stored.dtype}" if packed.stored and packed._k_block else None
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
@@ -221,8 +221,8 @@ def test_codes_and_bf16_weights_are_used_only_if_lossless() -> None:
     weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
     assert few_rows_dtype(weight) == "float32"
     weight[63, 63] = torch.nan
-    assert few_rows._find_codes(weight) is None
-    assert few_rows._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
+    assert stored_weight._find_codes(weight) is None
+    assert stored_weight._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
     assert few_rows_dtype(torch.randn(8, 40).bfloat16().float()) == "uint16"
 
 

@@ -85,13 +85,13 @@ async def test_worker_whose_weights_were_damaged_is_not_ready_until_they_are_sou
     site: Site,
 ) -> None:
     decode = await site.decode(colocated=True)
-    embedding = decode.loaded.engine.model._embedding
-    sound = embedding.clone()
-    embedding.fill_(torch.nan)
+    cosines, _ = decode.loaded.engine.model._rope
+    sound = cosines.clone()
+    cosines.fill_(torch.nan)
     assert await error_of(decode, TOKENS) == error_pb2.ERROR_CODE_NOT_FINITE
     await until(lambda: decode.worker.not_ready is not None)
     assert decode.worker.not_ready == "the logits of a test prompt are not finite"
-    embedding.copy_(sound)
+    cosines.copy_(sound)
     decode.worker.observe()  # runs the test again
     await until(lambda: decode.worker.not_ready is None)
     assert decode.worker.idle
