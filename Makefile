@@ -1,5 +1,5 @@
 # Installs into .venv and runs the service, its tests and its benchmarks.
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.14 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # The local version selects the CPU build, which has no CUDA packages of several gigabytes.
@@ -101,9 +101,9 @@ link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting on throttled lin
 install: $(VENV)/.ready   ## install the package and the default model
 
 $(VENV)/bin/pip:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-	  || { echo "Python 3.11 or 3.12 is needed; PYTHON=/path/to/python3.11 make ..."; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c \
+	  'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+	  || { echo "Python 3.11 to 3.14 is needed; PYTHON=/path/to/python3.13 make ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: | $(VENV)/bin/pip
