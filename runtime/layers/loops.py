@@ -49,26 +49,30 @@ def _choose_block(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) 
 overload(_add_block)(_choose_block)
 
 
-def _read_element(source: Source, b: int, k: int, lane: int) -> np.float32:
-    """Return column ``k`` of row ``lane`` of block ``b`` of a weight."""
+def _expand_block(source: Source, b: int, columns: int, out: Floats) -> None:
+    """Write the first ``columns`` columns of block ``b`` to ``out`` `[columns, LANES]`."""
     raise NotImplementedError("available in compiled code only")
 
 
-def _choose_element(source: Any, b: Any, k: Any, lane: Any) -> Any:  # noqa: ARG001 - `_read_element`'s arguments
-    """Return the implementation of `_read_element` for a type of source, at compile time."""
+def _choose_expansion(source: Any, b: Any, columns: Any, out: Any) -> Any:  # noqa: ARG001 - `_expand_block`'s arguments
+    """Return the implementation of `_expand_block` for a type of source, at compile time."""
 
-    def from_codes(source: Any, b: Any, k: Any, lane: Any) -> Any:
+    def expand_codes(source: Any, b: Any, columns: Any, out: Any) -> None:
         codes, scales, offsets = source
-        group = k // GROUP
-        return fma(scales[b, group, lane], _f(codes[b, k, lane]), offsets[b, group, lane])
+        for k in range(columns):
+            row, scale, offset = codes[b, k], scales[b, k // GROUP], offsets[b, k // GROUP]
+            for lane in range(LANES):
+                out[k, lane] = fma(scale[lane], _f(row[lane]), offset[lane])
 
-    def from_bf16(source: Any, b: Any, k: Any, lane: Any) -> Any:
-        return as_float(_u(source[b, k, lane]) << _u(16))
+    def expand_bf16(source: Any, b: Any, columns: Any, out: Any) -> None:
+        for k in range(columns):
+            for lane in range(LANES):
+                out[k, lane] = as_float(_u(source[b, k, lane]) << _u(16))
 
-    return from_bf16 if isinstance(source, types.Array) else from_codes
+    return expand_bf16 if isinstance(source, types.Array) else expand_codes
 
 
-overload(_read_element, inline="always")(_choose_element)
+overload(_expand_block)(_choose_expansion)
 
 
 @compiled
@@ -111,9 +115,7 @@ def expand(source: Source, first_block: int, columns: int, out: Floats) -> None:
         out: fp32 `[blocks, columns, LANES]`, written.
     """
     for b in range(out.shape[0]):
-        for k in range(columns):
-            for lane in range(LANES):
-                out[b, k, lane] = _read_element(source, first_block + b, k, lane)
+        _expand_block(source, first_block + b, columns, out[b])
 
 
 @compiled

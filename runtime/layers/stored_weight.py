@@ -9,7 +9,7 @@ from runtime.cpu.jit import Bytes, Floats, Halves
 from runtime.cpu.tiles import GROUP, LANES
 from runtime.layers import loops
 
-_MAX_ROWS = 24
+_MAX_ROWS = 16
 """Maximum number of input rows for which compiled loops are faster than expanding the weight for
 oneDNN. The loops compute 8 rows at a time.
 """
