@@ -216,7 +216,7 @@ def test_loading_never_holds_the_weights_twice(head_norms: bool, tmp_path: Path)
     path = folder_of(tiny_checkpoint(config=config, head_norms=head_norms), tmp_path)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model, _, _ = _load_model(path, settings_of(path), "cuda:0")
+    model, _ = _load_model(path, settings_of(path), "cuda:0")
     kept = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     weights = load_checkpoint(path, dtype=torch.bfloat16).nbytes
