@@ -26,7 +26,9 @@ class PackedWeight:
 
     Attributes:
         blocks: view of its memory as `[blocks, columns, LANES]`, or None if it has another layout.
-            The number of columns is ``in``, rounded up to a multiple of `_COLUMNS`.
+            The number of columns is ``in``, rounded up to a multiple of `_COLUMNS`. Without
+            AVX-512, oneDNN 3.12 uses this layout for all weights; with it, version 3.10 keeps
+            some as they are, and transposes others.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -50,10 +52,14 @@ def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
 
 
 class _Buffer:
-    """Memory for one weight at a time, used by all weights of a shape."""
+    """Memory for one weight at a time, used by all weights of a shape.
 
-    def __init__(self, weight: Tensor) -> None:
-        self._packed, self._lock = PackedWeight(weight), Lock()
+    The layout is found with distinct values, since a weight may have equal ones.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        distinct = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        self._packed, self._lock = PackedWeight(distinct), Lock()
         self.fits = self._packed.blocks is not None
 
     def multiply(self, x: Tensor, stored: StoredWeight, first_block: int) -> Tensor:
@@ -71,6 +77,8 @@ _BUFFERS: WeakValueDictionary[torch.Size, _Buffer] = WeakValueDictionary()
 class ExpandedWeight:
     """A stored weight that is expanded to oneDNN's layout for each product.
 
+    Only into blocks: into other layouts it takes several times as long.
+
     Args:
         parts: the first block and the buffer of each part of the weight, in order of rows.
     """
@@ -86,7 +94,7 @@ class ExpandedWeight:
         for number, part in enumerate(torch.split(weight, rows)):
             buffer = _BUFFERS.get(part.shape)
             if buffer is None:
-                buffer = _BUFFERS[part.shape] = _Buffer(part)
+                buffer = _BUFFERS[part.shape] = _Buffer(part.shape)
             if not buffer.fits:
                 return None
             parts.append((number * rows // LANES, buffer))

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import PackedLinear, linear_op
+from runtime.layers.onednn import PackedWeight
 
 WIDTH = 1024
 
@@ -22,6 +23,11 @@ def quantized(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     codes = torch.randint(16, (rows, columns // 32, 32), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 15
     return (codes / 64 - 0.125).flatten(1)
+
+
+def uses_blocks() -> bool:
+    """Return whether a weight can be expanded into oneDNN's layout."""
+    return PackedWeight(quantized(WIDTH, WIDTH)).blocks is not None
 
 
 def resident_bytes() -> int:
@@ -35,6 +41,7 @@ def bf16(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).bfloat16().float()
 
 
+@pytest.mark.skipif(not uses_blocks(), reason="oneDNN uses other layouts on this processor")
 @pytest.mark.parametrize(("made", "most"), [(quantized, 1.5), (bf16, 2.25)])
 def test_bytes_per_element_of_weights_in_memory(
     made: Callable[..., torch.Tensor], most: float
