@@ -1,7 +1,8 @@
 """Reports of a service process that it works, for the supervisor of `headrace up`.
 
 The supervisor gives each process a pipe. While ``/health`` succeeds, the process writes a byte to
-it in each period. A process that hangs, or that is stopped, writes none.
+it in each period. A process that hangs, or that is stopped, writes none. A check that raises an
+exception proves no hang, since it has run on the event loop: reports continue.
 """
 
 import os
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Final, Self
 
+import structlog
+
 from services.common.probes import Probes
+
+log = structlog.get_logger()
 
 VARIABLE: Final = "HEADRACE_LIVENESS_PIPE"
 
@@ -58,6 +63,7 @@ class LivenessReports:
     def __init__(self, pipe: ReportPipe, probes: Probes) -> None:
         self._pipe, self._probes = pipe, probes
         self._stopped = Event()
+        self._check_failed = False
         Thread(target=self._run, name="liveness", daemon=True).start()
 
     @classmethod
@@ -72,10 +78,20 @@ class LivenessReports:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            status, _ = self._probes.answer("/health")
-            if status == 200 and not self._report():
+            if self._works() and not self._report():
                 return
             self._stopped.wait(self._pipe.period_s)
+
+    def _works(self) -> bool:
+        """Return whether ``/health`` succeeds or its check is broken, which is logged once."""
+        try:
+            status, _ = self._probes.answer("/health")
+        except Exception:
+            if not self._check_failed:
+                log.exception("health check failed; liveness reports continue")
+            self._check_failed = True
+            return True
+        return status == 200
 
     def _report(self) -> bool:
         """Write a report; return False if the supervisor has ended."""

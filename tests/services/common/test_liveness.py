@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.liveness import VARIABLE, LivenessReports, ReportPipe
 from services.common.probes import Probes
@@ -82,3 +83,24 @@ async def test_reports_stop_while_health_fails(ends: tuple[int, int]) -> None:
     failing = None
     await reported(ends[0])
     reports.stop()
+
+
+@pytest.mark.timeout(30)
+async def test_reports_continue_after_an_exception_of_the_check(ends: tuple[int, int]) -> None:
+    broken = True
+
+    async def failure() -> str | None:
+        if broken:
+            raise ValueError("broken check")
+        return None
+
+    with capture_logs() as logs:
+        reports = LivenessReports(pipe_of(ends[1]), Probes(not_ready, failure))
+        for _ in range(3):
+            await reported(ends[0])
+        broken = False
+        await reported(ends[0])
+        reports.stop()
+    assert [record["event"] for record in logs] == [
+        "health check failed; liveness reports continue"
+    ]
