@@ -12,9 +12,12 @@ from services.launch import SERVICES
 from services.router.capacity import WorkerHealth
 from tests.deploy.images import DEPLOY
 
+SERVICES_FOLDER = DEPLOY.parent / "services"
 README = (DEPLOY / "README.md").read_text()
 HEADINGS = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
 NOT_SETTINGS = {"request_id", "credentials_file", "not_ready", "inter_token_s", "nr_throttled"}
+COMMANDS = ("docker ", "headrace ", "kubectl ", "make ")
+NOT_EVENTS = {"codec auto", "ping timeout"}  # a setting, and a message of gRPC
 
 
 def anchor(heading: str) -> str:
@@ -58,6 +61,15 @@ def test_named_settings_exist() -> None:
     metrics = {name for name in names if name.startswith("headrace_")}
     assert names - metrics - NOT_SETTINGS <= settings()
     assert {"kv_format", "overflow_tokens"} <= names
+
+
+def test_named_log_events_exist() -> None:
+    """Each phrase of words in code font that is not a command is an event that a service logs."""
+    phrases = set(re.findall(r"`([A-Za-z]+(?: [a-z]+)+)`", README.replace("\n", " ")))
+    events = {phrase for phrase in phrases if not phrase.startswith(COMMANDS)} - NOT_EVENTS
+    assert {"process hangs", "API keys not reloaded"} <= events
+    source = "\n".join(file.read_text() for file in SERVICES_FOLDER.rglob("*.py"))
+    assert not {event for event in events if f'"{event}' not in source}
 
 
 def test_worked_example_of_sizing_prints_what_the_readme_shows() -> None:
