@@ -18,7 +18,17 @@ FAILED_WRITE = "failed_write"
 
 
 class CountingHandler(logging.StreamHandler[Any]):
-    """Writes records to stderr, and counts failed writes."""
+    """Writes records to stderr, and counts failed writes.
+
+    A failed write may leave a part of a line. The next record begins a new one.
+    """
+
+    _is_cut = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = self.terminator if self._is_cut else ""
+        self._is_cut = False
+        return start + super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         if use := getattr(record, FAILED_WRITE, None):
@@ -27,6 +37,7 @@ class CountingHandler(logging.StreamHandler[Any]):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by logging
         if isinstance(sys.exception(), OSError):
+            self._is_cut = True
             count_failed_write(LOGS)
         else:
             super().handleError(record)

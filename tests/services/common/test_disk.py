@@ -1,5 +1,7 @@
 """A full disk: writes that fail end nothing, and are counted. The free space is a metric."""
 
+import errno
+import io
 import logging
 import os
 import subprocess
@@ -50,6 +52,27 @@ def test_log_lines_that_do_not_fit_on_the_disk_are_counted(format: str) -> None:
             check=True,
         ).stdout
     assert float(printed) == 3
+
+
+class SmallDisk(io.StringIO):
+    """A file that keeps the first characters of a text that does not fit."""
+
+    space: int | None = None
+
+    def write(self, text: str) -> int:
+        kept = super().write(text[: self.space])
+        if kept < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return kept
+
+
+def test_line_after_a_failed_write_is_complete() -> None:
+    disk = SmallDisk()
+    handler = CountingHandler(disk)
+    for message, space in (("first", None), ("second", 3), ("third", None), ("fourth", None)):
+        disk.space = space
+        handler.emit(logging.makeLogRecord({"msg": message}))
+    assert disk.getvalue().splitlines() == ["first", "sec", "third", "fourth"]
 
 
 def test_failed_write_of_another_package_is_counted_by_the_log() -> None:
