@@ -42,9 +42,10 @@ def start_in_background(options: UpOptions) -> int:
     log_file = folder / f"up.log.{os.getpid()}"
     with tempfile.TemporaryFile() as result:
         command = headrace_command("up", *_flags(options))
+        shown_command = shlex.join(command)
         with log_file.open("wb", buffering=0) as log:
             with naming(log_file):  # on a full disk, the child could not tell
-                log.write(f"{shlex.join(command)}\n".encode())
+                log.write(f"{shown_command}\n".encode())
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -55,7 +56,8 @@ def start_in_background(options: UpOptions) -> int:
         try:
             code = _wait(child, result, log_file)
         finally:
-            diagnostics().print(tail(log_file), markup=False)
+            if stages := tail(log_file).removeprefix(shown_command).strip():
+                diagnostics().print(stages, markup=False)
             if child.returncode == EXIT_RUNNING:
                 log_file.unlink()
             else:

@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -283,10 +284,11 @@ def _print_usage(options: UpOptions, model: str) -> None:
     url = f"http://{bracketed(options.host)}:{options.port}"
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
     grpc_address = f"{bracketed(options.host)}:{options.grpc_port}"
+    interrupt = "Ctrl-C or " if sys.stderr.isatty() else ""  # --detach has no terminal
     lines = (
         f"ready: {model} at {url}/v1, gRPC at {grpc_address}, KV format {options.kv_format}",
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         f"  live page at {url}/, API description at {url}/openapi.json, metrics at {url}/metrics",
-        f"  Ctrl-C or `headrace down --port {options.port}` stops it",
+        f"  {interrupt}`headrace down --port {options.port}` stops it",
     )
     results().print("\n".join(lines), markup=False, soft_wrap=True)

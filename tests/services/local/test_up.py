@@ -169,6 +169,15 @@ def test_ready_line_is_on_stdout_and_names_the_kv_format(
     assert shown.err == ""
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ctrl_c_is_named_only_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    up_module._print_usage(UpOptions(), "small")
+    assert ("Ctrl-C" in capsys.readouterr().out) is terminal
+
+
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a deployment of one router be ready at once."""
@@ -233,7 +242,7 @@ def test_detached_deployment_passes_on_its_result_alone(
     assert up(options, detach=True) == 0
     shown = capsys.readouterr()
     assert shown.out == "ready: small\n"
-    assert "preparing" in shown.err
+    assert shown.err == "preparing\n"
     children[0].kill()
     children[0].wait()
     command, *lines = (Deployment.folder(options.port) / "up.log").read_text().splitlines()
