@@ -1,5 +1,6 @@
 """Packages of the ``loadgen`` extra, which a plain installation of Headrace does not have."""
 
+import sys
 from importlib.util import find_spec
 
 from loadgen.errors import UsageError
@@ -17,7 +18,8 @@ def require_extra() -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise UsageError(
-            f"{', '.join(missing)} {verb} not installed; run: pip install 'headrace[loadgen]'"
+            f"{', '.join(missing)} {verb} not installed; "
+            f"run: {sys.executable} -m pip install 'headrace[loadgen]'"
         )
 
 

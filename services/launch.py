@@ -1,6 +1,7 @@
 """Runs one service in this process: settings, logs, traces, event loop."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -78,6 +79,7 @@ def _tracing(service: str, settings: ServiceSettings) -> AbstractContextManager[
     except ImportError as error:
         raise SettingsError(
             "an OTLP endpoint is set, but the tracing packages are not installed: "
-            f"run `pip install 'headrace[tracing]'` or unset the endpoint ({error})"
+            f"run `{sys.executable} -m pip install 'headrace[tracing]'` or unset the endpoint "
+            f"({error})"
         ) from error
     return exporting(service, settings)

@@ -1,5 +1,6 @@
 """Plot of `headrace kv-statistics`. Only this module needs matplotlib (extra `plots`)."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise SettingsError("plots need matplotlib: run `pip install 'headrace[plots]'`") from error
+    raise SettingsError(
+        f"plots need matplotlib: run `{sys.executable} -m pip install 'headrace[plots]'`"
+    ) from error
 
 _COLORS = dict(zip((*MODES, "bound"), ("#56b4e9", "#0072b2", "#d55e00", "#555555"), strict=True))
 """Palette of Okabe and Ito, which color-blind readers can distinguish."""

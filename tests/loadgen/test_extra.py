@@ -41,7 +41,7 @@ def test_missing_extra_is_named_in_one_line(command: str) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "headrace-loadgen: matplotlib, scipy are not installed; "
-        "run: pip install 'headrace[loadgen]'\n"
+        f"run: {sys.executable} -m pip install 'headrace[loadgen]'\n"
     )
 
 

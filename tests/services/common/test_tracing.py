@@ -297,5 +297,5 @@ def test_missing_packages_are_a_settings_error(tmp_path: Path) -> None:
         f"sys.argv = {arguments}; from services.cli import app; app()"
     )
     assert done.returncode == 2, done.stderr
-    assert "pip install 'headrace[tracing]'" in done.stderr
+    assert f"`{sys.executable} -m pip install 'headrace[tracing]'`" in done.stderr
     assert "Traceback" not in done.stderr
