@@ -1,5 +1,6 @@
 """Releases in one namespace do not share objects, pods or names, also if their names are long."""
 
+import re
 from itertools import combinations
 
 import pytest
@@ -46,6 +47,39 @@ def test_two_releases_share_no_object_and_no_pod(case: str, scenario: str) -> No
                 selector = spec.get("podSelector", spec.get("selector"))
                 labels = selector.get("matchLabels", selector).items()
                 assert not any(labels <= pod for pod in pods), found["metadata"]["name"]
+
+
+def selects(query: str, series: dict[str, str]) -> bool:
+    """Return whether the selector of a query matches the labels of a series, as in Prometheus."""
+    matchers = re.findall(r'(\w+)(=~|!~|=)"([^"]*)"', query)
+    assert matchers
+    return all(
+        bool(re.fullmatch(value if "~" in operator else re.escape(value), series[label]))
+        != operator.startswith("!")
+        for label, operator, value in matchers
+    )
+
+
+@pytest.mark.parametrize("case", RELEASES)
+def test_autoscaler_reads_only_the_workers_that_it_scales(case: str) -> None:
+    pair = [(name, release(name, "autoscaled-production")) for name in RELEASES[case]]
+    series = {
+        workload["metadata"]["name"]: {
+            "namespace": "serving",
+            "release": name,
+            "pod": f"{workload['metadata']['name']}-6f7c9d5b8f-x2x4z",
+        }
+        for name, manifests in pair
+        for workload in of_kind(manifests, "Deployment")
+    }
+    for _, manifests in pair:
+        scalers = of_kind(manifests, "ScaledObject")
+        assert scalers
+        for scaler in scalers:
+            for trigger in scaler["spec"]["triggers"]:
+                query = trigger["metadata"]["query"]
+                found = [name for name, labels in series.items() if selects(query, labels)]
+                assert found == [scaler["spec"]["scaleTargetRef"]["name"]]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
