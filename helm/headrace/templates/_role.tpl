@@ -113,6 +113,15 @@ imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 {{- end -}}
 
+{{/* Component and number of the pods of a role, for people: (dict "root" root "name" role). */}}
+{{- define "headrace.podCount" -}}
+{{- $values := index .root.Values .name -}}
+{{- $scaling := dig "autoscaling" (dict "type" "none") $values -}}
+{{- $count := printf "%v to %v" $scaling.minReplicas $scaling.maxReplicas -}}
+{{- if eq "none" $scaling.type -}}{{- $count = toString $values.replicas -}}{{- end -}}
+{{- printf "%s %s" (include "headrace.component" .) $count -}}
+{{- end -}}
+
 {{/* Whether a resource is a GPU ("true" or empty): the name of a resource. */}}
 {{- define "headrace.isGpu" -}}
 {{- if regexMatch "^nvidia\\.com/(gpu|gpu\\.shared|mig-.+)$" . -}}true{{- end -}}
