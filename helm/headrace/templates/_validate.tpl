@@ -10,7 +10,9 @@
 {{- $root := set (set (omit $ "Values") "Values" $values) "set" $set -}}
 {{- $faults = concat $faults (include "headrace.workerFaults" $root | fromJsonArray) -}}
 {{- end -}}
-{{- $faults = concat $faults (include "headrace.portFaults" . | fromJsonArray) (include "headrace.nameFaults" . | fromJsonArray) -}}
+{{- range list "portFaults" "nameFaults" "releaseFaults" -}}
+{{- $faults = concat $faults (include (printf "headrace.%s" .) $ | fromJsonArray) -}}
+{{- end -}}
 {{- with $faults -}}
 {{- fail (printf "these values cannot work:\n- %s" (uniq . | join "\n- ")) -}}
 {{- end -}}
@@ -45,6 +47,11 @@
 {{- end -}}
 {{- if ne $gpus.count $gpus.requested -}}
 {{- $faults = append $faults (printf "%s.resources: requests and limits of GPUs must be equal" $name) -}}
+{{- end -}}
+{{- range $label := keys (include "headrace.roleLabels" . | fromYaml) | sortAlpha -}}
+{{- if hasKey (default dict $.role.podLabels) $label -}}
+{{- $faults = append $faults (printf "%s.podLabels: %s selects the pods of a release and a role; choose another label" $name $label) -}}
+{{- end -}}
 {{- end -}}
 {{- toJson $faults -}}
 {{- end -}}
@@ -93,6 +100,22 @@
 {{- if and (not $replicas.prefill) (not $roles.decode.settings.colocated) -}}
 {{- $faults = append $faults (printf "%s.replicas is 0, so no request can be served; only decode workers with decode.settings.colocated: true work alone" $names.prefill) -}}
 {{- end -}}
+{{- if and $replicas.decode $replicas.prefill -}}
+{{- range $setting, $default := dict "codebooks" "none" "kernel_plan_file" "none" "kv_eviction" "0" "kv_format" "dense" -}}
+{{- $values := dict -}}
+{{- range $name, $role := $roles -}}
+{{- $_ := set $values $name (get $role.settings $setting | default $default | toString) -}}
+{{- end -}}
+{{- if ne $values.prefill $values.decode -}}
+{{- $faults = append $faults (printf "settings.%s is %s for %s and %s for %s, so they cannot serve a request together; set it in workers.settings" $setting $values.prefill $names.prefill $values.decode $names.decode) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $model := .Values.model -}}
+{{- if and $model.path (ne $model.path "smollm2-135m") (not $model.fetch.repository) (not (include "headrace.modelVolume" .)) -}}
+{{- $path := printf "%smodel.path" (eq "green" (default "" .set) | ternary "blueGreen.green." "") -}}
+{{- $faults = append $faults (printf "%s: no volume contains %s; set model.volume or model.claim, or download it with model.fetch.repository" $path $model.path) -}}
+{{- end -}}
 {{- toJson $faults -}}
 {{- end -}}
 
@@ -110,6 +133,9 @@
 {{- end -}}
 {{- if and $gpus (or (eq "cpu" (toString $role.settings.device)) (and $ours (ne $image.flavor "cuda"))) -}}
 {{- $faults = append $faults (printf "%s.resources: the GPU is not used, with image.flavor %s and device %s; GPUs need workers.image.flavor cuda" $name $image.flavor (default "auto" $role.settings.device)) -}}
+{{- end -}}
+{{- if and (eq "splitzip" (toString $role.settings.codec)) (not (or $role.settings.codebooks (include "headrace.codebooks" .root))) -}}
+{{- $faults = append $faults (printf "%s.settings.codec splitzip needs codebooks: set model.prepare.codebooks" $name) -}}
 {{- end -}}
 {{- if and $ours (eq $image.flavor "control") -}}
 {{- $faults = append $faults (printf "%s.image.flavor: the image control has no workers; use cpu or cuda" $name) -}}
@@ -154,6 +180,33 @@
 {{- end -}}
 {{- end -}}
 {{- $_ := set $models $set $model -}}
+{{- end -}}
+{{- toJson $faults -}}
+{{- end -}}
+
+{{/* Faults of names, labels and Secrets of the release, as a JSON list: root. */}}
+{{- define "headrace.releaseFaults" -}}
+{{- $faults := list -}}
+{{- $name := include "headrace.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) -}}
+{{- $faults = append $faults (printf "%s cannot be the name of a Service, which consists of a-z, 0-9 and -, and begins with a letter; set fullnameOverride" $name) -}}
+{{- end -}}
+{{- $plain := set (omit . "Values") "Values" (omit .Values "commonLabels") -}}
+{{- range $label := append (keys (include "headrace.labels" $plain | fromYaml)) "app.kubernetes.io/component" | sortAlpha -}}
+{{- if hasKey (default dict $.Values.commonLabels) $label -}}
+{{- $faults = append $faults (printf "commonLabels: the chart sets %s; choose another label" $label) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.auth -}}
+{{- if and .clusterToken.existingSecret (or .clusterToken.value .clusterToken.secondValue) -}}
+{{- $faults = append $faults "auth.clusterToken: value and secondValue have no effect with existingSecret; change the data of that Secret" -}}
+{{- end -}}
+{{- if and .apiKeys.existingSecret .apiKeys.hashes -}}
+{{- $faults = append $faults "auth.apiKeys: hashes have no effect with existingSecret; add them to that Secret" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.tls.certManager.enabled (not .Values.tls.enabled) -}}
+{{- $faults = append $faults "tls.certManager.enabled has no effect without tls.enabled" -}}
 {{- end -}}
 {{- toJson $faults -}}
 {{- end -}}

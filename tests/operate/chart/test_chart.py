@@ -148,6 +148,43 @@ REFUSED = {
         "targetlabel",
     ),
     "no object": ("extraObjects[0]=3", "extraObjects"),
+    "repository with a tag": ("image.repository=r.example.com:5000/headrace:1.0", "repository"),
+    "repository with a scheme": ("image.repository=https://r.example.com/h", "repository"),
+    "host with a scheme": ("ingress.enabled=true,ingress.hosts={https://a.example.com}", "hosts"),
+    "host with a path": ("httpRoute.hostnames={a.example.com/v1}", "hostnames"),
+    "token with a space": ("auth.clusterToken.value=a b", "value"),
+    "token beside a Secret": (
+        "auth.clusterToken.existingSecret=a,auth.clusterToken.secondValue=b",
+        "auth.clusterToken",
+    ),
+    "key hashes beside a Secret": (
+        f"auth.apiKeys.existingSecret=a,auth.apiKeys.hashes={{{'0' * 64}}}",
+        "auth.apiKeys",
+    ),
+    "certificate without TLS": (
+        "tls.certManager.enabled=true,tls.certManager.issuerRef.name=a",
+        "tls.enabled",
+    ),
+    "path of a model without a volume": ("model.path=meta-llama/Llama-3-8B", "model.path"),
+    "path of one model without a volume": (
+        "blueGreen.sets={blue,green},blueGreen.green.model.path=other",
+        "blueGreen.green.model.path",
+    ),
+    "KV formats that differ": ("decode.settings.kv_format=fp8", "settings.kv_format"),
+    "KV formats that differ in one set": (
+        "blueGreen.sets={blue,green},blueGreen.green.prefill.settings.kv_format=fp8",
+        "blueGreen.green.prefill",
+    ),
+    "codec without codebooks": ("prefill.settings.codec=splitzip", "prefill.settings.codec"),
+    "label that selects a release": (
+        "commonLabels.app\\.kubernetes\\.io/instance=a",
+        "commonLabels: the chart sets app.kubernetes.io/instance",
+    ),
+    "label that selects a role": (
+        "workers.podLabels.app\\.kubernetes\\.io/component=a",
+        "prefill.podLabels: app.kubernetes.io/component",
+    ),
+    "name that no Service can have": ("fullnameOverride=llm.a", "fullnameOverride"),
 }
 """Values that Helm must refuse, and what its message names."""
 
@@ -167,7 +204,7 @@ def test_scenario_is_linted_without_warnings(version: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_both_versions_of_helm_render_the_same(name: str) -> None:
-    token = ("--set", "auth.clusterToken.value=token")
+    token = ("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecret=")
     old, new = (scenario(name, *token, version=version) for version in HELMS)
     assert sorted(old, key=str) == sorted(new, key=str)
 
@@ -181,7 +218,7 @@ def test_package_renders_like_the_folder(version: str, tmp_path: Path) -> None:
         assert not [name for name in archive.getnames() if "/ci/" in name]
     values = (
         *("--values", str(CHART / "ci/autoscaled-production-values.yaml")),
-        *("--set", "auth.clusterToken.value=token"),
+        *("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecret="),
     )
     assert helm(version).render(*values, chart=str(package)) == helm(version).render(*values)
 
@@ -195,6 +232,11 @@ def test_wrong_values_are_refused(version: str, why: str) -> None:
     message = str(refused.value)
     assert re.search(r"schema|execution error at", message), "a fault of a template"
     assert re.search(rf"(?<!\w){re.escape(named_in_message)}\b", message)
+
+
+@pytest.mark.parametrize("setting", ["kv_format=dense", "kv_eviction=0"])
+def test_default_of_a_setting_may_be_set_for_one_role(setting: str) -> None:
+    helm("4.1").render("--set", f"prefill.settings.{setting}")
 
 
 @pytest.mark.parametrize("version", KUBERNETES)

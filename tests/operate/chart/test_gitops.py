@@ -11,7 +11,7 @@ from tests.operate.chart.tools import CHART, ToolError
 
 pytestmark = pytest.mark.operate
 
-TOKEN = ("--set", "auth.clusterToken.value=token")
+TOKEN = ("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecret=")
 
 
 def flux_package(version: str, folder: Path) -> Path:

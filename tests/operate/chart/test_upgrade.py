@@ -20,7 +20,7 @@ pytestmark = pytest.mark.operate
 (PREVIOUS,) = (Path(__file__).parent / "previous").glob("headrace-*.tgz")
 SCENARIOS = ("minimal-cpu", "one-gpu-node", "two-node-rdma", "autoscaled-production")
 """Scenarios whose values the previous version knows."""
-TOKEN = ("--set", "auth.clusterToken.value=token")
+TOKEN = ("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecret=")
 MUTABLE = {
     "Deployment": {"replicas", "template", "strategy", "progressDeadlineSeconds"},
     "StatefulSet": {"replicas", "template", "updateStrategy", "minReadySeconds"},
