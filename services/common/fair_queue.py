@@ -10,7 +10,8 @@ by at most the cost of one item of each tenant, divided by its weight.
 """
 
 from bisect import insort
-from collections.abc import Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import Any, Generic, Protocol, TypeVar
@@ -37,24 +38,50 @@ _Item = TypeVar("_Item", bound=Queued)
 
 
 @dataclass
+class _Rank(Generic[_Item]):
+    """Items of one tenant with equal urgency, in the order of their arrival, and its number."""
+
+    cost: int = 0
+    items: OrderedDict[_Item, int] = field(default_factory=OrderedDict)
+
+
+@dataclass
 class _Line(Generic[_Item]):
-    """The queued items of one tenant, as (urgency, number of the arrival, item).
+    """The queued items of one tenant, by urgency.
 
     Attributes:
         start: round after which the tenant receives units for its first item.
+        urgencies: keys of ``ranks``, sorted.
     """
 
     start: float
     weight: int = 1
     cost: int = 0
-    entries: list[tuple[Any, int, _Item]] = field(default_factory=list)
+    ranks: dict[Any, _Rank[_Item]] = field(default_factory=dict)
+    urgencies: list[Any] = field(default_factory=list)
 
-    def due(self) -> Iterator[tuple[float, int, _Item]]:
-        """Yield the round in which each item is due, the number of its arrival, and the item."""
-        due = self.start
-        for _, number, item in self.entries:
-            due += item.cost / self.weight
-            yield due, number, item
+    def rank(self, urgency: object) -> _Rank[_Item]:
+        """Return the items with this urgency; create the rank if there is none."""
+        if (rank := self.ranks.get(urgency)) is None:
+            rank = self.ranks[urgency] = _Rank()
+            insort(self.urgencies, urgency)
+        return rank
+
+    def until(self, item: _Item) -> Iterator[_Rank[_Item]]:
+        """Yield the ranks that are at least as urgent as an item; the last one has the item."""
+        for urgency in self.urgencies:
+            yield self.ranks[urgency]
+            if urgency == item.urgency:
+                return
+
+    def due(self, wanted: Callable[[_Item], bool]) -> Iterator[tuple[float, int, _Item]]:
+        """Yield the round in which each wanted item is due, the number of its arrival, the item."""
+        due, weight = self.start, self.weight
+        for urgency in self.urgencies:
+            for item, number in self.ranks[urgency].items.items():
+                due += item.cost / weight
+                if wanted(item):
+                    yield due, number, item
 
 
 class FairQueue(Generic[_Item]):
@@ -63,15 +90,24 @@ class FairQueue(Generic[_Item]):
     def __init__(self) -> None:
         self._arrivals = 0
         self._round = 0.0
+        self._length = 0
         self._lines: dict[Hashable, _Line[_Item]] = {}
 
     def __len__(self) -> int:
-        return sum(len(line.entries) for line in self._lines.values())
+        return self._length
 
     def __iter__(self) -> Iterator[_Item]:
         """Iterate over a copy of the queue, in the order in which items should be served."""
-        lines = [line.due() for line in self._lines.values()]
-        return iter([item for _, _, item in merge(*lines)])
+        return iter(list(self.ordered(lambda _: True)))
+
+    def ordered(self, wanted: Callable[[_Item], bool]) -> Iterator[_Item]:
+        """Yield the wanted items in the order in which they should be served.
+
+        The queue must not change in the meantime. ``wanted`` may: it is called for each item when
+        the items of its tenant that precede it have been yielded.
+        """
+        lines = [line.due(wanted) for line in self._lines.values()]
+        return (item for _, _, item in merge(*lines))
 
     @property
     def tenants(self) -> Iterable[Hashable]:
@@ -82,15 +118,18 @@ class FairQueue(Generic[_Item]):
     def surplus(self) -> _Item:
         """The last item of the tenant with the highest queued cost relative to its weight."""
         line = max(self._lines.values(), key=lambda line: line.cost / line.weight)
-        return line.entries[-1][2]
+        return next(reversed(line.ranks[line.urgencies[-1]].items))
 
     def add(self, item: _Item) -> None:
         """Queue an item after those of its tenant that are at least as urgent."""
         self._arrivals += 1
+        self._length += 1
         line = self._lines.setdefault(item.tenant, _Line(self._round))
         line.weight = item.weight
         line.cost += item.cost
-        insort(line.entries, (item.urgency, self._arrivals, item))
+        rank = line.rank(item.urgency)
+        rank.cost += item.cost
+        rank.items[item] = self._arrivals
 
     def remove(self, item: _Item, *, served: bool = False) -> bool:
         """Remove an item; return whether it was queued.
@@ -99,22 +138,28 @@ class FairQueue(Generic[_Item]):
             served: whether the item was served, so that its cost is charged to its tenant.
         """
         line = self._lines.get(item.tenant)
-        found = [entry for entry in line.entries if entry[2] is item] if line else []
-        if not line or not found:
+        rank = line.ranks.get(item.urgency) if line else None
+        if line is None or rank is None or rank.items.pop(item, None) is None:
             return False
-        line.entries.remove(found[0])
+        self._length -= 1
+        rank.cost -= item.cost
         line.cost -= item.cost
         if served:
             line.start += item.cost / line.weight
             self._round = max(self._round, line.start)
-        if not line.entries:
+        if not rank.items:
+            del line.ranks[item.urgency]
+            line.urgencies.remove(item.urgency)
+        if not line.ranks:
             del self._lines[item.tenant]
         return True
 
-    def ahead(self, item: _Item) -> list[_Item]:
-        """Return the queued items of the same tenant that precede a queued item, in order."""
-        own = [entry[2] for entry in self._lines[item.tenant].entries]
-        return own[: own.index(item)]
+    def earliest_ahead(self, item: _Item) -> Iterator[_Item]:
+        """Yield the earliest item of each urgency, of those of its tenant that precede an item."""
+        for rank in self._lines[item.tenant].until(item):
+            first = next(iter(rank.items))
+            if first is not item:
+                yield first
 
     def cost_before(self, item: _Item) -> float:
         """Return the cost that is served before a queued item.
@@ -123,7 +168,11 @@ class FairQueue(Generic[_Item]):
         unit of their weight, or fewer if they have less queued.
         """
         line = self._lines[item.tenant]
-        before = sum(each.cost for each in self.ahead(item))
+        before = sum(rank.cost for rank in line.until(item))
+        for behind in reversed(line.ranks[item.urgency].items):
+            before -= behind.cost
+            if behind is item:
+                break
         share = (before + item.cost) / line.weight
         others = (other for other in self._lines.values() if other is not line)
         return before + sum(min(each.cost, share * each.weight) for each in others)

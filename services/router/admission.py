@@ -93,4 +93,5 @@ class Admission:
         """Return the predicted wait, at least the wait so far of the tenant's calls ahead of it."""
         rate, tokens = self._placed.per_s, queue.cost_before(call)
         predicted_s = tokens / rate if rate else 0.0
-        return max([predicted_s, *(self._now - other.arrived for other in queue.ahead(call))])
+        earliest = queue.earliest_ahead(call)
+        return max([predicted_s, *(self._now - other.arrived for other in earliest)])

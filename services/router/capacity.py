@@ -1,6 +1,7 @@
 """Resources that a request needs, and those that a worker has."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -261,33 +262,38 @@ class WorkerSnapshot:
         fitting = bisect_left(range(demand.least_tokens, most), True, key=exceeds)
         return demand.least_tokens + fitting - 1 if fitting else 0
 
-    def has_capacity(self, demand: Demand, role: Role) -> bool:
-        """Return whether the request fits now, in one of the `roles`.
-
-        It must also fit when the worker is idle. A worker that computes prompts accepts another one
-        while its prompt backlog is short for its rate.
-        """
-        has_backlog = role is not Role.DECODE and self._has_prompt_backlog
-        return not has_backlog and self.has_space(demand, role)
-
-    def has_space(self, demand: Demand, role: Role) -> bool:
-        """Return `has_capacity` without regard to the prompt backlog.
-
-        Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for
-        all choices, so that slots above ``max_running`` remain for prompts.
-        """
-        if self.health not in READY or self.slots >= self.max_slots:
-            return False
-        output = self.max_output(demand, role)
-        if not output:
-            return False
-        if role is Role.PREFILL:
-            return True
-        if self.role is Role.PREFILL and self.max_running - self.slots < demand.slots(role):
-            return False
-        return demand.pages(role, self.paging, output).fits(self.pages_free)
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker takes requests and has a slot for another sequence."""
+        return self.slots < self.max_slots and self.health in READY
 
     @property
-    def _has_prompt_backlog(self) -> bool:
+    def has_prompt_backlog(self) -> bool:
+        """Whether a worker that computes prompts has too many to get another one."""
         limit, tokens = self.max_prompt_tokens, self.prompt_tokens
-        return limit is not None and tokens > 0 and tokens >= limit
+        return self.role is not Role.DECODE and limit is not None and 0 < tokens >= limit
+
+
+def with_space(
+    workers: Iterable[WorkerSnapshot], demand: Demand, role: Role, need: PageCount
+) -> list[WorkerSnapshot]:
+    """Return the workers that have the pages and slots that a request needs in a role.
+
+    Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for all
+    choices, so that slots above ``max_running`` remain for prompts.
+
+    Args:
+        workers: open workers (`WorkerSnapshot.is_open`).
+        need: pages for the output tokens of `WorkerSnapshot.max_output`.
+    """
+    if role is Role.PREFILL:
+        return list(workers)
+    exact, stored = need  # compared here instead of by `fits`, which takes most of the time
+    slots = demand.slots(role)
+    return [
+        worker
+        for worker in workers
+        if worker.pages_free.exact >= exact
+        and worker.pages_free.stored >= stored
+        and (worker.role is not Role.PREFILL or worker.max_running - worker.slots >= slots)
+    ]

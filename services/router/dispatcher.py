@@ -6,6 +6,7 @@ Therefore, large requests do not starve. Requests that other workers can take ar
 Reservations concern decoding: a reserved prefill worker still computes prompts for decode workers.
 """
 
+from collections.abc import Collection
 from random import Random
 
 from services.common.placement import (
@@ -15,11 +16,10 @@ from services.common.placement import (
     PlaceRequest,
     Registration,
     Release,
-    Role,
     WorkerAddress,
 )
 from services.router.admission import Admission, AdmissionLimits
-from services.router.capacity import USABLE, Demand, WorkerSnapshot
+from services.router.capacity import Demand
 from services.router.errors import (
     Closing,
     InvalidBody,
@@ -32,8 +32,9 @@ from services.router.errors import (
     UnknownModel,
 )
 from services.router.fleet import Fleet
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from services.router.policy import Pair, PolicyName, place
 from services.router.queue import PendingPlacement, PlacementQueue
+from services.router.roster import Claim, Reason, Roster
 
 
 class Dispatcher:
@@ -71,6 +72,7 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
+        self._claimed = 0  # version of the roster to which the claims of queued calls belong
 
     def is_settled(self, now: float) -> bool:
         """Return whether all live workers have registered."""
@@ -97,18 +99,21 @@ class Dispatcher:
         if self.closed:
             call.resolve(Closing("this router is shutting down"))
             return call
-        if self.fleet.has_seen(request.placement_id):
+        if self.fleet.has_seen(request.placement_id) or self.queue.find(request.placement_id):
             call.resolve(Released("this placement was released, or its id is in use"))
             return call
-        result = self._place(demand, self.fleet.snapshots(now))
-        if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
-            call.resolve(self._refusal(result.reason, request, now))
+        call.claim = self.fleet.roster(now).claim(demand)
+        if call.claim.reason is not Reason.BUSY:
+            call.resolve(self._refusal(call.claim.reason, request, now))
             return call
-        if isinstance(result, Pair) and not len(self.queue):
-            call.resolve(self._promise(result, call, now))
-            return call
-        self.queue.add(call)
-        self._place_waiting(now)
+        if not len(self.queue):
+            if pair := self._place(call):
+                call.resolve(self._promise(pair, call, now))
+                return call
+            self.queue.add(call)
+        else:
+            self.queue.add(call)
+            self._place_waiting(now)
         if not call.answered.is_set():
             self._admit(call)
         return call
@@ -180,35 +185,73 @@ class Dispatcher:
             self._answer(call, Closing("this router is shutting down"))
 
     def _place_waiting(self, now: float) -> None:
-        """Answer the queued calls that can be placed or refused, in order."""
+        """Answer the queued calls that can be placed or refused, in order.
+
+        Calls are examined until no claim of the queue can be served: calls with the same claim as a
+        call that waits are blocked by it.
+        """
         if not len(self.queue):
             return
-        workers = self.fleet.snapshots(now)
-        reserved: frozenset[str] = frozenset()
-        calls = list(self.queue)
-        queued = sum(call.demand.prompt_tokens for call in calls)
-        for call in calls:
-            if _is_blocked(call.demand, workers, reserved):
-                continue
-            result = self._place(call.demand, workers, reserved, queued - call.demand.prompt_tokens)
-            if isinstance(result, Pair):
-                self.admission.placed(call)
-                self._answer(call, self._promise(result, call, now))
-                queued -= call.demand.prompt_tokens
-                workers = self.fleet.snapshots(now)
-            elif result.reason is Reason.BUSY:
-                reserved |= result.candidates
-            else:
-                self._answer(call, self._refusal(result.reason, call.request, now))
+        roster = self.fleet.roster(now)
+        if roster.version != self._claimed:
+            self.queue.reclaim(lambda call: roster.claim(call.demand))
+            self._claimed = roster.version
+        left = self._servable(roster)
+        if not left:
+            return
+        answers: list[tuple[PendingPlacement, Placement | RouterException]] = []
+        reserved: set[str] = set()
+        queued = self.queue.prompt_tokens
+        try:
+            for call in self.queue.ordered(lambda call: call.claim in left):
+                claim = call.claim
+                if claim is None or claim not in left:
+                    continue
+                left[claim] -= 1
+                if claim.reason is not Reason.BUSY:
+                    answers.append((call, self._refusal(claim.reason, call.request, now)))
+                elif pair := self._place(call, reserved, queued - call.demand.prompt_tokens):
+                    answers.append((call, self._promise(pair, call, now)))
+                    queued -= call.demand.prompt_tokens
+                    self.fleet.roster(now)
+                else:
+                    reserved |= claim.candidates
+                    for blocked in [each for each in left if each.is_blocked(reserved)]:
+                        del left[blocked]
+                if not left.get(claim, 1):
+                    del left[claim]
+                if not left:
+                    break
+        finally:
+            for call, answer in answers:
+                if isinstance(answer, Placement):
+                    self.admission.placed(call)
+                self._answer(call, answer)
+
+    def _servable(self, roster: Roster) -> dict[Claim, int]:
+        """Return the claims of which a call may be answered now, with the numbers of their calls.
+
+        Reservations matter only on workers with capacity, with two exceptions: a slow worker gets a
+        prompt if faster ones are reserved, and calls that would be refused wait if all are.
+        """
+        claims = {claim: number for claim, number in self.queue.claims.items() if claim}
+        if roster.slow or any(claim.reason is not Reason.BUSY for claim in claims):
+            return claims
+        return {claim: number for claim, number in claims.items() if claim.is_open}
 
     def _place(
-        self,
-        demand: Demand,
-        workers: list[WorkerSnapshot],
-        reserved: frozenset[str] = frozenset(),
-        queued: int = 0,
-    ) -> Pair | NoPlacement:
-        return place(demand, workers, self._policy, self._rng, reserved=reserved, queued=queued)
+        self, call: PendingPlacement, reserved: Collection[str] = (), queued: int = 0
+    ) -> Pair | None:
+        pools = call.claim.pools if call.claim else ()
+        return place(
+            call.demand,
+            pools,
+            self._policy,
+            self._rng,
+            needs=call.needs,
+            reserved=reserved,
+            queued=queued,
+        )
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
         # Gateways ask again without exclusions, so only a call without them needs to wait.
@@ -225,20 +268,6 @@ class Dispatcher:
     def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
         self.queue.remove(call, served=isinstance(answer, Placement))
         call.resolve(answer)
-
-
-def _is_blocked(demand: Demand, workers: list[WorkerSnapshot], reserved: frozenset[str]) -> bool:
-    """Return whether every worker that could decode the request is reserved."""
-    blocked = False
-    for worker in workers:
-        if worker.health not in USABLE or worker.worker_id in demand.exclude:
-            continue
-        if demand.model not in (None, worker.model) or worker.roles == (Role.PREFILL,):
-            continue
-        if worker.worker_id not in reserved:
-            return False
-        blocked = True
-    return blocked
 
 
 def _exception_for(reason: Reason, request: PlaceRequest) -> RouterException:

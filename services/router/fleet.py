@@ -4,14 +4,18 @@ A new placement is a promise on each of its workers, until the worker's heartbea
 admitted, the request is released, or ``placement_ttl_s`` has passed. The load of a worker is the
 load in its last heartbeat plus its promises. No placement is counted twice.
 
+A change of a worker is noted, and `Fleet.roster` updates the index of the workers (see
+`services.router.roster`) by the noted ones only. Health that changes with the time is noted when
+its time has come.
+
 There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import islice
-from math import ceil
 from typing import TypeVar
 
 from services.common.listings import WorkerView
@@ -22,14 +26,16 @@ from services.common.placement import (
     Placement,
     Registration,
     Release,
+    Role,
     StepPace,
     WorkerAddress,
 )
-from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.matching import unmatched
 from services.router.policy import Pair
-from services.router.speed import noticeable, slowdown
+from services.router.roster import Roster
+from services.router.speed import slowdown
 from services.router.tracked_worker import TrackedWorker
 
 MAX_RETIRED = 4096
@@ -81,6 +87,10 @@ class Fleet:
         self._expiries: deque[tuple[float, str]] = deque()
         self._placements = 0
         self._unmatched: dict[str, str] | None = None  # None after a change of the registrations
+        self._peers: dict[tuple[Role, str], list[TrackedWorker]] = {}  # by role and model; same
+        self._roster = Roster()
+        self._changed: dict[str, None] = {}  # ids of the workers that the roster shows as they were
+        self._timers: list[tuple[float, str]] = []  # heap: when the health of workers may change
 
     @property
     def unmatched(self) -> dict[str, str]:
@@ -98,9 +108,11 @@ class Fleet:
         """
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
-        self._unmatched = None
         if known := self._find(worker_id, epoch):
             known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
+            if known.suspect_at is None:
+                self._time(known)
+            self._registrations_changed(worker_id)
             return
         if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
             raise QueueFull(
@@ -111,6 +123,7 @@ class Fleet:
             self._retire(worker_id, last)
         _store(self._epochs, worker_id, epoch)
         self._workers[worker_id] = TrackedWorker(registration, last_heartbeat_at=now)
+        self._registrations_changed(worker_id)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Update the load of a worker; return False if it must register first.
@@ -123,6 +136,9 @@ class Fleet:
         if worker is None:
             return False
         worker.load, worker.last_heartbeat_at, worker.snapshot = beat, now, None
+        self._changed[beat.worker_id] = None
+        if worker.suspect_at is None:
+            self._time(worker)
         worker.slowdown = slowdown(beat.pace, islice(self._paces_beside(worker), MAX_COMPARED))
         for placement_id in beat.admitted:
             worker.admit(placement_id, now)
@@ -133,7 +149,7 @@ class Fleet:
         self._retire(worker_id, epoch)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
-            self._unmatched = None
+            self._registrations_changed(worker_id)
 
     def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
@@ -151,6 +167,7 @@ class Fleet:
         for worker, role in pair.roles:
             known = self._workers[worker.worker_id]
             known.promise(placement_id, demand, role, self._placements, now)
+            self._changed[worker.worker_id] = None
         self._records[placement_id] = record
         self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
         if len(self._records) > self._limits.max_placements:
@@ -184,6 +201,8 @@ class Fleet:
             elif release.outcome is Outcome.FAILED and release.blame == address.worker_id:
                 backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
                 worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
+                self._changed[address.worker_id] = None
+                heappush(self._timers, (worker.probation_until, address.worker_id))
                 worker.failures += 1
         return now - record.placed_at
 
@@ -198,12 +217,21 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
-        if gone:
-            self._unmatched = None
-        removed = (self._workers.pop(worker_id).registration for worker_id in gone)
+        removed = [self._workers.pop(worker_id).registration for worker_id in gone]
+        for worker_id in gone:
+            self._registrations_changed(worker_id)
         return [
             WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in removed
         ]
+
+    def roster(self, now: float) -> Roster:
+        """Return the workers by shape, for the policy. It is updated by the next call."""
+        self._note_health(now)
+        for worker_id in self._changed:
+            if worker := self._workers.get(worker_id):
+                self._roster.update(self._snapshot(worker, now))
+        self._changed.clear()
+        return self._roster
 
     def snapshots(self, now: float) -> list[WorkerSnapshot]:
         """Return the state of every worker, for the policy."""
@@ -211,7 +239,11 @@ class Fleet:
 
     def views(self, now: float) -> list[WorkerView]:
         """Return the state of every worker, for operators."""
-        return [self._view(worker, now) for worker in self._workers.values()]
+        reasons = self.unmatched
+        return [
+            worker.view(self._health(worker, now), reasons.get(worker_id), now)
+            for worker_id, worker in self._workers.items()
+        ]
 
     @property
     def idle(self) -> bool:
@@ -238,11 +270,41 @@ class Fleet:
         for address in record.addresses:
             if worker := self._find(address.worker_id, address.epoch):
                 worker.forget(record.placement.placement_id)
+                self._changed[address.worker_id] = None
+
+    def _registrations_changed(self, worker_id: str) -> None:
+        """Note the registration or removal of a worker, on which the match of others depends."""
+        self._roster.remove(worker_id)
+        self._unmatched, self._peers = None, {}
+        self._changed = dict.fromkeys(self._workers)
+
+    def _time(self, worker: TrackedWorker) -> None:
+        """Set the time at which a worker becomes suspect unless it sends another heartbeat."""
+        worker.suspect_at = worker.last_heartbeat_at + self._limits.suspect_after_s
+        heappush(self._timers, (worker.suspect_at, worker.registration.worker_id))
+
+    def _note_health(self, now: float) -> None:
+        """Note the workers whose health may have changed because of the time."""
+        timed = []
+        while self._timers and self._timers[0][0] <= now:
+            time, worker_id = heappop(self._timers)
+            if worker := self._workers.get(worker_id):
+                self._changed[worker_id] = None
+                if time == worker.suspect_at:
+                    worker.suspect_at = None
+                    if now - worker.last_heartbeat_at <= self._limits.suspect_after_s:
+                        timed.append(worker)
+        for worker in timed:
+            self._time(worker)
 
     def _paces_beside(self, worker: TrackedWorker) -> Iterator[StepPace]:
         """Yield the pace of each other worker whose speed can be compared with that of this one."""
-        for other in self._workers.values():
-            if other is not worker and other.load and other.load.pace and worker.comparable(other):
+        key = worker.registration.role, worker.registration.model.name
+        if (peers := self._peers.get(key)) is None:
+            peers = [other for other in self._workers.values() if worker.comparable(other)]
+            self._peers[key] = peers
+        for other in peers:
+            if other is not worker and other.load and other.load.pace:
                 yield other.load.pace
 
     def _health(self, worker: TrackedWorker, now: float) -> WorkerHealth:
@@ -251,81 +313,11 @@ class Fleet:
 
     def _snapshot(self, worker: TrackedWorker, now: float) -> WorkerSnapshot:
         health = self._health(worker, now)
-        if worker.snapshot is not None and worker.snapshot.health is health:
-            return worker.snapshot
-        registration, load = worker.registration, worker.load
-        worker.snapshot = WorkerSnapshot(
-            worker_id=registration.worker_id,
-            epoch=registration.epoch,
-            role=registration.role,
-            address=registration.address,
-            model=registration.model.name,
-            compatibility=registration.compatibility,
-            health=health,
-            paging=Paging.of(registration),
-            pages_total=PageCount(registration.pages_total, _stored_total(registration)),
-            queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
-            prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompt_tokens,
-            max_prompt_tokens=self._max_prompt_tokens(worker),
-            slowdown=noticeable(worker.slowdown),
-            pages_free=PageCount(
-                (load.pages_free if load else 0) - worker.promised_pages,
-                (load.stored_free if load else 0) - worker.promised_stored,
-            ),
-            slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
-            max_slots=ceil(registration.max_running * self._limits.backlog),
-            max_running=registration.max_running,
-            decodes=registration.decodes,
-            overflow_tokens=registration.overflow_tokens,
-            last_placement=worker.last_placement,
-            reason=worker.reason(health, self.unmatched.get(registration.worker_id)),
-        )
+        if worker.snapshot is None or worker.snapshot.health is not health:
+            unmatched = self.unmatched.get(worker.registration.worker_id)
+            limits = self._limits
+            return worker.take_snapshot(health, unmatched, limits.backlog, limits.prompt_backlog_s)
         return worker.snapshot
-
-    def _max_prompt_tokens(self, worker: TrackedWorker) -> float | None:
-        """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
-
-        The mean delay until a worker reports a placement is added, so that it does not idle.
-        """
-        rate = worker.load.prompt_tokens_per_s if worker.load else 0.0
-        return rate * (self._limits.prompt_backlog_s + worker.admission_s) if rate else None
-
-    def _view(self, worker: TrackedWorker, now: float) -> WorkerView:
-        registration, load, health = worker.registration, worker.load, self._health(worker, now)
-        return WorkerView(
-            worker_id=registration.worker_id,
-            epoch=registration.epoch,
-            role=registration.role,
-            address=registration.address,
-            model=registration.model.name,
-            state=health,
-            reason=worker.reason(health, self.unmatched.get(registration.worker_id)),
-            queue_tokens=load.queue_tokens if load else 0,
-            promised_tokens=worker.promised_tokens,
-            prompt_tokens=load.prompt_tokens if load else 0,
-            prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
-            inter_token_s=load.inter_token_s if load else 0.0,
-            slowdown=worker.slowdown,
-            pages_free=load.pages_free if load else 0,
-            promised_pages=worker.promised_pages,
-            pages_total=registration.pages_total,
-            stored_free=load.stored_free if load else 0,
-            promised_stored=worker.promised_stored,
-            stored_total=_stored_total(registration),
-            running=load.running if load else 0,
-            waiting=load.waiting if load else 0,
-            kv_raw_bytes=load.kv_raw_bytes if load else 0,
-            kv_wire_bytes=load.kv_wire_bytes if load else 0,
-            kv_faster_raw_bytes=load.kv_faster_raw_bytes if load else 0,
-            silent_s=now - worker.last_heartbeat_at,
-            decodes=registration.decodes,
-            model_info=registration.model,
-            compatibility=registration.compatibility,
-        )
-
-
-def _stored_total(registration: Registration) -> int:
-    return registration.stored.total if registration.stored else 0
 
 
 def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:

@@ -19,16 +19,16 @@ early. Of the workers that can take it now, those are not used on which less tha
 output tokens fit as on the largest of them. A request never waits for a larger worker.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum, auto
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from math import inf
 from random import Random
 from typing import Protocol, TypeVar
 
-from services.common.placement import Compatibility, Role
-from services.router.capacity import USABLE, Demand, WorkerSnapshot
+from services.common.placement import Role
+from services.router.capacity import Demand, WorkerSnapshot, with_space
+from services.router.roster import Needs, Pool, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,6 @@ class Pair:
         return sum(worker.delay(demand, role) for worker, role in self.roles)
 
 
-class Reason(Enum):
-    """Reason why a request is not placed. Waiting helps only if it is `BUSY`."""
-
-    UNKNOWN_MODEL = auto()
-    AMBIGUOUS_MODEL = auto()  # several models are served and the request names none
-    TOO_LARGE = auto()
-    NO_WORKERS = auto()
-    BUSY = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class NoPlacement:
-    """Result if no pair was found.
-
-    Attributes:
-        candidates: ids of the workers that may decode the request later.
-    """
-
-    reason: Reason
-    candidates: frozenset[str] = frozenset()
-
-
 class Candidate(Protocol):
     """A worker or a pair of workers: the property that policies compare besides the delay."""
 
@@ -97,163 +75,163 @@ class PolicyName(StrEnum):
 
 def place(
     demand: Demand,
-    workers: Sequence[WorkerSnapshot],
+    pools: Iterable[Pool],
     policy: PolicyName,
     rng: Random,
     *,
-    reserved: frozenset[str] = frozenset(),
+    needs: Needs | None = None,
+    reserved: Collection[str] = (),
     queued: int = 0,
-) -> Pair | NoPlacement:
-    """Choose a compatible pair with capacity.
+) -> Pair | None:
+    """Choose a compatible pair with capacity; return None if there is none.
 
     Args:
+        pools: pools of the request's claim.
+        needs: results of earlier calls for the same request and workers, to which it adds.
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
         queued: prompt tokens of the other requests in the router's queue.
     """
-    named = {worker.model for worker in workers}
-    if demand.model is None and len(named) > 1:
-        return NoPlacement(Reason.AMBIGUOUS_MODEL)
-    if demand.model is not None and named and demand.model not in named:
-        return NoPlacement(Reason.UNKNOWN_MODEL)
-    offers = [
-        (w, role)
-        for w, role in _offers(demand, workers)
-        if w.worker_id not in demand.exclude
-        and (role is Role.PREFILL or w.worker_id not in reserved)
-        and w.has_space(demand, role)
-    ]
-    ready = _compatible_groups(
-        (w, role)
-        for w, role in offers
-        if w.has_capacity(demand, role) and not _is_worth_waiting(demand, w, role, offers, queued)
-    )
-    if not ready:
-        return _explain(demand, workers)
-    return _choose(demand, _larger(demand, ready), policy, rng)
-
-
-def _is_worth_waiting(
-    demand: Demand, slow: WorkerSnapshot, role: Role, offers: "list[Offer]", queued: int
-) -> bool:
-    """Return whether a prompt would be computed earlier after a wait than now on a slow worker.
-
-    It would wait for workers at full speed that have too many prompts for now. All queued prompts
-    count, also later ones: if the queue is long, slow workers must help.
-    """
-    if slow.slowdown == 1.0 or role is Role.DECODE or not demand.may_wait:
-        return False
-    fast = [
-        w
-        for w, other in offers
-        if other is role and w.slowdown == 1.0 and w.compatibility == slow.compatibility
-    ]
-    wait = min((w.delay(demand, role) for w in fast), default=inf) + queued / max(1, len(fast))
-    return wait < slow.delay(demand, role)
+    offers = _Offers(demand, pools, {} if needs is None else needs, reserved, queued)
+    groups = offers.groups()
+    return _choose(demand, _larger(demand, groups), policy, rng) if groups else None
 
 
 def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
     """Return whether one of the workers, or a compatible pair of them, can serve requests."""
-    return bool(_compatible_groups((w, role) for w in workers for role in w.roles))
+    return any(_decoders(workers))
 
 
 def context_length(workers: Iterable[WorkerSnapshot]) -> int | None:
     """Return the largest context of these workers; None if they cannot serve requests."""
-    groups = _compatible_groups((w, role) for w in workers for role in w.roles)
-    return max((w.context_length for group in groups for w in group.decoders), default=None)
+    return max((w.context_length for w in _decoders(workers)), default=None)
 
 
-def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
-    serving = list(_offers(demand, workers))
-    if _compatible_groups(serving) and not _compatible_groups(_sufficient(demand, serving)):
-        return NoPlacement(Reason.TOO_LARGE)
-    groups = _compatible_groups(_sufficient(demand, _usable(demand, workers)))
-    if not groups:
-        return NoPlacement(Reason.NO_WORKERS)
-    candidates = (w.worker_id for group in groups for w in group.decoders)
-    return NoPlacement(Reason.BUSY, frozenset(candidates))
-
-
-Offer = tuple[WorkerSnapshot, Role]
-"""A worker, and a role in which it can serve a request."""
-
-
-def _offers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
-    """Yield every role of every worker that serves the model."""
+def _decoders(workers: Iterable[WorkerSnapshot]) -> Iterator[WorkerSnapshot]:
+    """Yield the workers that can decode, alone or after a compatible prefill worker."""
+    workers = list(workers)
+    paired = {w.compatibility for w in workers if w.role is Role.PREFILL}
     for worker in workers:
-        if demand.model in (None, worker.model):
-            for role in worker.roles:
-                yield worker, role
-
-
-def _sufficient(demand: Demand, offers: Iterable[Offer]) -> Iterator[Offer]:
-    """Yield the offers of workers on which the request fits when they are idle."""
-    return ((w, role) for w, role in offers if w.max_output(demand, role))
-
-
-def _usable(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
-    """Yield the offers of workers that take requests now or soon."""
-    usable = (w for w in workers if w.health in USABLE and w.worker_id not in demand.exclude)
-    return _offers(demand, usable)
+        if Role.COLOCATED in worker.roles or (
+            worker.role is Role.DECODE and worker.compatibility in paired
+        ):
+            yield worker
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Compatible workers, by the role in which they can serve the request."""
+    """Compatible workers with capacity for a request, by role.
 
-    prefill: list[WorkerSnapshot] = field(default_factory=list)
-    decode: list[WorkerSnapshot] = field(default_factory=list)
-    colocated: list[WorkerSnapshot] = field(default_factory=list)
+    Those that would decode it are listed by the number of output tokens that fit on them.
 
-    def add(self, worker: WorkerSnapshot, role: Role) -> None:
-        match role:
-            case Role.PREFILL:
-                self.prefill.append(worker)
-            case Role.DECODE:
-                self.decode.append(worker)
-            case Role.COLOCATED:
-                self.colocated.append(worker)
+    Attributes:
+        alone: whether the workers are colocated.
+    """
+
+    alone: bool
+    prefill: list[WorkerSnapshot]
+    decode: dict[int, list[WorkerSnapshot]]
+    colocated: dict[int, list[WorkerSnapshot]]
 
     @property
-    def decoders(self) -> list[WorkerSnapshot]:
-        """Workers that can decode the request, alone or after a prefill worker of the group."""
-        return [*self.decode, *self.colocated] if self.prefill else self.colocated
+    def can_serve(self) -> bool:
+        return bool(self.colocated or (self.prefill and self.decode))
 
     @property
     def is_fallback(self) -> bool:
         """Whether prefill workers must decode because no decode worker can."""
         return bool(self.prefill) and not self.decode
 
-    def largest_output(self, demand: Demand) -> int:
-        """Return the output tokens that fit on the largest decoder.
+    @property
+    def largest_output(self) -> int:
+        """Output tokens that fit on the largest decoder.
 
         Prefill workers count only in a fallback.
         """
-        paired = bool(self.prefill and self.decode)
-        decoders, role = (self.decode, Role.DECODE) if paired else (self.colocated, Role.COLOCATED)
-        return max(w.max_output(demand, role) for w in decoders)
+        return max(self.decode if self.prefill and self.decode else self.colocated)
 
-    def with_output(self, demand: Demand, least: float) -> "_Group":
+    def with_output(self, least: float) -> "_Group":
         """Return the group without decoders on which fewer output tokens fit."""
-        decode = [w for w in self.decode if w.max_output(demand, Role.DECODE) >= least]
-        colocated = [w for w in self.colocated if w.max_output(demand, Role.COLOCATED) >= least]
-        return _Group(self.prefill, decode, colocated)
+        decode, colocated = (
+            {output: workers for output, workers in by_output.items() if output >= least}
+            for by_output in (self.decode, self.colocated)
+        )
+        return _Group(self.alone, self.prefill, decode, colocated)
 
 
-def _compatible_groups(offers: Iterable[Offer]) -> list[_Group]:
-    """Group workers by compatibility. Each colocated worker is a group of its own.
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """Workers with capacity for one request. The attributes are the arguments of `place`."""
 
-    Returns:
-        The groups that can serve the request.
-    """
-    shared: defaultdict[Compatibility, _Group] = defaultdict(_Group)
-    groups: list[_Group] = []
-    for worker, role in offers:
-        if worker.role is Role.COLOCATED:
-            groups.append(_Group(colocated=[worker]))
-        else:
-            shared[worker.compatibility].add(worker, role)
-    return [group for group in (*groups, *shared.values()) if group.decoders]
+    demand: Demand
+    pools: Iterable[Pool]
+    needs: Needs
+    reserved: Collection[str]
+    queued: int
+
+    def groups(self) -> list[_Group]:
+        """Return the groups of workers that can serve the request."""
+        found = []
+        for pool in self.pools:
+            if pool.is_open:
+                group = _Group(
+                    pool.alone,
+                    [w for ws in self._ready(pool, Role.PREFILL).values() for w in ws],
+                    self._ready(pool, Role.DECODE),
+                    self._ready(pool, Role.COLOCATED),
+                )
+                if group.can_serve:
+                    found.append(group)
+        return found
+
+    def _ready(self, pool: Pool, role: Role) -> dict[int, list[WorkerSnapshot]]:
+        """Return the workers with capacity in a role, by the output tokens that fit on them."""
+        by_output: dict[int, list[WorkerSnapshot]] = {}
+        for shape in pool.shapes[role]:
+            if shape.ready:
+                output, workers = self._with_space(shape, role, shape.ready)
+                if role is not Role.DECODE and self.demand.may_wait:
+                    workers = [
+                        worker
+                        for worker in workers
+                        if worker.slowdown == 1.0 or not self._is_worth_waiting(worker, role)
+                    ]
+                if workers:
+                    by_output.setdefault(output, []).extend(workers)
+        return by_output
+
+    def _with_space(
+        self, shape: Shape, role: Role, workers: Mapping[str, WorkerSnapshot]
+    ) -> tuple[int, list[WorkerSnapshot]]:
+        """Return the output tokens that fit, and the workers with space for them."""
+        demand = self.demand
+        if (need := self.needs.get((shape, role))) is None:
+            output = shape.sample.max_output(demand, role)
+            need = output, demand.pages(role, shape.sample.paging, output)
+            self.needs[shape, role] = need
+        output, pages = need
+        found = with_space(workers.values(), demand, role, pages) if output else []
+        barred = [demand.exclude] if role is Role.PREFILL else [demand.exclude, self.reserved]
+        for names in filter(None, barred):
+            found = [worker for worker in found if worker.worker_id not in names]
+        return output, found
+
+    def _is_worth_waiting(self, slow: WorkerSnapshot, role: Role) -> bool:
+        """Return whether a prompt would be computed earlier after a wait than now on a slow worker.
+
+        It would wait for workers at full speed that have too many prompts for now. All queued
+        prompts count, also later ones: if the queue is long, slow workers must help.
+        """
+        fast = [
+            worker
+            for pool in self.pools
+            for shape in pool.shapes[role]
+            if shape.sample.compatibility == slow.compatibility
+            for worker in self._with_space(shape, role, shape.open)[1]
+            if worker.slowdown == 1.0
+        ]
+        shortest = min((worker.delay(self.demand, role) for worker in fast), default=inf)
+        return shortest + self.queued / max(1, len(fast)) < slow.delay(self.demand, role)
 
 
 def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
@@ -261,25 +239,32 @@ def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
     if demand.least_tokens >= demand.max_tokens:
         return groups
     regular = [group for group in groups if not group.is_fallback] or groups
-    half = max(group.largest_output(demand) for group in regular) / 2
-    larger = (group.with_output(demand, half) for group in groups)
-    return [group for group in larger if group.decoders]
+    half = max(group.largest_output for group in regular) / 2
+    larger = (group.with_output(half) for group in groups)
+    return [group for group in larger if group.can_serve]
 
 
-def _choose(demand: Demand, groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
-    """Apply the policy to each role within each group, then to the resulting pairs."""
+def _choose(demand: Demand, groups: Iterable[_Group], policy: PolicyName, rng: Random) -> Pair:
+    """Apply the policy to each role within each group, then to the resulting pairs.
+
+    Each colocated worker is an alternative to the pairs of all groups.
+    """
     choose = _BY_NAME[policy]
     prefill, decode, alone = (_delay_as(role, demand) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
     for group in groups:
-        if group.prefill and group.decode:
-            pair = Pair(choose(group.prefill, prefill, rng), choose(group.decode, decode, rng))
+        colocated = [worker for workers in group.colocated.values() for worker in workers]
+        if group.alone:
+            pairs += [Pair(None, worker) for worker in colocated]
+        elif group.prefill and group.decode:
+            decoders = [worker for workers in group.decode.values() for worker in workers]
+            pair = Pair(choose(group.prefill, prefill, rng), choose(decoders, decode, rng))
             if policy is PolicyName.SHORTEST_QUEUE:
-                pair = _overflow(demand, pair, group.colocated, rng)
+                pair = _overflow(demand, pair, colocated, rng)
             pairs.append(pair)
         else:
-            pair = Pair(None, choose(group.colocated, alone, rng))
+            pair = Pair(None, choose(colocated, alone, rng))
             (fallbacks if group.is_fallback else pairs).append(pair)
     return choose(pairs or fallbacks, lambda pair: pair.delay(demand), rng)
 

@@ -1,17 +1,29 @@
 """Queue of placement requests: fair among tenants in tokens, by priority within a tenant."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 from services.common.fair_queue import FairQueue
 from services.common.placement import Placement, PlaceRequest
 from services.router.capacity import Demand
 from services.router.errors import RouterException
+from services.router.roster import Claim, Needs
+
+_MIN_DEADLINES = 64  # entries of the heap of deadlines below which it is not cleaned
 
 
 @dataclass(eq=False)
 class PendingPlacement:
-    """A placement request, which is answered exactly once. Times are in seconds."""
+    """A placement request, which is answered exactly once. Times are in seconds.
+
+    Attributes:
+        claim: workers that could serve the request, as long as the roster has the same version.
+        needs: pages that it needs on them.
+    """
 
     request: PlaceRequest
     demand: Demand
@@ -19,21 +31,23 @@ class PendingPlacement:
     deadline: float
     answer: Placement | RouterException | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+    claim: Claim | None = None
+    needs: Needs = field(default_factory=dict)
 
-    @property
+    @cached_property
     def tenant(self) -> str | None:
         return self.request.tenant
 
-    @property
+    @cached_property
     def weight(self) -> int:
         return self.request.weight
 
-    @property
+    @cached_property
     def cost(self) -> int:
         """Cost of the request, tokens."""
         return self.demand.cost
 
-    @property
+    @cached_property
     def urgency(self) -> tuple[bool, int]:
         """Sort key among the calls of a tenant: admitted requests first, then by priority."""
         return not self.request.admitted, -self.request.priority
@@ -45,22 +59,70 @@ class PendingPlacement:
 
 
 class PlacementQueue(FairQueue[PendingPlacement]):
-    """Queued placement requests. The dispatcher ensures that there are at most ``max_waiting``."""
+    """Queued placement requests. The dispatcher ensures that there are at most ``max_waiting``.
+
+    Attributes:
+        claims: number of queued calls by their claim.
+        prompt_tokens: prompt tokens of all queued calls.
+    """
 
     def __init__(self, max_waiting: int) -> None:
         super().__init__()
         self._max_waiting = max_waiting
+        self._by_id: dict[str, PendingPlacement] = {}
+        self._deadlines: list[tuple[float, int, PendingPlacement]] = []  # heap, with ended calls
+        self.claims: Counter[Claim | None] = Counter()
+        self.prompt_tokens = 0
 
     @property
     def overfull(self) -> bool:
         """Whether more than ``max_waiting`` calls are queued."""
         return len(self) > self._max_waiting
 
+    def add(self, item: PendingPlacement) -> None:
+        """Queue a call. No other queued call has its placement id."""
+        super().add(item)
+        self._by_id[item.request.placement_id] = item
+        self.claims[item.claim] += 1
+        self.prompt_tokens += item.demand.prompt_tokens
+        if len(self._deadlines) > _MIN_DEADLINES + 2 * len(self):
+            self._deadlines = [entry for entry in self._deadlines if self._has(entry[2])]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (item.deadline, self._arrivals, item))
+
+    def remove(self, item: PendingPlacement, *, served: bool = False) -> bool:
+        """Remove a call; see `FairQueue.remove`."""
+        if not super().remove(item, served=served):
+            return False
+        del self._by_id[item.request.placement_id]
+        self._uncount(item)
+        self.prompt_tokens -= item.demand.prompt_tokens
+        return True
+
+    def reclaim(self, claim: Callable[[PendingPlacement], Claim]) -> None:
+        """Set the claim of every queued call anew."""
+        for call in self:
+            self._uncount(call)
+            call.claim, call.needs = claim(call), {}
+            self.claims[call.claim] += 1
+
     def find(self, placement_id: str) -> PendingPlacement | None:
         """Return the queued call with this placement id, if there is one."""
-        calls = (call for line in self._lines.values() for _, _, call in line.entries)
-        return next((call for call in calls if call.request.placement_id == placement_id), None)
+        return self._by_id.get(placement_id)
 
     def overdue(self, now: float) -> list[PendingPlacement]:
-        """Return the calls whose deadline has passed."""
-        return [call for call in self if call.deadline <= now]
+        """Return the queued calls whose deadline has passed. Each call is returned once."""
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            call = heappop(self._deadlines)[2]
+            if self._has(call):
+                overdue.append(call)
+        return overdue
+
+    def _has(self, call: PendingPlacement) -> bool:
+        return self._by_id.get(call.request.placement_id) is call
+
+    def _uncount(self, call: PendingPlacement) -> None:
+        self.claims[call.claim] -= 1
+        if not self.claims[call.claim]:
+            del self.claims[call.claim]

@@ -1,7 +1,9 @@
 """One epoch of a registered worker: its last heartbeat, and the placements that it lacks."""
 
 from dataclasses import dataclass, field
+from math import ceil
 
+from services.common.listings import WorkerView
 from services.common.placement import Heartbeat, Registration, Role, WorkerState
 from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.speed import noticeable
@@ -39,6 +41,13 @@ class TrackedWorker:
     probation_until: float = float("-inf")
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
+    suspect_at: float | None = None  # when the fleet will check whether it is suspect
+
+    @property
+    def pages_total(self) -> PageCount:
+        """Numbers of pages that the worker has registered."""
+        stored = self.registration.stored
+        return PageCount(self.registration.pages_total, stored.total if stored else 0)
 
     @property
     def busy(self) -> bool:
@@ -113,6 +122,90 @@ class TrackedWorker:
             or _REASONS.get(health)
             or unmatched
             or (f"its steps take {slow:.1f} times as long as on the fastest" if slow > 1 else None)
+        )
+
+    def take_snapshot(
+        self, health: WorkerHealth, unmatched: str | None, backlog: float, prompt_backlog_s: float
+    ) -> WorkerSnapshot:
+        """Return the state of the worker, for the policy, and keep it in ``snapshot``.
+
+        Args:
+            unmatched: why it has no partner, or None.
+            backlog, prompt_backlog_s: see `RouterSettings`.
+        """
+        registration, load = self.registration, self.load
+        self.snapshot = WorkerSnapshot(
+            worker_id=registration.worker_id,
+            epoch=registration.epoch,
+            role=registration.role,
+            address=registration.address,
+            model=registration.model.name,
+            compatibility=registration.compatibility,
+            health=health,
+            paging=Paging.of(registration),
+            pages_total=self.pages_total,
+            queue_tokens=(load.queue_tokens if load else 0) + self.promised_tokens,
+            prompt_tokens=(load.prompt_tokens if load else 0) + self.promised_prompt_tokens,
+            max_prompt_tokens=self._max_prompt_tokens(prompt_backlog_s),
+            slowdown=noticeable(self.slowdown),
+            pages_free=PageCount(
+                (load.pages_free if load else 0) - self.promised_pages,
+                (load.stored_free if load else 0) - self.promised_stored,
+            ),
+            slots=(load.running + load.waiting if load else 0) + self.promised_slots,
+            max_slots=ceil(registration.max_running * backlog),
+            max_running=registration.max_running,
+            decodes=registration.decodes,
+            overflow_tokens=registration.overflow_tokens,
+            last_placement=self.last_placement,
+            reason=self.reason(health, unmatched),
+        )
+        return self.snapshot
+
+    def _max_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
+        """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
+
+        The mean delay until a worker reports a placement is added, so that it does not idle.
+        """
+        rate = self.load.prompt_tokens_per_s if self.load else 0.0
+        return rate * (prompt_backlog_s + self.admission_s) if rate else None
+
+    def view(self, health: WorkerHealth, unmatched: str | None, now: float) -> WorkerView:
+        """Return the state of the worker, for operators.
+
+        Args:
+            unmatched: why it has no partner, or None.
+        """
+        registration, load = self.registration, self.load
+        return WorkerView(
+            worker_id=registration.worker_id,
+            epoch=registration.epoch,
+            role=registration.role,
+            address=registration.address,
+            model=registration.model.name,
+            state=health,
+            reason=self.reason(health, unmatched),
+            queue_tokens=load.queue_tokens if load else 0,
+            promised_tokens=self.promised_tokens,
+            prompt_tokens=load.prompt_tokens if load else 0,
+            prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
+            inter_token_s=load.inter_token_s if load else 0.0,
+            slowdown=self.slowdown,
+            pages_free=load.pages_free if load else 0,
+            promised_pages=self.promised_pages,
+            pages_total=self.pages_total.exact,
+            stored_free=load.stored_free if load else 0,
+            promised_stored=self.promised_stored,
+            stored_total=self.pages_total.stored,
+            running=load.running if load else 0,
+            waiting=load.waiting if load else 0,
+            kv_raw_bytes=load.kv_raw_bytes if load else 0,
+            kv_wire_bytes=load.kv_wire_bytes if load else 0,
+            kv_faster_raw_bytes=load.kv_faster_raw_bytes if load else 0,
+            silent_s=now - self.last_heartbeat_at,
+            decodes=registration.decodes,
+            model_info=registration.model,
+            compatibility=registration.compatibility,
         )
 
 

@@ -1,5 +1,7 @@
 """Sample workers and requests for the tests of the router."""
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from services.common.placement import (
@@ -12,7 +14,10 @@ from services.common.placement import (
     StoredPages,
     WorkerState,
 )
-from services.router.capacity import PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router import policy as policies
+from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.policy import Pair, PolicyName
+from services.router.roster import Claim, Reason, Roster
 
 COMPATIBLE = Compatibility(
     model_hash="m0",
@@ -101,3 +106,20 @@ def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any)
     return PlaceRequest(
         **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )
+
+
+def place(
+    demand: Demand,
+    workers: Sequence[WorkerSnapshot],
+    policy: PolicyName,
+    rng: Random,
+    *,
+    reserved: frozenset[str] = frozenset(),
+    queued: int = 0,
+) -> Pair | Claim:
+    """Return the pair that is chosen among workers, or the claim that says why there is none."""
+    claim = Roster.of(workers).claim(demand)
+    if claim.reason is not Reason.BUSY:
+        return claim
+    pair = policies.place(demand, claim.pools, policy, rng, reserved=reserved, queued=queued)
+    return pair or claim

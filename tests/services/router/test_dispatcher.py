@@ -15,6 +15,7 @@ from services.router.errors import (
     NoWorkers,
     QueueFull,
     QueueTimeout,
+    Released,
     Starting,
     TooLarge,
     UnknownModel,
@@ -139,6 +140,18 @@ def test_queued_request_does_not_block_a_worker_it_excludes() -> None:
     router.heartbeat(beat("c1"), 0.1)
     assert picky.answer is None
     assert placed_on(router.submit(place_request(), 0.2)) == "c1"
+
+
+def test_id_of_a_queued_call_is_refused() -> None:
+    """Two placements with one id would count on a worker, of which a release ends only one."""
+    router = dispatcher("c0", pages_free=0)
+    first = place_request(wait_s=9)
+    queued = router.submit(first, 0.0)
+    assert isinstance(router.submit(first, 0.0).answer, Released)
+    router.heartbeat(beat("c0"), 0.1)
+    assert placed_on(queued) == "c0"
+    router.release(Release(placement_id=first.placement_id, outcome=Outcome.OK), 0.2)
+    assert router.fleet.views(0.2)[0].promised_tokens == 0
 
 
 def test_queue_length_is_bounded() -> None:

@@ -11,6 +11,7 @@ from services.router.errors import QueueFull, StaleEpoch
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair
 from tests.services.router.samples import beat, registration
+from tests.services.router.slow_policy import has_capacity
 
 LIMITS = FleetLimits(
     suspect_after_s=1.0,
@@ -56,26 +57,26 @@ def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
     name: str, role: Role, taken: bool
 ) -> None:
     fleet = fleet_of(name, limits=FleetLimits(prompt_backlog_s=0.5))
-    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    assert has_capacity(snapshot(fleet, name), DEMAND, role)
     fleet.heartbeat(beat(name, prompt_tokens=900), 0.1)
-    assert snapshot(fleet, name).has_capacity(DEMAND, role), "the rate is unknown"
+    assert has_capacity(snapshot(fleet, name), DEMAND, role), "the rate is unknown"
     fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_per_s=1000), 0.1)
-    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    assert has_capacity(snapshot(fleet, name), DEMAND, role)
     fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_per_s=1000), 0.1)
-    assert snapshot(fleet, name).has_capacity(DEMAND, role) is taken
+    assert has_capacity(snapshot(fleet, name), DEMAND, role) is taken
     fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_per_s=1e-3), 0.1)
-    assert snapshot(fleet, name).has_capacity(DEMAND, role), "an idle worker is slow, but free"
+    assert has_capacity(snapshot(fleet, name), DEMAND, role), "an idle worker is slow, but free"
 
 
 def test_promised_prompts_count_until_they_are_admitted() -> None:
     fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
     fleet.heartbeat(beat("p0", prompt_tokens_per_s=60), 0.1)
     for placement_id in "ab":
-        assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+        assert has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL)
         promise(fleet, placement_id)
-    assert not snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL), "34 of 30 tokens"
+    assert not has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL), "34 of 30 tokens"
     fleet.heartbeat(beat("p0", prompt_tokens_per_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
-    assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+    assert has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL)
     promise(fleet, "c")
     fleet.release(Release(placement_id="c", outcome=Outcome.CANCELLED), 0.3)
     assert snapshot(fleet, "p0").prompt_tokens == 3
@@ -177,7 +178,7 @@ def test_worker_that_is_not_ready_keeps_its_reason_and_gets_no_requests() -> Non
     fleet.heartbeat(blocked, 1.0)
     assert snapshot(fleet, "d0", 1.0).health is WorkerHealth.NOT_READY
     demand = Demand(prompt_tokens=1, max_tokens=1)
-    assert not snapshot(fleet, "d0", 1.0).has_capacity(demand, Role.DECODE)
+    assert not has_capacity(snapshot(fleet, "d0", 1.0), demand, Role.DECODE)
     (view,) = fleet.views(1.0)
     assert (view.state, view.reason) == ("not_ready", "no landing slots")
     fleet.heartbeat(beat("d0"), 2.0)

@@ -16,10 +16,18 @@ from services.router.app import build_dispatcher
 from services.router.capacity import READY, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
 from services.router.errors import TooLarge
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from services.router.policy import Pair, PolicyName
+from services.router.roster import Claim, Reason
 from services.router.settings import RouterSettings
 from tests.runtime.tiny import Record, drive, engine_of, request_of, tiny_checkpoint
-from tests.services.router.samples import COMPATIBLE, beat, place_request, registration, worker
+from tests.services.router.samples import (
+    COMPATIBLE,
+    beat,
+    place,
+    place_request,
+    registration,
+    worker,
+)
 
 CONTEXT = 32_768
 POOL = 16_384  # tokens
@@ -182,7 +190,7 @@ def test_space_of_the_decode_worker_counts() -> None:
     assert pair.decode.max_output(demand, Role.DECODE) == 16_384 + 1 - 2_000
 
 
-def decoder(found: Pair | NoPlacement) -> tuple[Role, str]:
+def decoder(found: Pair | Claim) -> tuple[Role, str]:
     """Return the worker that decodes, and its role."""
     assert isinstance(found, Pair), found
     return found.roles[-1][1], found.decode.worker_id
@@ -193,7 +201,7 @@ def sized(worker_id: str, tokens: int, role: Role = Role.COLOCATED) -> WorkerSna
     return replace(worker(worker_id, role), pages_total=pages, pages_free=pages)
 
 
-def chosen(demand: Demand, *workers: WorkerSnapshot) -> Pair | NoPlacement:
+def chosen(demand: Demand, *workers: WorkerSnapshot) -> Pair | Claim:
     return place(demand, workers, PolicyName.SHORTEST_QUEUE, Random(0))
 
 
@@ -238,7 +246,9 @@ def test_worker_with_fewer_batch_slots_than_choices_is_not_used() -> None:
     """Its engine refuses the request. Others may have more slots."""
     demand = Demand(20, 8, choices=5)
     small, large = sized("c0", POOL), replace(sized("c1", POOL), max_running=5)
-    assert chosen(demand, small) == NoPlacement(Reason.TOO_LARGE)
+    refusal = chosen(demand, small)
+    assert isinstance(refusal, Claim)
+    assert refusal.reason is Reason.TOO_LARGE
     pair = chosen(demand, replace(small, queue_tokens=0), replace(large, queue_tokens=500))
     assert isinstance(pair, Pair)
     assert pair.decode.worker_id == "c1"

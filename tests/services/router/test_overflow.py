@@ -11,9 +11,17 @@ from services.router.capacity import Demand, PageCount, WorkerHealth, WorkerSnap
 from services.router.dispatcher import Dispatcher
 from services.router.errors import NoWorkers, TooLarge
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from services.router.policy import Pair, PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
-from tests.services.router.samples import COMPATIBLE, beat, place_request, registration, worker
+from services.router.roster import Claim, Reason
+from tests.services.router.samples import (
+    COMPATIBLE,
+    beat,
+    place,
+    place_request,
+    registration,
+    worker,
+)
 
 BOUND = 100  # overflow_tokens of the decode workers
 DEMAND = Demand(prompt_tokens=17, max_tokens=16)  # prefill: 17 tokens; decode: 32 tokens, 2 pages
@@ -40,7 +48,7 @@ def chosen(
 ) -> str | Reason:
     """Return the ids of the chosen workers, as ``prefill+decode`` or ``alone``."""
     result = place(demand, workers, policy, Random(0), reserved=reserved)
-    if isinstance(result, NoPlacement):
+    if isinstance(result, Claim):
         return result.reason
     return "+".join(w.worker_id for w, _ in result.roles)
 
@@ -183,7 +191,8 @@ def test_candidates_include_prefill_workers_that_decode(
     workers: list[WorkerSnapshot], candidates: set[str]
 ) -> None:
     result = place(DEMAND, workers, PolicyName.SHORTEST_QUEUE, Random(0))
-    assert result == NoPlacement(Reason.BUSY, frozenset(candidates))
+    assert isinstance(result, Claim)
+    assert (result.reason, result.candidates) == (Reason.BUSY, frozenset(candidates))
 
 
 def test_request_is_too_large_only_if_no_worker_fits_it() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from services.common.placement import Role
 from services.router.capacity import USABLE, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
-from tests.services.router.samples import COMPATIBLE, worker
+from services.router.policy import Pair, PolicyName
+from services.router.roster import Claim, Reason
+from tests.services.router.samples import COMPATIBLE, place, worker
 
 OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
 ALL_POLICIES = list(PolicyName)
@@ -228,7 +229,7 @@ def test_reason_of_no_placement(
     demand: Demand, fleet: list[WorkerSnapshot], reason: Reason
 ) -> None:
     result = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(0))
-    assert isinstance(result, NoPlacement)
+    assert isinstance(result, Claim)
     assert result.reason is reason
 
 

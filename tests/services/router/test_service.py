@@ -44,8 +44,12 @@ async def queue_calls(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[
     full = beat("c0", pages_free=0)
     for path, body in (("register", registration("c0", Role.COLOCATED)), ("heartbeat", full)):
         await http.post(f"/v1/{path}", content=body.model_dump_json())
-    call = place_request(wait_s=30).model_dump_json()
-    calls = [asyncio.create_task(http.post("/v1/place", content=call)) for _ in range(count)]
+    calls = [
+        asyncio.create_task(
+            http.post("/v1/place", content=place_request(wait_s=30).model_dump_json())
+        )
+        for _ in range(count)
+    ]
     await until_metric(http, f"headrace_router_requests_waiting {count}.0")
     return calls
 

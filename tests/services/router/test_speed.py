@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from services.common.placement import Role, StepPace
 from services.router.capacity import Demand, WorkerSnapshot
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from services.router.policy import Pair, PolicyName
+from services.router.roster import Claim, Reason
 from services.router.speed import HALF_LIFE_S, NOTICEABLE, noticeable, slowdown
-from tests.services.router.samples import beat, registration, worker
+from tests.services.router.samples import beat, place, registration, worker
 from tests.services.router.test_policy import demands, fleets
 
 CLOSE = 1e-6  # relative error of products of floats
@@ -138,7 +139,8 @@ def test_prompt_waits_for_a_fast_worker_unless_that_takes_longer_or_it_must_not_
         assert isinstance(found, Pair)
         assert found.prefill is slow
     else:
-        assert found == NoPlacement(Reason.BUSY, frozenset({"d"}))
+        assert isinstance(found, Claim)
+        assert (found.reason, found.candidates) == (Reason.BUSY, frozenset({"d"}))
 
 
 def test_slow_worker_decodes_only_if_the_batches_of_the_others_are_full() -> None:

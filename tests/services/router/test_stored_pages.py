@@ -14,8 +14,9 @@ from runtime.engine.pages import SequencePages
 from services.common.placement import Role, StoredPages
 from services.router.capacity import Demand, PageCount, Paging, WorkerSnapshot
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
-from tests.services.router.samples import beat, registration, worker
+from services.router.policy import Pair, PolicyName
+from services.router.roster import Claim, Reason
+from tests.services.router.samples import beat, place, registration, worker
 
 STORED = StoredPages(total=1000, sink_pages=SINK_PAGES, window=WINDOW)
 PAGING = Paging(16, STORED)
@@ -86,7 +87,8 @@ def test_decode_worker_needs_stored_pages_and_a_window(free: PageCount, placed: 
     if placed:
         assert isinstance(result, Pair)
     else:
-        assert result == NoPlacement(Reason.BUSY, frozenset({"d0"}))
+        assert isinstance(result, Claim)
+        assert (result.reason, result.candidates) == (Reason.BUSY, frozenset({"d0"}))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_decode_worker_needs_stored_pages_and_a_window(free: PageCount, placed: 
 def test_largest_request_of_a_colocated_worker(demand: Demand, reason: Reason) -> None:
     busy = compressed("c0", Role.COLOCATED, PageCount(0, 0))
     result = place(demand, [busy], PolicyName.SHORTEST_QUEUE, Random(0))
-    assert isinstance(result, NoPlacement)
+    assert isinstance(result, Claim)
     assert result.reason is reason
 
 

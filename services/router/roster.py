@@ -1,0 +1,244 @@
+"""Index of the workers by what they can serve, kept up to date worker by worker.
+
+Workers with the same model, role, compatibility and size have one `Shape`: the output tokens and
+pages of a request are computed once for all of them. The shapes of compatible workers of a model
+form a `Pool`. An event changes the entries of the workers that it concerns and no others.
+
+What a request can be placed on at all, its `Claim`, depends on the registered and usable workers,
+not on their load. Claims are computed again only when `Roster.version` has changed.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.common.placement import Role
+from services.router.capacity import USABLE, Demand, PageCount, WorkerSnapshot
+
+Needs = dict[tuple["Shape", Role], tuple[int, PageCount]]
+"""Output tokens of a request that fit on the workers of a shape in a role, and their pages."""
+
+MAX_CLAIMS = 1024
+"""Maximum number of claims that are remembered to be shared among requests."""
+_POOL_KEY = 3  # number of fields in the key of a pool, with which the key of a shape begins
+
+
+class Reason(Enum):
+    """Reason why a request is not placed. Waiting helps only if it is `BUSY`."""
+
+    UNKNOWN_MODEL = auto()
+    AMBIGUOUS_MODEL = auto()  # several models are served and the request names none
+    TOO_LARGE = auto()
+    NO_WORKERS = auto()
+    BUSY = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Pool:
+    """Workers of one model that can serve requests together, or colocated workers.
+
+    Attributes:
+        alone: whether the workers are colocated. Each of them serves requests alone.
+        shapes: the shapes of the pool, by role.
+    """
+
+    alone: bool
+    shapes: dict[Role, list["Shape"]] = field(default_factory=lambda: {role: [] for role in Role})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers of the pool may have capacity for a request."""
+        if any(shape.ready for shape in self.shapes[Role.COLOCATED]):
+            return True
+        pair = (self.shapes[Role.PREFILL], self.shapes[Role.DECODE])
+        return all(any(shape.ready for shape in shapes) for shapes in pair)
+
+
+@dataclass(eq=False, slots=True)
+class Shape:
+    """Workers with the same model, role, compatibility, size and options.
+
+    Attributes:
+        sample: one of the workers. Its load is not used.
+        members: ids of all registered workers.
+        usable: ids of the workers that take requests now or soon.
+        open: workers that are ready and have a free slot.
+        ready: those of them that also take prompts now.
+    """
+
+    sample: WorkerSnapshot
+    pool: Pool
+    members: set[str] = field(default_factory=set)
+    usable: dict[str, None] = field(default_factory=dict)
+    open: dict[str, WorkerSnapshot] = field(default_factory=dict)
+    ready: dict[str, WorkerSnapshot] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """What a request can be placed on, whatever the load of the workers is.
+
+    Requests with the same answer share one claim.
+
+    Attributes:
+        reason: why the request cannot be placed, or `BUSY` if it can be, now or later.
+        candidates: ids of the workers that may decode the request.
+        decoders: ids of the usable workers that could decode a request of another size.
+        pools: pools of the candidates.
+    """
+
+    reason: Reason
+    candidates: frozenset[str] = frozenset()
+    decoders: frozenset[str] = frozenset()
+    pools: tuple[Pool, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a worker may have capacity for the request."""
+        return any(pool.is_open for pool in self.pools)
+
+    def is_blocked(self, reserved: Collection[str]) -> bool:
+        """Return whether all workers that could decode the request are reserved for others."""
+        if self.reason is Reason.BUSY:
+            return self.candidates.issubset(reserved)
+        return bool(self.decoders) and self.decoders.issubset(reserved)
+
+
+class Roster:
+    """The registered workers by shape.
+
+    Attributes:
+        version: number of changes of the registered or usable workers.
+        slow: ids of the open workers that compute prompts and have a slowdown.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.slow: set[str] = set()
+        self._shapes: dict[tuple[object, ...], Shape] = {}
+        self._pools: dict[tuple[object, ...], Pool] = {}
+        self._by_worker: dict[str, tuple[tuple[object, ...], Shape]] = {}
+        self._claims: dict[tuple[object, ...], Claim] = {}
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerSnapshot]) -> "Roster":
+        """Return the roster of these workers."""
+        roster = cls()
+        for worker in workers:
+            roster.update(worker)
+        return roster
+
+    def update(self, worker: WorkerSnapshot) -> None:
+        """Set the state of a worker. Its shape must be that of its last update."""
+        name = worker.worker_id
+        known = self._by_worker.get(name)
+        shape = known[1] if known else self._add(worker)
+        if (worker.health in USABLE) is not (name in shape.usable):
+            self._changed()
+            if worker.health in USABLE:
+                shape.usable[name] = None
+            else:
+                del shape.usable[name]
+        is_open = worker.is_open
+        _keep(shape.open, worker, is_open)
+        _keep(shape.ready, worker, is_open and not worker.has_prompt_backlog)
+        if is_open and worker.slowdown != 1.0 and worker.role is not Role.DECODE:
+            self.slow.add(name)
+        else:
+            self.slow.discard(name)
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a worker, if it is present."""
+        if (known := self._by_worker.pop(worker_id, None)) is None:
+            return
+        self._changed()
+        self.slow.discard(worker_id)
+        key, shape = known
+        shape.members.discard(worker_id)
+        for entries in (shape.usable, shape.open, shape.ready):
+            entries.pop(worker_id, None)
+        if not shape.members:
+            del self._shapes[key]
+            for role in shape.sample.roles:
+                shape.pool.shapes[role].remove(shape)
+            if not any(shape.pool.shapes.values()):
+                del self._pools[key[:_POOL_KEY]]
+
+    def claim(self, demand: Demand) -> Claim:
+        """Return what a request can be placed on."""
+        models = {shape.sample.model for shape in self._shapes.values()}
+        serving = [s for s in self._shapes.values() if demand.model in (None, s.sample.model)]
+        if demand.model is None and len(models) > 1:
+            return self._claim(Reason.AMBIGUOUS_MODEL, (), serving, demand.exclude)
+        if models and not serving:
+            return self._claim(Reason.UNKNOWN_MODEL)
+        offers = [(shape, role) for shape in serving for role in shape.sample.roles]
+        fitting = [(s, role) for s, role in offers if s.sample.max_output(demand, role)]
+        usable = [(s, role) for s, role in fitting if _has_others(s.usable, demand.exclude)]
+        decoders = tuple(_decoders(usable))
+        if decoders:
+            return self._claim(Reason.BUSY, decoders, serving, demand.exclude)
+        too_large = any(_decoders(offers)) and not any(_decoders(fitting))
+        reason = Reason.TOO_LARGE if too_large else Reason.NO_WORKERS
+        return self._claim(reason, (), serving, demand.exclude)
+
+    def _claim(
+        self,
+        reason: Reason,
+        candidates: tuple[Shape, ...] = (),
+        serving: Iterable[Shape] = (),
+        exclude: frozenset[str] = frozenset(),
+    ) -> Claim:
+        able = tuple(s for s in serving if s.sample.roles != (Role.PREFILL,))
+        key = (reason, candidates, able, exclude)
+        if (claim := self._claims.get(key)) is None:
+            if len(self._claims) >= MAX_CLAIMS:
+                self._claims = {}
+            claim = self._claims[key] = Claim(
+                reason,
+                frozenset(name for shape in candidates for name in shape.usable) - exclude,
+                frozenset(name for shape in able for name in shape.usable) - exclude,
+                tuple({shape.pool: None for shape in candidates}),
+            )
+        return claim
+
+    def _add(self, worker: WorkerSnapshot) -> Shape:
+        pool_key = (worker.model, worker.compatibility, worker.role is Role.COLOCATED)
+        size = (worker.paging, worker.pages_total, worker.max_running)
+        key: tuple[object, ...] = (*pool_key, worker.role, worker.decodes, *size)
+        if (shape := self._shapes.get(key)) is None:
+            pool = self._pools.setdefault(pool_key, Pool(worker.role is Role.COLOCATED))
+            shape = self._shapes[key] = Shape(worker, pool)
+            for role in worker.roles:
+                pool.shapes[role].append(shape)
+        shape.members.add(worker.worker_id)
+        self._by_worker[worker.worker_id] = (key, shape)
+        self._changed()
+        return shape
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._claims = {}
+
+
+def _keep(entries: dict[str, WorkerSnapshot], worker: WorkerSnapshot, kept: bool) -> None:
+    if kept:
+        entries[worker.worker_id] = worker
+    else:
+        entries.pop(worker.worker_id, None)
+
+
+def _has_others(names: Collection[str], excluded: frozenset[str]) -> bool:
+    """Return whether there are names that are not excluded."""
+    return len(names) > len(excluded) or any(name not in excluded for name in names)
+
+
+def _decoders(offers: Iterable[tuple[Shape, Role]]) -> Iterator[Shape]:
+    """Yield the shapes that can decode a request, alone or with a prefill worker of their pool."""
+    by_pool: dict[Pool, dict[Role, list[Shape]]] = {}
+    for shape, role in offers:
+        by_pool.setdefault(shape.pool, {}).setdefault(role, []).append(shape)
+    for roles in by_pool.values():
+        if Role.PREFILL in roles:
+            yield from roles.get(Role.DECODE, ())
+        yield from roles.get(Role.COLOCATED, ())
