@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
+MAX_TOKENS = 1 << 31  # maximum tokens of one request
 MAX_PAGES = 1 << 31
+MAX_QUEUE_TOKENS = (1 << 63) - 1  # maximum tokens of all requests of a worker
 MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
@@ -23,6 +24,7 @@ Address = Annotated[
 ]
 Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+QueueTokens = Annotated[int, Field(ge=0, le=MAX_QUEUE_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]

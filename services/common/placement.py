@@ -44,6 +44,7 @@ from services.common.messages import (
     Message,
     Pages,
     PlacementId,
+    QueueTokens,
     Sequences,
     Tokens,
     WorkerId,
@@ -166,7 +167,7 @@ class Registration(Message):
     stored: StoredPages | None = None
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
     decodes: bool = False
-    overflow_tokens: Tokens | None = None
+    overflow_tokens: QueueTokens | None = None
 
 
 class StepPace(Message):
@@ -213,8 +214,8 @@ class Heartbeat(Message):
     worker_id: WorkerId
     epoch: Epoch
     state: WorkerState
-    queue_tokens: Tokens
-    prompt_tokens: Tokens = 0
+    queue_tokens: QueueTokens
+    prompt_tokens: QueueTokens = 0
     prompt_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     inter_token_s: Annotated[float, Field(ge=0)] = 0.0
     pace: StepPace | None = None

@@ -134,6 +134,23 @@ async def test_queued_place_call_that_is_cancelled_leaves_the_queue(cluster: Clu
         await cluster.until_released()
 
 
+async def test_place_call_that_is_cancelled_while_its_answer_is_sent_leaves_no_load(
+    cluster: Cluster,
+) -> None:
+    async with open_client(cluster) as client:
+        for iterations in range(0, 40, 2):
+            cluster.beat(pages_free=0, running=1)
+            task = asyncio.create_task(client.place(REQUEST))
+            await until(lambda: len(cluster.dispatcher.queue) == 1)
+            cluster.beat()
+            assert cluster.view.promised_tokens, "the router has placed the call"
+            await _iterations(iterations)
+            if task.done():
+                (await task).__exit__(None, None, None)
+            await _cancel(task)
+            await cluster.until_released()
+
+
 async def test_request_that_is_cancelled_at_any_moment_leaves_no_load(
     cluster: Cluster, model: ServedModel
 ) -> None:

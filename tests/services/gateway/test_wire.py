@@ -1,6 +1,7 @@
 """Conversion of requests to and from protobuf, by field name."""
 
 from headrace.v1 import inference_pb2, sampling_pb2
+from services.common.messages import MAX_TOKENS
 from services.common.placement import Placement, WorkerAddress
 from services.common.token_ids import unpack_tokens
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
@@ -56,3 +57,20 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         request, colocated, attempt=0, max_tokens=9, replayed=(), stop_token_ids=(), deadline_s=1.0
     )
     assert not message.HasField("prefill")
+
+
+def test_largest_placement_fits_the_fields_of_the_start_message() -> None:
+    largest = GenerationOptions(n=1, max_tokens=9, seed=0)
+    request = GenerationRequest(RequestContext("r", None, 0.0, 1.0), (1,), 9, 0, largest)
+    decode = WorkerAddress(worker_id="d" * 64, epoch="e" * 64, address="h:1")
+    placement = Placement(placement_id="x" * 64, prefill=None, decode=decode, max_tokens=MAX_TOKENS)
+    sent = start_stream_message(
+        request,
+        placement,
+        attempt=1000,
+        max_tokens=placement.max_tokens,
+        replayed=[],
+        stop_token_ids=[(1 << 32) - 1],
+        deadline_s=1.0,
+    ).request
+    assert (sent.max_tokens, sent.attempt) == (MAX_TOKENS, 1000)

@@ -4,9 +4,11 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.errors import SettingsError
-from services.common.placement import Placement, WorkerAddress
+from services.common.messages import MAX_TOKENS
+from services.common.placement import Heartbeat, Placement, Role, WorkerAddress
+from services.router.fleet import Fleet, FleetLimits
 from services.router.settings import RouterSettings
-from tests.services.router.samples import COMPATIBLE, beat
+from tests.services.router.samples import COMPATIBLE, beat, registration
 
 
 def test_mismatches_name_every_field_that_differs() -> None:
@@ -53,3 +55,18 @@ def test_messages_survive_serialization() -> None:
 def test_contradicting_settings_are_an_error() -> None:
     with pytest.raises(SettingsError, match="longer than suspect_after_s"):
         RouterSettings.load(["--suspect-after-s", "20"], program="headrace router")
+
+
+def test_queue_may_have_more_tokens_than_one_request() -> None:
+    """A worker that cannot report its load becomes suspect, and gets no requests."""
+    tokens = MAX_TOKENS + 1
+    load = Heartbeat.model_validate_json(
+        beat("d0", queue_tokens=tokens, prompt_tokens=tokens).model_dump_json()
+    )
+    worker = registration("d0", Role.DECODE, overflow_tokens=tokens)
+    fleet = Fleet(FleetLimits())
+    fleet.register(worker, 0.0)
+    assert fleet.heartbeat(load, 0.0)
+    assert fleet.views(0.0)[0].queue_tokens == tokens
+    (found,) = fleet.snapshots(0.0)
+    assert (found.queue_tokens, found.overflow_tokens) == (tokens, tokens)
