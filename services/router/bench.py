@@ -1,9 +1,12 @@
-"""Latency under each policy, and CPU time of a placement: ``python -m services.router.bench``.
+"""Latency under each policy, and CPU time of the router: ``python -m services.router.bench``.
 
 Simulates two prefill and three decode workers of unequal speed (`services.router.simulation`) with
 Poisson arrivals. Prompt and output lengths are those of FDC's Table 6, times ``--scale``. All
 policies get the same requests. The column ``floor`` is the p99 latency of the same requests if each
 of them ran alone on the fastest workers.
+
+The CPU time is that of one placement, and that of a loaded router (`services.router.load_bench`).
+``--workloads`` without a name measures the CPU time only.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from statistics import fmean, quantiles
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
+from services.router.load_bench import GOAL, LOADS, Cost, Load, LoadBench
 from services.router.policy import PolicyName
 from services.router.queue import PlacementQueue
 from services.router.simulated_workers import heartbeat, registration
@@ -51,11 +55,11 @@ class Row:
 
 def main() -> None:
     options = _options()
-    print(
-        f"{'workload':<11}{'policy':<15}{'p50 s':>8}{'p99 s':>8}{'floor':>8}{'p99/floor':>10}",
-        end="",
-    )
-    print(f"{'p99/random':>12} (min–max)")
+    if options.workloads:
+        print(
+            f"{'workload':<11}{'policy':<15}{'p50 s':>8}{'p99 s':>8}{'floor':>8}{'p99/floor':>10}"
+            f"{'p99/random':>12} (min–max)"
+        )
     rows = []
     for workload in options.workloads:
         for row in compare(
@@ -68,18 +72,40 @@ def main() -> None:
                 f"{row.to_random:>12.2f} ({row.to_random_least:.2f}–{row.to_random_most:.2f})",
                 flush=True,
             )
-    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (5, 64)}
+    costs = [_print_cost(load, options.seconds) for load in options.loads]
+    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (5, 64, 256)}
     for workers, cost_us in decisions.items():
         print(f"place and release among {workers} workers: {cost_us:.0f} µs")
     if options.json:
         report = {
-            "options": {key: value for key, value in vars(options).items() if key != "json"},
+            "options": {k: v for k, v in vars(options).items() if k not in ("json", "loads")},
             "python": platform.python_version(),
             "machine": f"{platform.system()} {platform.machine()}",
             "latency": [asdict(row) for row in rows],
+            "loads": [
+                asdict(load) | asdict(cost) for load, cost in zip(options.loads, costs, strict=True)
+            ],
             "decision_us": decisions,
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _print_cost(load: Load, seconds: float) -> Cost:
+    """Measure and print the cost of a load, with the bounds of the largest one."""
+    cost = LoadBench(load).run(seconds)
+    p99_ms, goal_ms = cost.heartbeat_p99_s * 1e3, GOAL.heartbeat_p99_s * 1e3
+    print(
+        f"{load.workers} workers, {cost.queued} queued, {cost.placements_per_s:.0f} placements/s: "
+        f"{cost.core:.1%} of a core (goal {GOAL.core:.0%}, ratio {cost.core / GOAL.core:.2f}), "
+        f"heartbeat p99 {p99_ms:.1f} ms (goal {goal_ms:.0f}, ratio {p99_ms / goal_ms:.2f})",
+        flush=True,
+    )
+    return cost
+
+
+def _load(text: str) -> Load:
+    workers, queued, rate = text.split(",")
+    return Load(int(workers), int(queued), float(rate))
 
 
 def compare(
@@ -146,7 +172,16 @@ def decision_s(workers: int, calls: int = 500) -> float:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m services.router.bench")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--loads",
+        nargs="*",
+        type=_load,
+        default=LOADS,
+        metavar="WORKERS,QUEUED,PLACEMENTS_PER_S",
+        help="loads of which the CPU time is measured",
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="simulated seconds of a load")
     parser.add_argument("--jobs", type=int, default=1500, help="number of requests in a run")
     parser.add_argument(
         "--seeds", type=int, default=5, help="number of runs of each policy, each with its own seed"

@@ -235,7 +235,7 @@ class Dispatcher:
         prompt if faster ones are reserved, and calls that would be refused wait if all are.
         """
         claims = {claim: number for claim, number in self.queue.claims.items() if claim}
-        if roster.slow or any(claim.reason is not Reason.BUSY for claim in claims):
+        if roster.has_slow or any(claim.reason is not Reason.BUSY for claim in claims):
             return claims
         return {claim: number for claim, number in claims.items() if claim.is_open}
 

@@ -158,8 +158,8 @@ class Fleet:
         demand = replace(demand, max_tokens=decode.max_output(demand, role))
         placement = Placement(
             placement_id=placement_id,
-            prefill=_address(pair.prefill) if pair.prefill else None,
-            decode=_address(pair.decode),
+            prefill=self._workers[pair.prefill.worker_id].address if pair.prefill else None,
+            decode=self._workers[pair.decode.worker_id].address,
             max_tokens=demand.max_tokens,
             model=self._workers[pair.decode.worker_id].registration.model,
         )
@@ -217,12 +217,10 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
-        removed = [self._workers.pop(worker_id).registration for worker_id in gone]
+        removed = [self._workers.pop(worker_id).address for worker_id in gone]
         for worker_id in gone:
             self._registrations_changed(worker_id)
-        return [
-            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in removed
-        ]
+        return removed
 
     def roster(self, now: float) -> Roster:
         """Return the workers by shape, for the policy. It is updated by the next call."""
@@ -325,7 +323,3 @@ def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:
     memory.move_to_end(key)
     if len(memory) > MAX_RETIRED:
         memory.popitem(last=False)
-
-
-def _address(worker: WorkerSnapshot) -> WorkerAddress:
-    return WorkerAddress(worker_id=worker.worker_id, epoch=worker.epoch, address=worker.address)

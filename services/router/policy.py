@@ -173,13 +173,11 @@ class _Offers:
         """Return the groups of workers that can serve the request."""
         found = []
         for pool in self.pools:
-            if pool.is_open:
-                group = _Group(
-                    pool.alone,
-                    [w for ws in self._ready(pool, Role.PREFILL).values() for w in ws],
-                    self._ready(pool, Role.DECODE),
-                    self._ready(pool, Role.COLOCATED),
-                )
+            decode = self._ready(pool, Role.DECODE)
+            colocated = self._ready(pool, Role.COLOCATED)
+            if decode or colocated:
+                prefill = [w for ws in self._ready(pool, Role.PREFILL).values() for w in ws]
+                group = _Group(pool.alone, prefill, decode, colocated)
                 if group.can_serve:
                     found.append(group)
         return found
@@ -190,7 +188,7 @@ class _Offers:
         for shape in pool.shapes[role]:
             if shape.ready:
                 output, workers = self._with_space(shape, role, shape.ready)
-                if role is not Role.DECODE and self.demand.may_wait:
+                if shape.slow and self.demand.may_wait:
                     workers = [
                         worker
                         for worker in workers
@@ -273,7 +271,7 @@ _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
 def _delay_as(role: Role, demand: Demand) -> Callable[[WorkerSnapshot], float]:
-    return lambda worker: worker.delay(demand, role)
+    return lambda w: w.queue_tokens if w.slowdown == 1.0 else w.delay(demand, role)
 
 
 def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
@@ -294,6 +292,8 @@ def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng
 def _least(candidates: Sequence[C], key: Callable[[C], float], rng: Random) -> C:
     keys = [key(candidate) for candidate in candidates]
     least = min(keys)
+    if keys.count(least) == 1:
+        return candidates[keys.index(least)]
     return rng.choice([c for c, value in zip(candidates, keys, strict=True) if value == least])
 
 

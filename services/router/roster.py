@@ -64,6 +64,7 @@ class Shape:
         usable: ids of the workers that take requests now or soon.
         open: workers that are ready and have a free slot.
         ready: those of them that also take prompts now.
+        slow: ids of the open workers that compute prompts and have a slowdown.
     """
 
     sample: WorkerSnapshot
@@ -72,6 +73,7 @@ class Shape:
     usable: dict[str, None] = field(default_factory=dict)
     open: dict[str, WorkerSnapshot] = field(default_factory=dict)
     ready: dict[str, WorkerSnapshot] = field(default_factory=dict)
+    slow: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,12 +111,10 @@ class Roster:
 
     Attributes:
         version: number of changes of the registered or usable workers.
-        slow: ids of the open workers that compute prompts and have a slowdown.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self.slow: set[str] = set()
         self._shapes: dict[tuple[object, ...], Shape] = {}
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._by_worker: dict[str, tuple[tuple[object, ...], Shape]] = {}
@@ -143,18 +143,18 @@ class Roster:
         _keep(shape.open, worker, is_open)
         _keep(shape.ready, worker, is_open and not worker.has_prompt_backlog)
         if is_open and worker.slowdown != 1.0 and worker.role is not Role.DECODE:
-            self.slow.add(name)
+            shape.slow.add(name)
         else:
-            self.slow.discard(name)
+            shape.slow.discard(name)
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker, if it is present."""
         if (known := self._by_worker.pop(worker_id, None)) is None:
             return
         self._changed()
-        self.slow.discard(worker_id)
         key, shape = known
         shape.members.discard(worker_id)
+        shape.slow.discard(worker_id)
         for entries in (shape.usable, shape.open, shape.ready):
             entries.pop(worker_id, None)
         if not shape.members:
@@ -163,6 +163,11 @@ class Roster:
                 shape.pool.shapes[role].remove(shape)
             if not any(shape.pool.shapes.values()):
                 del self._pools[key[:_POOL_KEY]]
+
+    @property
+    def has_slow(self) -> bool:
+        """Whether an open worker that computes prompts has a slowdown."""
+        return any(shape.slow for shape in self._shapes.values())
 
     def claim(self, demand: Demand) -> Claim:
         """Return what a request can be placed on."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from services.common.listings import WorkerView
-from services.common.placement import Heartbeat, Registration, Role, WorkerState
+from services.common.placement import Heartbeat, Registration, Role, WorkerAddress, WorkerState
 from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.speed import noticeable
 
@@ -41,7 +41,18 @@ class TrackedWorker:
     probation_until: float = float("-inf")
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
+    _address: WorkerAddress | None = None
     suspect_at: float | None = None  # when the fleet will check whether it is suspect
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Id, epoch and address that the worker has registered."""
+        known, new = self._address, self.registration
+        if known is None or known.address != new.address:
+            known = self._address = WorkerAddress(
+                worker_id=new.worker_id, epoch=new.epoch, address=new.address
+            )
+        return known
 
     @property
     def pages_total(self) -> PageCount:
