@@ -15,7 +15,14 @@ from services.common.placement import (
     WorkerState,
 )
 from services.router import policy as policies
-from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import (
+    Demand,
+    PageCount,
+    Paging,
+    WorkerHealth,
+    WorkerSnapshot,
+    with_space,
+)
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason, Roster
 
@@ -106,6 +113,14 @@ def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any)
     return PlaceRequest(
         **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )
+
+
+def has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
+    """Return whether a request fits on a worker now, in one of its roles."""
+    output = worker.max_output(demand, role)
+    need = demand.pages(role, worker.paging, output)
+    takes = worker.is_open and not worker.has_prompt_backlog
+    return bool(takes and output and with_space([worker], demand, role, need))
 
 
 def place(

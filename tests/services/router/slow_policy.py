@@ -47,7 +47,7 @@ class KeyedRandom(Random):
         return sorted(population, key=self._key)[:k]
 
 
-def has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
+def _has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
     """Return whether a request fits on a worker now, in one of its roles."""
     return not (role is not Role.DECODE and worker.has_prompt_backlog) and _has_space(
         worker, demand, role
@@ -96,7 +96,7 @@ def place(
     ready = _compatible_groups(
         (w, role)
         for w, role in offers
-        if has_capacity(w, demand, role) and not _is_worth_waiting(demand, w, role, offers, queued)
+        if _has_capacity(w, demand, role) and not _is_worth_waiting(demand, w, role, offers, queued)
     )
     if not ready:
         return _explain(demand, workers)

@@ -10,8 +10,7 @@ from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair
-from tests.services.router.samples import beat, registration
-from tests.services.router.slow_policy import has_capacity
+from tests.services.router.samples import beat, has_capacity, registration
 
 LIMITS = FleetLimits(
     suspect_after_s=1.0,
