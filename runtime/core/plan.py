@@ -53,12 +53,14 @@ class StepPlan:
         decode: sequences to decode. The last token of a sequence may be in flight: sampled by a
             launched step, but not yet read by the host.
         reserved: groups admitted in this step whose KV will arrive from another worker.
+        deferred: groups submitted since the last step that wait to become `reserved`.
         refused: pairs of request id and reason.
     """
 
     chunks: list[Chunk]
     decode: list[Sequence]
     reserved: list[SequenceGroup]
+    deferred: list[SequenceGroup]
     refused: list[tuple[str, RuntimeFault]]
 
     @property

@@ -25,6 +25,9 @@ class Add:
 class Reserve:
     """Allocate pages for a request's tokens. Another worker will send their KV.
 
+    The step that takes the command reports the request in `StepOutput.reserved` or, if it must wait
+    for pages or batch slots, in `StepOutput.deferred`. A later step then reports it as reserved.
+
     Tokens of the prompt that the other worker evicts get no pages.
     """
 
@@ -128,6 +131,7 @@ class StepOutput:
         computed: chunks whose computation was launched. Chunks of a preempted sequence are
             reported again.
         reserved: pages allocated for requests whose KV another worker will send.
+        deferred: ids of requests in a `Reserve` of this step for which there are no pages yet.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request
             is reported again when its prefill restarts.
@@ -139,6 +143,7 @@ class StepOutput:
     finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
+    deferred: list[str] = field(default_factory=list)
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

@@ -164,9 +164,9 @@ class Engine:
         """Take commands and schedule the step that `compute` will run.
 
         Returns:
-            Results known before the computation: ``refused``, ``reserved``, ``started``, and
-            ``ended`` for requests whose choices had all finished when their KV arrived. If the
-            in-flight step must be read before the next launch, its tokens are included.
+            Results known before the computation: ``refused``, ``reserved``, ``deferred``,
+            ``started``, and ``ended`` for requests whose choices had all finished when their KV
+            arrived. If the in-flight step must be read first, its tokens are included.
 
         Raises:
             ValueError: a request id was added twice, or KV arrived for a request without a
@@ -180,13 +180,13 @@ class Engine:
             self._in_flight = None
         plan = self.planned = self._scheduler.plan()
         output.refused += plan.refused
+        output.deferred += [group.request.id for group in plan.deferred]
         if plan.reserved:
             ready = record_event(self.model.device)
-            output.reserved += [
-                Reserved(group.request.id, tuple(first.pages), ready, tuple(first.stored))
-                for group in plan.reserved
-                for first in group.sequences[:1]
-            ]
+            for group in plan.reserved:
+                first = group.sequences[0]
+                pages, stored = tuple(first.pages), tuple(first.stored)
+                output.reserved.append(Reserved(group.request.id, pages, ready, stored))
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 
@@ -214,7 +214,8 @@ class Engine:
     def step(self, incoming: Items[Command]) -> StepOutput:
         """Run `plan`, then `compute`, and return both outputs as one."""
         planned, output = self.plan(incoming), self.compute()
-        output.reserved, output.started = planned.reserved, planned.started
+        output.reserved, output.deferred = planned.reserved, planned.deferred
+        output.started = planned.started
         output.tokens = planned.tokens + output.tokens
         output.finished = planned.finished + output.finished
         output.refused = planned.refused + output.refused

@@ -189,9 +189,10 @@ class Scheduler:
             self.drop(group.request.id)
             fault = QueueFull(f"{self._limits.max_waiting} requests are already waiting")
             refused.append((group.request.id, fault))
+        deferred = [g for g in self._waiting.take_fresh() if g.purpose is Purpose.RECEIVE]
         decode = [sequence for sequence in decode if sequence.running]
         chunks = choose_chunks(self._prefilling, len(decode), self._limits, self._page_size)
-        return StepPlan(chunks, decode, reserved, refused)
+        return StepPlan(chunks, decode, reserved, deferred, refused)
 
     def computed(self, chunk: Chunk) -> None:
         """Record a computed chunk. A group leaves the prefill queue after its last chunk."""

@@ -20,7 +20,7 @@ class WaitingQueue(list[SequenceGroup]):
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self._fresh: list[SequenceGroup] = []  # submitted since the last call of `overflow`
+        self._fresh: list[SequenceGroup] = []  # submitted since the last call of `take_fresh`
 
     def submit(self, group: SequenceGroup) -> None:
         """Add a new group, which is the youngest."""
@@ -32,7 +32,7 @@ class WaitingQueue(list[SequenceGroup]):
         insort(self, group, key=age)
 
     def overflow(self) -> Iterator[SequenceGroup]:
-        """Yield groups submitted since the last call, newest first, while there are too many.
+        """Yield groups that `take_fresh` would return, newest first, while there are too many.
 
         The caller removes each of them.
         """
@@ -41,4 +41,12 @@ class WaitingQueue(list[SequenceGroup]):
                 break
             if group in self:
                 yield group
+
+    def take_fresh(self) -> list[SequenceGroup]:
+        """Return the groups submitted since the last call that still wait."""
+        if not self._fresh:
+            return []
+        waiting = set(self)
+        fresh = [group for group in self._fresh if group in waiting]
         self._fresh.clear()
+        return fresh

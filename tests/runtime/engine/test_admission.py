@@ -111,3 +111,15 @@ def test_prompt_tokens_count_what_is_left_to_compute_here(model: Model) -> None:
     assert engine.prompt_tokens < 68 + 30
     drive(engine)
     assert engine.prompt_tokens == 0
+
+
+def test_reservation_that_must_wait_is_reported_once_as_deferred(model: Model) -> None:
+    engine = engine_of(model, pages=4)
+    output = engine.step([Reserve(request_of(n, 20)) for n in "abc"])
+    assert [reserved.id for reserved in output.reserved] == ["a", "b"]
+    assert output.deferred == ["c"]
+    output = engine.step([Reserve(request_of("d", 20))])
+    assert output.deferred == ["d"]
+    output = engine.step([Cancel("a"), Add(request_of("e", 20))])
+    assert [reserved.id for reserved in output.reserved] == ["c"]
+    assert output.deferred == []
