@@ -2,7 +2,11 @@
 
 import pytest
 
+from runtime.core.limits import Limits
+from runtime.core.sequence import Purpose
 from runtime.engine.pages import SequencePages
+from runtime.engine.scheduler import Scheduler
+from tests.runtime.tiny import request_of
 
 
 @pytest.mark.parametrize(
@@ -19,3 +23,20 @@ def test_a_step_needs_at_most_one_page_of_each_kind_that_the_format_has(
     exact: int, stored: int, running: int, suffice: bool
 ) -> None:
     assert SequencePages(exact, stored, 16).suffice_for_step(running) is suffice
+
+
+def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(Limits(16, 64), num_pages=100, page_size=16, context_length=400)
+    for number in range(8):
+        scheduler.submit(request_of(str(number), 40), Purpose.GENERATE)
+    for chunk in scheduler.plan().chunks:
+        scheduler.computed(chunk)
+        scheduler.run(chunk.group.sequences[0])
+    searches: list[object] = []
+    monkeypatch.setattr(scheduler.pages, "lacking", lambda batch: searches.append(batch) or [])
+    assert scheduler.num_running == 8
+    assert not scheduler.must_preempt
+    assert not searches
+    scheduler.pages.exact.allocate(scheduler.pages.free.exact - 7)
+    assert not scheduler.must_preempt
+    assert len(searches) == 1
