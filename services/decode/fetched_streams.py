@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from functools import partial
 
 import structlog
 
 from headrace.v1 import error_pb2, prefill_pb2
 from runtime.core.window import stored_pages
-from runtime.engine import Arrived, Cancel, Reserve, StepOutput
+from runtime.engine import Arrived, Cancel, Reserve, Reserved, StepOutput
 from runtime.errors import InvalidRequest
 from runtime.kv.pages import pages_for
 from services.common.tracing import Kind
@@ -29,6 +28,18 @@ log = structlog.get_logger()
 class FetchedStreams(StreamService):
     """Streams of gateways whose KV is fetched from prefill workers.
 
+    Pages are acquired in one order: **decode pages before prefill pages**. A prompt on a prefill
+    worker then never waits for decode pages while its own pages keep out prompts that have decode
+    pages, so that workers cannot wait for each other in a cycle. It does not depend on what routers
+    know or promise.
+
+    A stream submits its reservation before it asks the prefill worker. If few pages are free, it
+    waits for them first. Otherwise it asks at once (it is *early*), because the next step almost
+    certainly reserves them. If that step defers the reservation nevertheless, the stream gives the
+    prefill back at once, waits in its place in the engine's queue, and asks again once it has
+    pages. The wait of an early stream is therefore bounded by one step of this worker, and no
+    prompt is computed more than twice for this reason.
+
     With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
     """
 
@@ -37,11 +48,15 @@ class FetchedStreams(StreamService):
         self._receiver, self._settings = receiver, settings
 
     def deliver(self, output: StepOutput) -> None:
-        """Pass reserved pages to the streams that wait for them, then the rest of the output."""
+        """Pass on which pages are reserved or deferred, then the rest of the output."""
         for reserved in output.reserved:
             stream = self.streams.get(reserved.id)
             if stream and stream.reserved and not stream.reserved.done():
                 stream.reserved.set_result(reserved)
+        for key in output.deferred:
+            stream = self.streams.get(key)
+            if stream and stream.early:
+                stream.early.reschedule(asyncio.get_running_loop().time())
         super().deliver(output)
 
     def _refusal(self, stream: Stream) -> str | None:
@@ -54,7 +69,7 @@ class FetchedStreams(StreamService):
             super()._admit(stream)
             return
         stream.reserved = asyncio.get_running_loop().create_future()
-        stream.transfer = asyncio.create_task(self._fetch(stream))
+        stream.transfer = asyncio.create_task(self._fetch(stream, stream.reserved))
         stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
 
     def _free(self, stream: Stream) -> None:
@@ -70,10 +85,10 @@ class FetchedStreams(StreamService):
         if stream.key not in self.streams:
             self._worker.engine.submit(Cancel(stream.key))
 
-    async def _fetch(self, stream: Stream) -> None:
+    async def _fetch(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
         """Fetch the prompt's KV and start to decode, or end the stream with an error."""
         try:
-            await self._fetch_kv(stream)
+            await self._reserve_and_fetch(stream, reserved)
         except FetchFailed as failure:
             log.warning("fetch failed", **stream.log_fields, reason=failure.message[:300])
             stream.session.fail(stream, failure.code, failure.message, failure.worker_id)
@@ -82,27 +97,41 @@ class FetchedStreams(StreamService):
             code, me = error_pb2.ERROR_CODE_INTERNAL, self._worker.identity.worker_id
             stream.session.fail(stream, code, f"fetch failed: {error!r}", me)
 
-    async def _fetch_kv(self, stream: Stream) -> None:
+    async def _reserve_and_fetch(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
+        """Reserve pages and fetch the prompt's KV, in the order that the class describes.
+
+        Raises:
+            FetchFailed: the KV did not arrive.
+        """
+        is_early = self._has_room()
+        self._submit(stream, Reserve(stream.request))
+        if is_early:
+            stream.early = asyncio.timeout(None)
+            try:
+                async with stream.early:
+                    await self._fetch_kv(stream, reserved)
+                return
+            except TimeoutError:
+                log.info("prefill given back: no pages are free", **stream.log_fields)
+            finally:
+                stream.early = None
+        with stream.span.child("reserve"):
+            await reserved
+        await self._fetch_kv(stream, reserved)
+
+    async def _fetch_kv(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
         """Fetch the prompt's KV into reserved pages, then add the sequence to the batch.
 
         Raises:
             FetchFailed: the KV did not arrive.
         """
-        if stream.reserved is None:
-            raise RuntimeError("the stream has no page reservation")
-        reserve = partial(self._submit, stream, Reserve(stream.request))
-        has_room = self._has_room()
-        if not has_room:  # a prompt is not computed before there are pages for it
-            reserve()
-            with stream.span.child("reserve"):
-                await stream.reserved
         digest: asyncio.Future[str] | None = None
         attributes = {"headrace.prefill_worker": stream.start.prefill.worker_id}
 
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
             if stream.key in self.streams:
-                digest = self._digest(stream)  # runs before the next step
+                digest = self._digest(stream, reserved.result())  # runs before the next step
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
                 stream.decoding = True
                 stream.start_decoding()
@@ -115,11 +144,10 @@ class FetchedStreams(StreamService):
                 key=stream.key,
                 prefill=stream.start.prefill,
                 request=stream.start.request,
-                reserved=stream.reserved,
+                reserved=reserved,
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
-                on_computing=reserve if has_room else None,
                 samples_first=self._sent_tokens(stream).computed == len(stream.request.tokens),
                 span=span,
             )
@@ -129,9 +157,10 @@ class FetchedStreams(StreamService):
         self._record(stream, times, None if digest is None else await digest)
 
     def _has_room(self) -> bool:
-        """Return whether the next step will reserve the pages of all streams that wait for them.
+        """Return whether the next step will probably reserve the pages of all waiting streams.
 
-        Half of the pages and of the batch are left for running sequences.
+        Half of the pages and of the batch are left for running sequences. The load is that after
+        the last step, so the answer may be wrong, which costs a prefill that is given back.
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
@@ -146,9 +175,13 @@ class FetchedStreams(StreamService):
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them.
 
+        Those of a prompt that is computed again are dropped, because they were sent before.
+
         Raises:
             ForeignSegment: a token is malformed; none is sent then.
         """
+        if stream.first:
+            return False
         request, model = stream.request, self._worker.identity.model
         try:
             stream.first += [
@@ -171,11 +204,11 @@ class FetchedStreams(StreamService):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    def _digest(self, stream: Stream) -> "asyncio.Future[str] | None":
+    def _digest(self, stream: Stream, reserved: Reserved) -> "asyncio.Future[str] | None":
         """Start to compute the digest of a prompt's pages, if that is enabled."""
-        if not self._settings.kv_digest or stream.reserved is None:
+        if not self._settings.kv_digest:
             return None
-        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream).kept
+        tokens = self._sent_tokens(stream).kept
         return self._worker.engine.run(
             lambda engine: digest_pages(engine, reserved.pages, tokens, reserved.stored)
         )

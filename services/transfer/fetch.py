@@ -52,8 +52,6 @@ class Fetch:
         on_verified: called at most once, when all KV is verified and in the pages, with the times
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
-        on_computing: called when the prefill worker starts to compute. It is not called for a
-            sequence that ends with its first tokens.
         samples_first: whether the prefill worker samples first tokens. It does not if the decode
             worker knows them, see `sent_tokens`.
         span: span of the fetch, below which the prefill worker's span will be.
@@ -68,7 +66,6 @@ class Fetch:
     on_first: Callable[[pb.FirstTokens], bool]
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
-    on_computing: Callable[[], None] | None = None
     samples_first: bool = True
     span: Span = NO_SPAN
     closed: bool = False

@@ -198,8 +198,6 @@ class Receiver:
                 if progress.computing:
                     raise ForeignSegment("the start of the computation was announced twice")
                 progress.computing = True
-                if fetch.on_computing is not None:
-                    fetch.on_computing()
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
                 progress.times.start(event.first_tokens)
@@ -233,7 +231,7 @@ class Receiver:
 
     def _join(self, fetch: Fetch) -> None:
         """Request landing slots, once a sequence has pages and its computation has started."""
-        if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
+        if fetch.key in self._subscriptions and not fetch.closed and not fetch.reserved.cancelled():
             self.landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:

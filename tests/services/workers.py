@@ -41,14 +41,22 @@ SLOT_BYTES = 1 << 14
 _numbers = itertools.count(1)
 
 
-def load(*, codebooks: bool = False, kv_format: str = "dense", kv_eviction: float = 0.0) -> Loaded:
+def load(
+    *,
+    codebooks: bool = False,
+    kv_format: str = "dense",
+    kv_eviction: float = 0.0,
+    pages: int = 64,
+) -> Loaded:
     """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
     tiny = Model(tiny_checkpoint(), kv_format=kv_format)
     stored = 64 * tiny.layout.has_stored
-    engine = engine_of(tiny, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction)
+    engine = engine_of(
+        tiny, pages=pages, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction
+    )
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,
@@ -77,12 +85,13 @@ def load(*, codebooks: bool = False, kv_format: str = "dense", kv_eviction: floa
     return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes, 1 << 20)
 
 
-def loaded_of(settings: WorkerSettings) -> Loaded:
-    """Return a loaded worker with these settings."""
+def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
+    """Return a loaded worker with these settings and this number of KV pages."""
     loaded = load(
         codebooks=settings.codec != "raw",
         kv_format=settings.kv_format,
         kv_eviction=settings.kv_eviction,
+        pages=pages,
     )
     return replace(loaded, sizes=sizes_of(loaded, settings))
 
@@ -144,12 +153,13 @@ class Site:
         make_agent: Callable[[str], TransferAgent] = TransferAgent,
         *,
         started: bool = True,
+        pages: int = 64,
         **changes: object,
     ) -> Prefill:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = loaded_of(settings)
+        loaded = loaded_of(settings, pages)
         slab = loaded.new_slab()
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
@@ -172,12 +182,13 @@ class Site:
         make_agent: Callable[[str], TransferAgent] = TransferAgent,
         *,
         started: bool = True,
+        pages: int = 64,
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, "ping_timeout_s": 20, **changes}
         )
-        loaded = loaded_of(settings)
+        loaded = loaded_of(settings, pages)
         landing = loaded.new_slab()
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)

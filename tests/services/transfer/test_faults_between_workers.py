@@ -83,24 +83,27 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         assert all(bool((plane == 7).all()) for plane in decode.planes()), steps
 
 
-async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) -> None:
+async def test_prefill_is_requested_early_only_if_ample_pages_are_free(site: Site) -> None:
     """Reservations that are not made yet count as well as those of running sequences."""
-    prefill, decode = await site.prefill(started=False), await site.decode(slots=2)
+    prefill = await site.prefill(started=False)
+    decode = await site.decode(started=False, slots=2)
     worker = decode.worker
     assert worker.service._has_room()
     stream = open_stream(decode, prefill, 1, TOKENS)
     await until(lambda: prefill.worker.sender.active == 1)
     assert stream.reserved is not None
-    assert not stream.reserved.done(), "pages are reserved before the prompt is computed"
+    assert not stream.reserved.done(), "the engine has not started"
     assert worker.service._has_room()
     request = stream.request
     more = (1,) * (worker.engine.load.pages_free // 2 * PAGE_SIZE)
     stream.request = replace(request, tokens=request.tokens + more)
     assert not worker.service._has_room()
     stream.request = request
+    decode.worker.engine.start()
+    await until(stream.reserved.done)
+    assert not prefill.worker.engine.load.steps, "pages are reserved before the prompt is computed"
     prefill.worker.engine.start()
     await until(lambda: decode.worker.idle)
-    assert stream.reserved.done()
 
 
 async def test_computation_announced_twice_fails_the_fetch(site: Site) -> None:

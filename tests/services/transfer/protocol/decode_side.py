@@ -192,9 +192,9 @@ class DecodeSide:
             on_first=_goes_on,
             on_verified=partial(self._check_verified, number),
             deadline_s=DEADLINE_S,
-            on_computing=partial(self._wanted.append, number),
         )
         self._results[number] = "running", int(epoch)
+        self._wanted.append(number)
         task = self._loop.create_task(self._receiver.fetch(fetch))
         self._tasks[number] = task
         task.add_done_callback(partial(self._ended, number))
