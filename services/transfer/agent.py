@@ -152,6 +152,8 @@ class TransferAgent:
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
         """Make a peer readable. This cancels a removal of the peer that is in progress.
 
+        What the metadata adds to earlier ones, such as another slab, is then readable, too.
+
         Raises (through the future):
             PeerRefused: malformed metadata, metadata of another agent, or a known peer.
             PeerLost: the peer does not answer.

@@ -124,12 +124,8 @@ class NixlAgent:
 
     def add_peer(self, name: str, metadata: bytes, future: "Future[None]") -> None:
         peer = self._peers.get(name)
-        if peer is not None:
-            if not peer.removals:
-                raise PeerRefused(f"peer {name} was added already")
-            _settle(peer.removals)
-            future.set_result(None)
-            return
+        if peer is not None and not peer.removals:
+            raise PeerRefused(f"peer {name} was added already")
         try:
             found = self._nixl.loadRemoteMD(metadata).decode(errors="replace")
         except self._unreachable as error:
@@ -140,7 +136,10 @@ class NixlAgent:
             if found not in self._peers:
                 self._nixl.invalidateRemoteMD(found)
             raise PeerRefused(f"metadata of peer {name} names {found}")
-        self._peers[name] = _Peer()
+        if peer is None:
+            self._peers[name] = _Peer()
+        else:  # NIXL has added to what it knew, and running READs continue
+            _settle(peer.removals)
         future.set_result(None)
 
     def remove_peer(self, name: str, future: "Future[None]") -> None:
