@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.core.limits import Limits
-from runtime.core.sequence import Purpose
+from runtime.core.sequence import Purpose, Sequence
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
 from tests.runtime.tiny import request_of
@@ -32,8 +32,13 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
     for chunk in scheduler.plan().chunks:
         scheduler.computed(chunk)
         scheduler.run(chunk.group.sequences[0])
-    searches: list[object] = []
-    monkeypatch.setattr(scheduler.pages, "lacking", lambda batch: searches.append(batch) or [])
+    searches: list[list[Sequence]] = []
+
+    def lacking(batch: list[Sequence]) -> list[Sequence]:
+        searches.append(batch)
+        return []
+
+    monkeypatch.setattr(scheduler.pages, "lacking", lacking)
     assert scheduler.num_running == 8
     assert not scheduler.must_preempt
     assert not searches
