@@ -38,6 +38,10 @@ _LAUNCH_S = 1.5e-3
 """Delay of the acknowledgement when the KV of a sequence is complete, in seconds, so that the
 engine's thread gets the interpreter lock to launch the first step."""
 
+_REASON_S = 0.5
+"""Time in which a sender may say why it ended a sequence of which a segment fails verification, in
+seconds. When a lease expires during a READ, the slot may already hold another sequence."""
+
 
 class Receiver:
     """Owns the landing slab and its credits. READs and decodes run on the transfer thread.
@@ -289,6 +293,7 @@ class Receiver:
             subscription.disconnect()
             raise
         except (codec.CodecError, FrameError):
+            await asyncio.sleep(_REASON_S)  # cancelled if the sender's reason ends the fetch
             self._metrics.integrity_failures.inc()
             raise
         ready, read = pulled.ready, pulled.read
