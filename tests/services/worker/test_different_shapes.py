@@ -55,8 +55,8 @@ async def test_other_batches_chunks_and_numbers_of_pages_are_served(
 ) -> None:
     expected, loaded_of = await _tokens(site, {}, {}), workers.loaded_of
 
-    def different(settings: Any) -> Loaded:
-        loaded = loaded_of(settings)
+    def different(settings: Any, pages: int) -> Loaded:
+        loaded = loaded_of(settings, pages)
         if type(settings).__name__.lower().startswith(role):
             loaded = replace(loaded, engine=engine_of(loaded.engine.model, **changes))
         return loaded

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from runtime.core.request import SampledToken
+from runtime.engine import Reserve, StepOutput
+from services.decode.fetched_streams import FetchedStreams
 from services.transfer.credit import CreditPool
 from services.transfer.extent import Extent
 from services.transfer.fetch import FetchProgress
@@ -16,6 +19,8 @@ from services.transfer.pulls import Pull
 from services.transfer.sender import Sender
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import SlotRef
+from services.worker.streams import Stream
+from tests.services.transfer.protocol.paged_engine import PageBounds
 from tests.services.transfer.protocol.parts import Bounds
 
 
@@ -33,7 +38,7 @@ class Bug:
     method: str
     replacement: Callable[[Any], Any]
     violation: str
-    bounds: Bounds
+    bounds: Bounds | PageBounds
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -127,6 +132,31 @@ def _forget_to_share(_: object) -> Callable[..., Any]:
     return mutated
 
 
+def _reserve_late(reserve_and_fetch: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutated(self: FetchedStreams, stream: Stream, reserved: Any) -> None:
+        if not self._has_room():
+            await reserve_and_fetch(self, stream, reserved)
+            return
+        push = stream.session.push
+
+        def reserve(stream: Stream, first: SampledToken) -> None:
+            push(stream, first)
+            self._submit(stream, Reserve(stream.request))
+
+        with patch.object(stream.session, "push", reserve):
+            await self._fetch_kv(stream, reserved)
+
+    return mutated
+
+
+def _ignore_deferred(deliver: Callable[..., Any]) -> Callable[..., Any]:
+    def mutated(self: FetchedStreams, output: StepOutput) -> None:
+        output.deferred.clear()
+        deliver(self, output)
+
+    return mutated
+
+
 _CANCEL = frozenset({"cancel"})
 
 BUGS = (
@@ -193,5 +223,21 @@ BUGS = (
         _forget_to_share,
         "deadlock: sequences [0] never end",
         Bounds(sequences=1, slots=2),
+    ),
+    Bug(
+        "decode pages reserved after the prompt was computed",
+        FetchedStreams,
+        "_reserve_and_fetch",
+        _reserve_late,
+        "never end",
+        PageBounds(),
+    ),
+    Bug(
+        "prefill kept while the reservation waits",
+        FetchedStreams,
+        "deliver",
+        _ignore_deferred,
+        "never end",
+        PageBounds(),
     ),
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tests.services.transfer.protocol.paged_engine import PageBounds
 from tests.services.transfer.protocol.parts import Bounds
 
 FAULTS = frozenset(
@@ -22,7 +23,7 @@ class Case:
     """
 
     name: str
-    bounds: Bounds
+    bounds: Bounds | PageBounds
     max_states: int = 10_000_000
 
     def __str__(self) -> str:
@@ -35,6 +36,7 @@ SMALL = (
         "one sequence with a fault",
         Bounds(sequences=1, layers=1, faults=1, kinds=FAULTS, notifications=False),
     ),
+    Case("pages of one decode worker and one prefill worker", PageBounds()),
 )
 
 CASES = (
@@ -50,5 +52,12 @@ CASES = (
         Bounds(faults=1, kinds=FAULTS, notifications=False),
         100_000,
     ),
+    Case("pages of two decode workers", PageBounds(decodes=2)),
+    Case(
+        "pages of two decode workers and a prefill worker that decodes",
+        PageBounds(decodes=2, wholes=1, prefill_pages=2, decode_pages=2, prompt=15, outputs=4),
+        200_000,
+    ),
+    Case("pages with a cancelled stream", PageBounds(cancels=1), 200_000),
 )
-"""A million states. All but the second end before all states are reached."""
+"""A million states. Some cases end before all states are reached."""

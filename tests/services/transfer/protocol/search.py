@@ -2,15 +2,17 @@
 
 import gc
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from tests.services.transfer.protocol.paged_engine import PageBounds
+from tests.services.transfer.protocol.paged_workers import without_logs
+from tests.services.transfer.protocol.paged_world import PagedWorld
 from tests.services.transfer.protocol.parts import Bounds, Violation, replaced
-from tests.services.transfer.protocol.state import State
-from tests.services.transfer.protocol.world import World
+from tests.services.transfer.protocol.world import Move, World
 
 Report = Callable[[int, int], None]
 
@@ -57,17 +59,34 @@ class _Found(Exception):
         self.index, self.last, self.message = index, last, message
 
 
-class Search:
-    """A search of the states of one `World`, up to ``max_states``."""
+class Explored(Protocol):
+    """A system whose states are named tuples; see `World`."""
 
-    def __init__(self, bounds: Bounds, max_states: int, report: Report | None = None) -> None:
+    @property
+    def executed(self) -> int: ...
+
+    def start(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+    def moves(self, state: Any) -> Iterator[Move]: ...
+
+    def check(self, state: Any) -> None: ...
+
+    def check_end(self, state: Any) -> None: ...
+
+
+class Search:
+    """A search of the states of a system, up to ``max_states``."""
+
+    def __init__(self, world: Explored, max_states: int, report: Report | None = None) -> None:
         self._report = report
-        self._world = World(bounds)
+        self._world = world
         self._max = max_states
         self._parents = array("q")
-        self._indices: dict[State, int] = {}
+        self._indices: dict[Any, int] = {}
         self._shared: dict[Any, Any] = {}
-        self._states: list[State] = []
+        self._states: list[Any] = []
         self._edges_from, self._edges_to = array("q"), array("q")  # of progress
         self._ends: list[int] = []
 
@@ -83,7 +102,7 @@ class Search:
             result.trace = (*self._trace(found.index), found.last)
         self._world.close()
         result.states, result.ends = len(self._states), len(self._ends)
-        result.executed = self._world.prefill.replays + self._world.decode.replays
+        result.executed = self._world.executed
         return result
 
     def _search(self, result: Result) -> None:
@@ -114,12 +133,12 @@ class Search:
                 self._report(len(self._states), len(self._states) - index)
         result.states = index
 
-    def _add(self, state: State, parent: int) -> int:
+    def _add(self, state: Any, parent: int) -> int:
         index = self._indices.get(state)
         if index is None:
             share = self._shared.setdefault  # most states differ from others in one part
             parts: tuple[Any, ...] = state
-            state = State(*(share(part, part) for part in parts))
+            state = type(state)(*(share(part, part) for part in parts))
             index = self._indices[state] = len(self._states)
             self._states.append(state)
             self._parents.append(parent)
@@ -151,7 +170,7 @@ class Search:
             index = parent
         return labels[::-1]
 
-    def _label(self, parent: int, state: State) -> str:
+    def _label(self, parent: int, state: Any) -> str:
         """Return the label of a transition from a state to another."""
         for move in self._world.moves(self._states[parent]):
             try:
@@ -162,7 +181,9 @@ class Search:
         raise LookupError("no transition leads to the state")
 
 
-def search(bounds: Bounds, max_states: int = 10_000_000, *, report: Report | None = None) -> Result:
+def search(
+    bounds: Bounds | PageBounds, max_states: int = 10_000_000, *, report: Report | None = None
+) -> Result:
     """Search all states, or ``max_states`` of them, nearest first.
 
     Args:
@@ -170,7 +191,8 @@ def search(bounds: Bounds, max_states: int = 10_000_000, *, report: Report | Non
     """
     gc.freeze()  # collections then skip the many objects of imported modules
     try:
-        with replaced():
-            return Search(bounds, max_states, report).run()
+        with replaced(), without_logs():
+            world = PagedWorld(bounds) if isinstance(bounds, PageBounds) else World(bounds)
+            return Search(world, max_states, report).run()
     finally:
         gc.unfreeze()

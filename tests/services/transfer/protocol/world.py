@@ -43,6 +43,11 @@ class World:
         self.prefill: Machine[PrefillView] = Machine(lambda epoch: PrefillSide(bounds, epoch))
         self.decode: Machine[DecodeView] = Machine(lambda epoch: DecodeSide(bounds, epoch))
 
+    @property
+    def executed(self) -> int:
+        """Number of transitions of single workers that were executed."""
+        return self.prefill.replays + self.decode.replays
+
     def start(self) -> State:
         """Return the first state."""
         return State(self.prefill.start(1), self.decode.start(1), (), (), (), self.bounds.faults)

@@ -1,0 +1,142 @@
+"""Engines of the search of pages: the product's, without a model, one step at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from runtime.core.limits import Limits
+from runtime.core.plan import Chunk
+from runtime.core.sequence import Sequence as Decoded
+from runtime.core.sequence import SequenceGroup
+from runtime.engine import Command, Engine, StepOutput
+from runtime.engine.scheduler import Scheduler
+from runtime.sampling.reference import Draw
+from services.worker.engine_thread import EngineLoad
+from tests.runtime.tiny import CONFIG
+
+PAGE_SIZE = 16
+SLOTS = 16
+
+
+@dataclass(frozen=True)
+class PageBounds:
+    """Sizes of a search of pages.
+
+    Attributes:
+        decodes: number of decode workers, which share one prefill worker.
+        streams: number of streams with fetched KV. Each may start on any decode worker at any time.
+        wholes: number of requests that the prefill worker serves alone, at any time.
+        prefill_pages, decode_pages: pages of each worker. A page has 16 tokens.
+        prompt, outputs: tokens of each request.
+        cancels: number of streams with fetched KV that may be cancelled.
+    """
+
+    decodes: int = 1
+    streams: int = 3
+    wholes: int = 0
+    prefill_pages: int = 1
+    decode_pages: int = 1
+    prompt: int = 10
+    outputs: int = 2
+    cancels: int = 0
+
+
+class _Step(NamedTuple):
+    sequences: list[Decoded]
+    ready: None = None
+
+    def read(self) -> list[Draw]:
+        return [Draw(1)] * len(self.sequences)
+
+
+class _Steps:
+    """Steps that sample the token 1."""
+
+    lookahead = False
+
+    def can_launch_ahead(self, sequences: list[Decoded]) -> bool:
+        return False
+
+    def launch(self, decode: list[Decoded], chunks: Sequence[Chunk]) -> _Step:
+        first = [s for chunk in chunks if chunk.completes for s in chunk.group.sequences]
+        return _Step([s for s in (*decode, *first) if not s.forced])
+
+
+def _engine_of(pages: int) -> Engine:
+    """Return an engine without a model and a cache."""
+    engine = object.__new__(Engine)
+    cpu = torch.device("cpu")
+    engine.model = cast(Any, SimpleNamespace(config=CONFIG, page_size=PAGE_SIZE, device=cpu))
+    engine._steps = cast(Any, _Steps())
+    limits = Limits(SLOTS, max_waiting=64, step_tokens=1024, chunk_tokens=PAGE_SIZE * 4)
+    length = CONFIG.context_length
+    engine._scheduler = Scheduler(
+        limits, num_pages=pages, page_size=PAGE_SIZE, context_length=length
+    )
+    engine.planned = engine._in_flight = None
+    return engine
+
+
+class Thread:
+    """An `EngineThread` whose steps are taken by the search."""
+
+    def __init__(self, pages: int) -> None:
+        self.engine = _engine_of(pages)
+        self._inbox: list[Command] = []
+        self.load = self._measure()
+
+    def submit(self, *commands: Command) -> None:
+        self._inbox += commands
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        """What the thread can do next."""
+        if self.engine.planned is not None:
+            return (("compute",),)
+        return (("plan",),) if self._inbox or self.engine.has_work else ()
+
+    def plan(self) -> StepOutput:
+        commands, self._inbox = self._inbox, []
+        return self.engine.plan(commands)
+
+    def compute(self) -> StepOutput:
+        output = self.engine.compute()
+        self.load = self._measure()
+        return output
+
+    def _measure(self) -> EngineLoad:
+        engine = self.engine
+        free, running, waiting = engine.pages_free, engine.num_running, engine.num_waiting
+        return EngineLoad(0, 0, 0, 0.0, free, 0, running, waiting, 0, 0.0)
+
+    @property
+    def held(self) -> int:
+        """Pages in use."""
+        return self.engine.pages_total - self.engine.pages_free
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """State, in which the ids of pages make no difference."""
+        scheduler, planned = self.engine._scheduler, self.engine.planned
+        groups = scheduler._waiting, scheduler._prefilling, scheduler._received.values()
+        return (
+            *([_described(group) for group in each] for each in groups),
+            sorted(scheduler._held),
+            [(s.request.id, len(s.tokens), len(s.pages)) for s in scheduler._running],
+            [f"{type(command).__name__} {_id_of(command)}" for command in self._inbox],
+            self.engine.pages_free,
+            planned and [c.group.request.id for c in planned.chunks],
+            planned and [s.request.id for s in planned.decode],
+            (self.load.pages_free, self.load.running, self.load.waiting),
+        )
+
+
+def _id_of(command: Command) -> str:
+    return command.request.id if hasattr(command, "request") else command.id
+
+
+def _described(group: SequenceGroup) -> tuple[str, str, int, int]:
+    return group.request.id, group.purpose.value, len(group.tokens), group.computed
