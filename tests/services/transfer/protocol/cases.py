@@ -41,7 +41,7 @@ SMALL = (
 
 CASES = (
     Case("one sequence with any fault", Bounds(sequences=1, faults=1, kinds=FAULTS), 400_000),
-    Case("two sequences with late notifications", Bounds()),  # 312,009 states
+    Case("two sequences with late notifications", Bounds(), 400_000),
     Case(
         "two sequences with late notifications and a cancel",
         Bounds(faults=1, kinds=frozenset({"cancel"})),
