@@ -282,7 +282,8 @@ async def _wait_until_ready(options: UpOptions) -> None:
 def _print_usage(options: UpOptions, model: str) -> None:
     """Print how to use the service, in one write: it is the only output to stdout."""
     url = f"http://{bracketed(options.host)}:{options.port}"
-    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
+    messages = '[{"role":"user","content":"What is the capital of France?"}]'
+    body = f'{{"model":"{model}","messages":{messages},"temperature":0}}'
     grpc_address = f"{bracketed(options.host)}:{options.grpc_port}"
     interrupt = "Ctrl-C or " if sys.stderr.isatty() else ""  # --detach has no terminal
     lines = (
