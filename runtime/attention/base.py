@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.core.window import SINK_PAGES
+from runtime.pages.window import SINK_PAGES
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SequenceSlice:
         want_logits: whether to compute logits at the last of these tokens.
         stored: stored pages of a sequence to decode, in the order of its pages from the first one
             that is not a sink; None for prompts and for formats without stored pages.
-        evicted: number of earlier tokens that are not in ``pages``; see `runtime.core.eviction`.
+        evicted: number of earlier tokens that are not in ``pages``; see `runtime.pages.eviction`.
     """
 
     tokens: Sequence[int]

@@ -21,11 +21,11 @@ from runtime.bench import peers as transformers_peers
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
+from runtime.pages.window import SINK_PAGES, first_recent
 
 
 class DecodeBench:

@@ -23,10 +23,10 @@ from runtime.bench.device import Figure, captured, copy_rate, describe, millisec
 from runtime.bench.kv_formats import FORMATS, RANKS, measured_format
 from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
+from runtime.pages.window import SINK_PAGES, first_recent
 
 _SHORTEST, _LONGEST = 1.6 / 6.3, 14.1 / 6.3
 """Lengths of arXiv prompts divided by their mean (FDC, table 6)."""

@@ -17,17 +17,17 @@ from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
-from runtime.engine.pages import PageCount, SequencePages
+from runtime.engine.pages import SequencePages
 from runtime.kv import fdc, palu, shard
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
-from runtime.kv.pages import pages_for
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.rotation import PageRotation
 from runtime.kv.windowed import WindowedFormat
+from runtime.pages.plan import PageCount, PagePlan, pages_for
 
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 """Ratios that Shard's accounting gives: 352 B per token and layer, 196,992 B per sequence."""
@@ -105,7 +105,7 @@ def occupied(prompt: int, decoded: int, *, compressed: bool, page_size: int = PA
     The sequence has received its prompt's KV and has then run ``decoded`` decode steps. The exact
     pages are the most that it held in one of the last ``page_size`` steps.
     """
-    pages = SequencePages(_CAPACITY, _CAPACITY * compressed, page_size)
+    pages = SequencePages(PagePlan(page_size, compressed), PageCount(_CAPACITY, _CAPACITY))
     tokens = [0] * prompt
     request = Request("r", tuple(tokens), prompt, SamplingParams(), decoded + 1)
     sequence = Sequence(request, 0, 0, tokens, prompt + decoded + 1)
@@ -114,8 +114,8 @@ def occupied(prompt: int, decoded: int, *, compressed: bool, page_size: int = PA
     exact = [_exact(sequence)]
     sequence.tokens.append(0)  # the first output token
     for _ in range(decoded):
-        for lacking in pages.lacking([sequence]):
-            pages.grow(lacking, pages.missing(lacking))
+        for lacking in pages.plan.lacking([sequence]):
+            pages.grow(lacking, pages.plan.missing(lacking))
         exact.append(_exact(sequence))
         sequence.tokens.append(0)
         pages.release_encoded(sequence)

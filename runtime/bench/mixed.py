@@ -20,8 +20,8 @@ from runtime.bench.device import copy_rate, describe, matmul_rate, milliseconds
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.weights import PackedWeights
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.mixed import MixedReplay
 from runtime.replay.slots import BatchSlots

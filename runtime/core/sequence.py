@@ -35,7 +35,7 @@ class Sequence:
         forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
             take them in place of sampled tokens, because output tokens attend to stored pages or
             what eviction has kept, which a prompt does not.
-        evicts: number of prompt tokens to evict from each KV head, see `runtime.core.eviction`.
+        evicts: number of prompt tokens to evict from each KV head, see `runtime.pages.eviction`.
         evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.
         vacated: exact pages that eviction has left without tokens, to be released.
         running: whether the sequence is in the decode batch.

@@ -13,7 +13,6 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.engine import Engine
-from runtime.engine.pages import PageCount
 
 __all__ = [
     "Add",
@@ -23,7 +22,6 @@ __all__ = [
     "Command",
     "Computed",
     "Engine",
-    "PageCount",
     "Release",
     "Reserve",
     "Reserved",

@@ -87,7 +87,7 @@ class Computed:
         first_token: position of the chunk's first token, a multiple of the page size. A prompt of
             which tokens are evicted is reported once, as one chunk of the tokens that are kept.
         pages: ids of the pages that hold the chunk's KV, exact ones with a compressed KV format.
-        stored: stored pages of the chunk, in token order; see `runtime.core.window`.
+        stored: stored pages of the chunk, in token order; see `runtime.pages.window`.
         ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
             None if the KV is in the pages already.
         evicted: number of tokens that were evicted.

@@ -15,7 +15,6 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import Request, SampledToken
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.core.window import SINK_PAGES
 from runtime.engine.commands import (
     Add,
     Arrived,
@@ -29,14 +28,14 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.direct import DirectSteps
-from runtime.engine.pages import PageCount
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.graphs.events import record_event
 from runtime.kv.eviction import check_eviction
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount, pages_for
+from runtime.pages.window import SINK_PAGES
 from runtime.replay.prompts import stored_range
 from runtime.replay.step import UNRESOLVED, StepReplay
 from runtime.replay.warm_up import Progress, silent
@@ -59,7 +58,7 @@ class Engine:
         decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
             passes that decode.
         by_layer: whether to capture a decode graph for each layer instead of one for the step.
-        kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.core.eviction`.
+        kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.pages.eviction`.
 
     Attributes:
         planned: the step that `compute` will run, or None.
@@ -95,9 +94,8 @@ class Engine:
             self._steps = DirectSteps(model, self.cache, limits)
         self._scheduler = Scheduler(
             limits,
-            num_pages=num_pages,
-            num_stored=num_stored,
-            page_size=model.page_size,
+            plan=model.layout.plan,
+            total=PageCount(num_pages, num_stored),
             context_length=model.context_length,
             kv_eviction=kv_eviction,
         )

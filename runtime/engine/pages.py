@@ -9,41 +9,30 @@ A page released while steps are in flight becomes free when the latest of them h
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
-from runtime.core.window import SINK_PAGES, WINDOW, first_recent, max_exact_pages, stored_pages
 from runtime.errors import OutOfPages
-from runtime.kv.pages import PagePool, pages_for
-
-
-class PageCount(NamedTuple):
-    """Numbers of exact and of stored pages."""
-
-    exact: int
-    stored: int = 0
-
-    def fits(self, free: "PageCount") -> bool:
-        """Return whether there are enough pages of both kinds."""
-        return self.exact <= free.exact and self.stored <= free.stored
+from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.pool import PagePool
+from runtime.pages.window import SINK_PAGES
 
 
 class SequencePages:
     """Allocates pages to sequences.
 
     Args:
-        num_pages: number of exact pages.
-        num_stored: number of stored pages; 0 if the KV format has none.
+        total: number of pages; of stored ones too with a compressed KV format.
 
     Attributes:
+        plan: counts of the pages that sequences need.
         exact: pool of exact pages.
         stored: pool of stored pages; None if the KV format has none.
     """
 
-    def __init__(self, num_pages: int, num_stored: int, page_size: int) -> None:
-        self._page_size = page_size
-        self.exact = PagePool(num_pages)
-        self.stored = PagePool(num_stored) if num_stored else None
+    def __init__(self, plan: PagePlan, total: PageCount) -> None:
+        self.plan = plan
+        self.exact = PagePool(total.exact)
+        self.stored = PagePool(total.stored) if plan.compressed else None
         self._deferred: deque[tuple[list[int], list[int]]] = deque()  # one for each in-flight step
 
     @property
@@ -57,30 +46,18 @@ class SequencePages:
         return PageCount(self.exact.total, self.stored.total if self.stored else 0)
 
     def need(self, group: SequenceGroup) -> PageCount:
-        """Return the number of free pages needed to admit a group and run one decode step.
-
-        Stored pages are counted for forced tokens, too, as sequences keep them.
-        """
-        first, size = group.sequences[0], self._page_size
-        tokens, choices = len(first.tokens), len(group.sequences)
-        kept = tokens - first.evicts  # once the prompt is complete
+        """Return the number of free pages needed to admit a group and run one decode step."""
+        first = group.sequences[0]
         if group.purpose is Purpose.HOLD:
-            return PageCount(pages_for(tokens, size), stored_pages(kept, size) * bool(self.stored))
-        longest = first.limit - 1
-        if group.purpose is Purpose.RECEIVE:
-            tokens, longest = kept, longest - first.evicts
-        shared = tokens // size
-        exact = shared + choices * (pages_for(min(tokens + 1, longest), size) - shared)
-        length = min(first.known + 1, first.limit - 1) - first.evicts
-        if not self.stored:
-            shared = kept // size
-            return PageCount(max(exact, shared + choices * (pages_for(length, size) - shared)))
-        if group.purpose is Purpose.RECEIVE:  # the others arrive as stored pages
-            exact -= stored_pages(tokens, size)
-        if first.forced:
-            exact = max(exact, choices * min(pages_for(length, size), max_exact_pages(size)))
-        shared = stored_pages(kept, size)
-        return PageCount(exact, shared + choices * (stored_pages(length, size) - shared))
+            return self.plan.computed(len(first.tokens), first.evicts)
+        return self.plan.admission(
+            len(first.tokens),
+            limit=first.limit,
+            known=first.known,
+            evicted=first.evicts,
+            choices=len(group.sequences),
+            received=group.purpose is Purpose.RECEIVE,
+        )
 
     def check_fits(self, group: SequenceGroup) -> None:
         """Raise `OutOfPages` if a group needs more pages than there are."""
@@ -91,37 +68,8 @@ class SequencePages:
             raise OutOfPages(f"{tokens} tokens need {need.stored} of {total.stored} stored pages")
 
     def suffice_for_step(self, running: int) -> bool:
-        """Return whether the free pages suffice for a step of any ``running`` sequences.
-
-        A sequence needs at most one more page of each kind that the KV format has.
-        """
-        return PageCount(running, running * bool(self.stored)).fits(self.free)
-
-    def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Return the running sequences that lack a page for their next step.
-
-        Called in every step with the whole batch, so it is fast.
-        """
-        size = self._page_size
-        if not self.stored:
-            return [s for s in sequences if s.kv_length > size * len(s.pages)]
-        return [
-            s
-            for s in sequences
-            if (length := s.kv_length) > size * len(s.pages)
-            or length - WINDOW >= size * (SINK_PAGES + 1 + len(s.stored))
-        ]
-
-    def missing(self, sequence: Sequence) -> PageCount:
-        """Return the number of pages that a running sequence lacks for its next step.
-
-        It lacks at most one of each kind.
-        """
-        length, size = sequence.kv_length, self._page_size
-        exact = max(0, pages_for(length, size) - len(sequence.pages))
-        if not self.stored:
-            return PageCount(exact)
-        return PageCount(exact, max(0, stored_pages(length, size) - len(sequence.stored)))
+        """Return whether the free pages suffice for a step of any ``running`` sequences."""
+        return self.plan.step.times(running).fits(self.free)
 
     def grow(self, sequence: Sequence, missing: PageCount) -> None:
         """Allocate the missing pages of a running sequence."""
@@ -137,24 +85,22 @@ class SequencePages:
         that the other worker evicts.
         """
         first, *others = group.sequences
-        tokens, size = len(group.tokens), self._page_size
-        kept = tokens - first.evicts
-        if self.stored:
-            first.stored = self.stored.allocate(stored_pages(kept, size))
+        tokens = len(group.tokens)
         if group.purpose is Purpose.RECEIVE:
-            tokens = kept
+            tokens -= first.evicts
             for sequence in group.sequences:
                 sequence.evict(range(0))
-        count = pages_for(tokens, size)
-        if group.purpose is Purpose.RECEIVE and self.stored:
-            encoded = len(first.stored)
-            exact = self.exact.allocate(count - encoded)
-            first.pages = exact[:SINK_PAGES] + [FREED] * encoded + exact[SINK_PAGES:]
+            need = self.plan.received(tokens)
         else:
-            first.pages = self.exact.allocate(count)
+            need = self.plan.computed(tokens, first.evicts)
+        first.pages = self.exact.allocate(need.exact)
+        if self.stored:
+            first.stored = self.stored.allocate(need.stored)
         if group.purpose is Purpose.HOLD:
             return
-        full = first.pages[: tokens // size]
+        if group.purpose is Purpose.RECEIVE:
+            first.pages[SINK_PAGES:SINK_PAGES] = [FREED] * need.stored
+        full, count = first.pages[: tokens // self.plan.page_size], len(first.pages)
         for sequence in others:
             self.exact.share([page for page in full if page != FREED])
             sequence.pages = full + self.exact.allocate(count - len(full))
@@ -172,7 +118,7 @@ class SequencePages:
         if not self.stored or not pages:  # other choices of a held prompt have no pages
             return
         length = len(sequence.tokens) - sequence.evicted
-        first = end = first_recent(length - 1, self._page_size)
+        first = end = self.plan.first_recent(length - 1)
         while first > SINK_PAGES and pages[first - 1] != FREED:
             first -= 1
         if first < end:

@@ -20,21 +20,22 @@ the end of its prompt. Its output tokens are then decoded again as forced ones (
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
-from runtime.core.eviction import evicted_tokens
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.engine.pages import PageCount, SequencePages
+from runtime.engine.pages import SequencePages
 from runtime.engine.waiting import WaitingQueue, age
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
+from runtime.pages.eviction import evicted_tokens
+from runtime.pages.plan import PageCount, PagePlan
 
 
 class Scheduler:
     """Queues, batch slots and pages of one engine. The same calls give the same results.
 
     Args:
-        num_pages, num_stored: numbers of exact and of stored pages; see `SequencePages`.
+        plan, total: counts and number of the pages; see `SequencePages`.
         kv_eviction: fraction of the tokens of a prompt to evict.
 
     Attributes:
@@ -45,18 +46,16 @@ class Scheduler:
         self,
         limits: Limits,
         *,
-        num_pages: int,
-        page_size: int,
+        plan: PagePlan,
+        total: PageCount,
         context_length: int,
-        num_stored: int = 0,
         kv_eviction: float = 0.0,
     ) -> None:
-        if limits.chunk_tokens % page_size:
-            raise ValueError(f"chunk_tokens must be a multiple of the page size, {page_size}")
+        if limits.chunk_tokens % plan.page_size:
+            raise ValueError(f"chunk_tokens must be a multiple of the page size, {plan.page_size}")
         self._limits = limits
-        self._page_size = page_size
         self._context_length, self._kv_eviction = context_length, kv_eviction
-        self.pages = SequencePages(num_pages, num_stored, page_size)
+        self.pages = SequencePages(plan, total)
         self._arrivals = self._prompt_tokens = 0  # groups submitted, prompt tokens admitted
         self._waiting = WaitingQueue(limits.max_waiting)
         self._prefilling: list[SequenceGroup] = []
@@ -106,9 +105,9 @@ class Scheduler:
         """Whether the next decode step needs more pages than are free."""
         if self.pages.suffice_for_step(len(self._running)):
             return False
-        missing = [self.pages.missing(s) for s in self.pages.lacking(self.continuing)]
-        total = PageCount(sum(one.exact for one in missing), sum(one.stored for one in missing))
-        return not total.fits(self.pages.free)
+        plan = self.pages.plan
+        missing = PageCount.total(map(plan.missing, plan.lacking(self.continuing)))
+        return not missing.fits(self.pages.free)
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +127,7 @@ class Scheduler:
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
         limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
-        evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self._page_size)
+        evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self.pages.plan.page_size)
         group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
         self._rewind(group.sequences)
         if group.slots > self._limits.max_running:
@@ -191,7 +190,8 @@ class Scheduler:
             refused.append((group.request.id, fault))
         deferred = [g for g in self._waiting.take_fresh() if g.purpose is Purpose.RECEIVE]
         decode = [sequence for sequence in decode if sequence.running]
-        chunks = choose_chunks(self._prefilling, len(decode), self._limits, self._page_size)
+        page_size = self.pages.plan.page_size
+        chunks = choose_chunks(self._prefilling, len(decode), self._limits, page_size)
         return StepPlan(chunks, decode, reserved, deferred, refused)
 
     def computed(self, chunk: Chunk) -> None:
@@ -262,10 +262,10 @@ class Scheduler:
         be computed again. A preempted sequence that needs more pages than the pool has is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
-        for sequence in self.pages.lacking(sequences):
+        for sequence in self.pages.plan.lacking(sequences):
             if not sequence.running:  # preempted for an older one
                 continue
-            missing = self.pages.missing(sequence)
+            missing = self.pages.plan.missing(sequence)
             if self._preempt_for(missing, sequence, refused):
                 self.pages.grow(sequence, missing)
         return refused

@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.errors import KVFormatError
 from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
+from runtime.pages.plan import PagePlan
 
 _ALIGNMENT = 16
 """Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
@@ -213,6 +214,11 @@ class CacheLayout:
     def has_stored(self) -> bool:
         """Whether the format has stored pages."""
         return any(plane.stored for _, plane in self.planes)
+
+    @cached_property
+    def plan(self) -> PagePlan:
+        """Counts of the pages that sequences need."""
+        return PagePlan(self.page_size, compressed=self.has_stored)
 
     def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(

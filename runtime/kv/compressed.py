@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from runtime.core.window import SINK_PAGES, WINDOW, first_recent
 from runtime.kv.format import Plane
+from runtime.pages.window import SINK_PAGES, WINDOW, first_recent
 
 __all__ = [
     "SINK_PAGES",

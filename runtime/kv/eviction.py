@@ -9,7 +9,7 @@ x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
 gives tokens with a small logit a chance to be kept. It is a hash of position and KV head, so that
 all workers keep the same tokens.
 
-`runtime.core.eviction` defines how many tokens are kept. K is stored after RoPE, and therefore
+`runtime.pages.eviction` defines how many tokens are kept. K is stored after RoPE, and therefore
 moved without being rotated again.
 """
 

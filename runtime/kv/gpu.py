@@ -13,11 +13,11 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.parts import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
-from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.kv.kernel_source import KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
+from runtime.pages.window import SINK_PAGES, WINDOW
 
 _LOG2_E = math.log2(math.e)
 _EXACT = 2

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import LayerKV, Plane
+from runtime.pages.window import SINK_PAGES, first_recent
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import StoredPageKernels

@@ -8,15 +8,15 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.errors import NotFinite, QualityError
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat, Plane
-from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
+from runtime.pages.window import SINK_PAGES, first_recent
 from runtime.quality.attention import RoundTrip
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.config import ModelConfig
-from runtime.core.eviction import evicted_tokens
 from runtime.core.plan import Chunk
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
@@ -22,8 +21,9 @@ from runtime.errors import QualityError
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.eviction import check_eviction
 from runtime.kv.format import KVFormat
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.eviction import evicted_tokens
+from runtime.pages.plan import pages_for
 from runtime.quality.attention import TeacherForced, stored_pages
 from runtime.quality.fidelity import Fidelity
 from runtime.quality.formats import EXACT

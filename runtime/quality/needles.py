@@ -17,8 +17,8 @@ from runtime.errors import QualityError
 from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from runtime.quality.attention import TeacherForced
 from runtime.quality.prompts import ChatEncoder
 

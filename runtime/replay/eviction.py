@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import QueryLog
-from runtime.core.eviction import QUERIES
 from runtime.core.plan import Chunk
 from runtime.core.sequence import SequenceGroup
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
 from runtime.kv.eviction import MAX_ELEMENTS, compact, gumbel_noise, kept_tokens, key_scores
 from runtime.models.model import Model
+from runtime.pages.eviction import QUERIES
+from runtime.pages.window import SINK_PAGES, first_recent
 
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""

@@ -22,8 +22,8 @@ from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.plan import MAX_CHUNKS
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from runtime.replay.pass_inputs import PassInputs, PassShape
 from runtime.replay.slots import BatchSlots
 

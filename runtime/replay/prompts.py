@@ -6,11 +6,11 @@ import numpy as np
 
 from runtime.attention.base import SequenceSlice
 from runtime.core.plan import Chunk
-from runtime.core.window import SINK_PAGES
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.window import SINK_PAGES
 
 
 def slice_of(chunk: Chunk) -> SequenceSlice:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from runtime.core.sequence import FREED, Sequence
-from runtime.core.window import SINK_PAGES
 from runtime.graphs.host_copy import to_device
+from runtime.pages.window import SINK_PAGES
 
 
 @dataclass

@@ -28,8 +28,8 @@ from runtime.core.sequence import Sequence as Running
 from runtime.graphs.events import record_event
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.eviction import PromptEviction
 from runtime.replay.mixed import MixedReplay

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
-from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
+from runtime.pages.window import SINK_PAGES
 from runtime.replay.prompts import PromptEncoder
 from runtime.sampling.reference import SamplingRow, sample
 

@@ -6,10 +6,9 @@ import time
 import structlog
 
 from headrace.v1 import error_pb2, prefill_pb2
-from runtime.core.window import stored_pages
 from runtime.engine import Arrived, Cancel, Reserve, Reserved, StepOutput
 from runtime.errors import InvalidRequest
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import PageCount
 from services.common.tracing import Kind
 from services.decode.settings import DecodeSettings
 from services.transfer.errors import ForeignSegment
@@ -17,7 +16,7 @@ from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
 from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
-from services.worker.loading import PAGE_SIZE, digest_pages
+from services.worker.loading import digest_pages
 from services.worker.stream_service import StreamService
 from services.worker.streams import Stream
 from services.worker.wire import token_from_message
@@ -165,11 +164,9 @@ class FetchedStreams(StreamService):
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
         lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
-        pages, stored = sum(pages_for(tokens, PAGE_SIZE) for tokens in lengths), 0
-        if self._receiver.layout.has_stored:
-            stored = sum(stored_pages(tokens, PAGE_SIZE) for tokens in lengths)
+        need = PageCount.total(map(self._receiver.layout.plan.received, lengths))
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
-        fits = fits and 2 * (pages - stored) < load.pages_free and 2 * stored <= load.stored_free
+        fits = fits and 2 * need.exact < load.pages_free and 2 * need.stored <= load.stored_free
         return fits and load.waiting == 0
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:

@@ -20,6 +20,7 @@ from runtime.kv import fdc, kvquant, palu, shard
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.registry import CALIBRATED, Calibrated, from_artifact
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from runtime.quality.measure import bytes_per_token
 from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
 from services.common.errors import SettingsError
@@ -31,7 +32,6 @@ from services.offline.texts import read_texts
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.tokenizer import Tokenizer
 from services.worker.device import torch_device
-from services.worker.loading import PAGE_SIZE
 
 TOKENS, ROW_TOKENS = 16_384, 2048
 HELD_OUT_TOKENS = 1536

@@ -12,7 +12,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, StepOutput
 from runtime.models.model import Backend, Model, unsupported_by_gemm
-from services.worker.loading import PAGE_SIZE
+from runtime.pages.plan import PAGE_SIZE
 
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 

@@ -4,9 +4,9 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
-from services.common.placement import Compatibility, Registration, Role, StoredPages
+from runtime.pages.plan import PageCount, PagePlan
+from services.common.placement import Compatibility, Registration, Role
 
 
 class WorkerHealth(StrEnum):
@@ -27,65 +27,12 @@ prefill worker that decodes."""
 USABLE = READY | {WorkerHealth.SUSPECT, WorkerHealth.PROBATION}
 
 
-class PageCount(NamedTuple):
-    """Numbers of exact and of stored pages. Without a compressed KV format, all are exact."""
-
-    exact: int
-    stored: int = 0
-
-    def fits(self, free: "PageCount") -> bool:
-        """Return whether there are enough pages of both kinds."""
-        return self.exact <= free.exact and self.stored <= free.stored
-
-
-@dataclass(frozen=True, slots=True)
-class Paging:
-    """Sizes of a worker's KV pages, from which the pages of a sequence are counted.
-
-    Attributes:
-        page_size: tokens in a page.
-        stored: stored pages; None if the KV format has none.
-    """
-
-    page_size: int
-    stored: StoredPages | None = None
-
-    @classmethod
-    def of(cls, registration: Registration) -> "Paging":
-        """Return the paging that a worker has registered."""
-        return cls(registration.page_size, registration.stored)
-
-    def pages(self, tokens: int) -> int:
-        """Return the pages of a sequence, exact and stored ones."""
-        return -(-tokens // self.page_size)
-
-    def stored_pages(self, tokens: int) -> int:
-        """Return how many of the `pages` are stored once the tokens' KV is encoded."""
-        if self.stored is None:
-            return 0
-        recent = (tokens - self.stored.window) // self.page_size  # first page of the window
-        return max(0, recent - self.stored.sink_pages)
-
-    def decode_pages(self, tokens: int) -> int:
-        """Return the maximum number of exact pages in decode, up to this number of tokens.
-
-        With a compressed format, these are the sinks, the window, and the page that is encoded.
-        """
-        if self.stored is None:
-            return self.pages(tokens)
-        return min(self.pages(tokens), self._max_decode_pages(self.stored))
-
-    def max_tokens(self, pages: PageCount) -> int:
-        """Return the KV tokens of the longest sequence that these pages hold in decode."""
-        exact = pages.exact * self.page_size
-        if self.stored is None:
-            return exact
-        first_recent = pages.stored + self.stored.sink_pages
-        stored = (first_recent + 1) * self.page_size - 1 + self.stored.window
-        return stored if pages.exact >= self._max_decode_pages(self.stored) else min(exact, stored)
-
-    def _max_decode_pages(self, stored: StoredPages) -> int:
-        return stored.sink_pages - (-stored.window // self.page_size) + 1
+def page_plan(registration: Registration) -> PagePlan:
+    """Return how the pages of a worker are counted."""
+    stored = registration.stored
+    if stored is None:
+        return PagePlan(registration.page_size)
+    return PagePlan(registration.page_size, True, stored.sink_pages, stored.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +86,20 @@ class Demand:
         """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
-    def pages(self, role: Role, paging: Paging, max_tokens: int | None = None) -> PageCount:
+    def pages(self, role: Role, paging: PagePlan, max_tokens: int | None = None) -> PageCount:
         """Return the pages that the request occupies on a worker with this role.
-
-        A worker that computes the prompt needs exact pages for all of it, and stored pages for what
-        it encodes. A decode worker receives a prompt as stored pages and those of its window.
-        Choices share the stored pages of the prompt, and its full exact pages.
 
         Args:
             max_tokens: maximum output tokens of each choice; default: those of the request.
         """
-        length = self.choice_tokens(max_tokens)
-        prompt, stored = paging.pages(self.prompt_tokens), paging.stored_pages(self.prompt_tokens)
         if role is Role.PREFILL:
-            return PageCount(prompt, stored)
-        full = self.prompt_tokens // paging.page_size
-        if paging.stored is None:
-            return PageCount(full + self.choices * (paging.pages(length) - full))
-        own = self.choices * (paging.stored_pages(length) - stored)
-        sinks = min(full, paging.stored.sink_pages)
-        exact = sinks + self.choices * (paging.decode_pages(length) - sinks)
-        if role is Role.COLOCATED:
-            first = paging.pages(min(self.prompt_tokens + 1, length))  # decode step
-            exact = max(exact, full + self.choices * (first - full))
-        return PageCount(exact, stored + own)
+            return paging.computed(self.prompt_tokens)
+        return paging.decode(
+            self.prompt_tokens,
+            self.choice_tokens(max_tokens),
+            choices=self.choices,
+            computed=role is Role.COLOCATED,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +132,7 @@ class WorkerSnapshot:
     model: str
     compatibility: Compatibility
     health: WorkerHealth
-    paging: Paging
+    paging: PagePlan
     pages_total: PageCount
     queue_tokens: int
     pages_free: PageCount

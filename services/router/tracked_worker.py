@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from math import ceil
 
+from runtime.pages.plan import PageCount
 from services.common.listings import WorkerView
 from services.common.placement import Heartbeat, Registration, Role, WorkerAddress, WorkerState
-from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot, page_plan
 from services.router.speed import noticeable
 
 _AVERAGED = 16  # placements over which the time to their admission is averaged
@@ -70,7 +71,7 @@ class TrackedWorker:
         self, placement_id: str, demand: Demand, role: Role, number: int, now: float
     ) -> None:
         """Add the load of a new placement."""
-        pages = demand.pages(role, Paging.of(self.registration))
+        pages = demand.pages(role, page_plan(self.registration))
         prompt = 0 if role is Role.DECODE else demand.prompt_tokens
         promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
         self.promises[placement_id] = promise
@@ -153,7 +154,7 @@ class TrackedWorker:
             model=registration.model.name,
             compatibility=registration.compatibility,
             health=health,
-            paging=Paging.of(registration),
+            paging=page_plan(registration),
             pages_total=self.pages_total,
             queue_tokens=(load.queue_tokens if load else 0) + self.promised_tokens,
             prompt_tokens=(load.prompt_tokens if load else 0) + self.promised_prompt_tokens,

@@ -10,12 +10,12 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from runtime.core.window import stored_pages
+from runtime.pages.plan import PAGE_SIZE, PagePlan
 from services.common.errors import SettingsError
 
 DENSE = "dense"
-PAGE_SIZE = 16  # token slots of a page
 FOLDER = Path(__file__).parent / "figures"
+_PLAN = PagePlan(PAGE_SIZE, compressed=True)
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -77,7 +77,7 @@ class KVFigures(_Part):
         if stored is None:
             raise _unknown_format("bytes per token", kv_format, self.bytes_per_token)
         length = math.ceil(tokens)
-        exact = min(tokens, (length - stored_pages(length, PAGE_SIZE) * PAGE_SIZE))
+        exact = min(tokens, length - _PLAN.stored(length) * _PLAN.page_size)
         return exact * self.bytes_per_token[DENSE] + (tokens - exact) * stored
 
     def read_s_per_token(self, kv_format: str) -> float:

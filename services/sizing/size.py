@@ -23,9 +23,10 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
+from runtime.pages.plan import PAGE_SIZE
 from services.common.errors import SettingsError
 from services.sizing.lengths import Lengths
-from services.sizing.measured import DENSE, PAGE_SIZE, Figures
+from services.sizing.measured import DENSE, Figures
 from services.sizing.queueing import poisson_mean, waiting
 
 MAX_WORKERS = 10_000

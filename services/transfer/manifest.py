@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.v1 import request_pb2
-from runtime.core.eviction import evicted_tokens
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PlaneGroup
-from runtime.kv.pages import pages_for
+from runtime.pages.eviction import evicted_tokens
+from runtime.pages.plan import pages_for
 from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -25,21 +24,6 @@ class SegmentPlan:
 
     extent: Extent
     pages: tuple[int, ...]
-
-
-def sent_pages(layout: CacheLayout, group: PlaneGroup, num_tokens: int) -> tuple[range, ...]:
-    """Return which pages of a sequence have KV in a plane group, as indices within the sequence.
-
-    Without stored pages, these are all pages. With a compressed format, every page is either
-    exact or stored; see `runtime.core.window`.
-    """
-    pages = pages_for(num_tokens, layout.page_size)
-    if not layout.has_stored:
-        return (range(pages),)
-    recent = first_recent(num_tokens, layout.page_size)
-    if group.stored:
-        return (range(SINK_PAGES, recent),)
-    return range(min(SINK_PAGES, pages)), range(recent, pages)
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ def plan_segments(
     total = end if sequence_tokens is None else sequence_tokens
     first_page, end_page = first_token // page_size, pages_for(end, page_size)
     for number, group in enumerate(layout.groups):
-        for sent in sent_pages(layout, group, total):
+        for sent in layout.plan.sent(total, stored=group.stored):
             begin, stop = max(sent.start, first_page), min(sent.stop, end_page)
             if begin >= stop:
                 continue
@@ -176,7 +160,7 @@ class Coverage:
         pages = -(-num_tokens // layout.page_size)
         self._groups = layout.groups
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
-        self._sent = [sent_pages(layout, group, num_tokens) for group in layout.groups]
+        self._sent = [layout.plan.sent(num_tokens, stored=group.stored) for group in layout.groups]
         shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
         self._arrived = np.zeros(shape, dtype=np.bool_)
         counts = [sum(map(len, ranges)) for ranges in self._sent]

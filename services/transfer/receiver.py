@@ -11,8 +11,8 @@ from contextlib import suppress
 import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.pages.window import SINK_PAGES
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs

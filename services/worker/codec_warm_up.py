@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Iterator
 
 import codec
-from runtime.core.window import SINK_PAGES, WINDOW, stored_pages
 from runtime.kv.cache import CacheLayout
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import pages_for
+from runtime.pages.window import SINK_PAGES, WINDOW
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.transfer.codec_calls import MAX_BATCH
@@ -98,7 +98,7 @@ def _plans(
         first_token=SINK_PAGES * page if middle else 0,
         num_tokens=tokens,
         pages=pages,
-        stored=pages if middle else pages[: stored_pages(tokens, page)],
+        stored=pages if middle else pages[: layout.plan.stored(tokens)],
         sequence_tokens=SINK_PAGES * page + tokens + WINDOW + page if middle else tokens,
         capacity=slot_bytes,
         bound=codecs.max_frame_bytes,

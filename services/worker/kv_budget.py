@@ -3,7 +3,7 @@
 A compressed KV format has two kinds of pages. Sequences occupy stored pages, except for their first
 page and the window of recent tokens. Exact pages are needed for these, and for prompts until they
 are complete. A worker gets as many exact pages as its batch needs in addition to one prompt
-(`exact_pages_for`), but at most half of the memory. The prompt has the maximum length, or at most
+(`PagePlan.batch`), but at most half of the memory. The prompt has the maximum length, or at most
 `PREEMPTED_TOKENS` on a worker that receives the KV of prompts. A prefill worker, which keeps
 prompts until they are read, gets half. The rest is for stored pages.
 
@@ -16,10 +16,8 @@ from typing import Self
 
 import torch
 
-from runtime.core.window import max_exact_pages
-from runtime.engine import PageCount
 from runtime.kv.cache import CacheLayout
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import PageCount
 from services.common.errors import SettingsError
 from services.worker.settings import MAX_KV_TOKENS
 
@@ -56,15 +54,6 @@ class DeviceMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
-
-
-def exact_pages_for(max_running: int, prompt_tokens: int, page_size: int) -> int:
-    """Return the exact pages of a full batch, and of one prompt.
-
-    A sequence keeps one page more than its last step used, until that step has completed. The
-    engine waits for this step if no page is free (`Scheduler.must_preempt`).
-    """
-    return max_running * max_exact_pages(page_size) + pages_for(prompt_tokens, page_size)
 
 
 def pages_of_tokens(tokens: int, layout: CacheLayout, exact: int) -> PageCount:

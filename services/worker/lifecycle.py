@@ -12,8 +12,8 @@ from typing import Any
 
 import structlog
 
-from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import StepOutput
+from runtime.pages.window import SINK_PAGES, WINDOW
 from services.common.addresses import bracketed
 from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
@@ -24,7 +24,7 @@ from services.common.secret_files import reloading
 from services.transfer.agent import TransferAgent
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
-from services.worker.loading import PAGE_SIZE, Loaded
+from services.worker.loading import Loaded
 from services.worker.metrics import WorkerMetrics
 from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
@@ -265,7 +265,7 @@ def _registration(
         address=f"{bracketed(settings.advertised_host)}:{server.port}",
         model=identity.model,
         compatibility=identity.compatibility,
-        page_size=PAGE_SIZE,
+        page_size=identity.compatibility.page_size,
         pages_total=worker.engine.pages_total,
         stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,

@@ -18,23 +18,22 @@ from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
 from runtime.core.request import max_logprobs
-from runtime.engine import Engine, PageCount
+from runtime.engine import Engine
 from runtime.errors import RuntimeFault
 from runtime.models.model import Model, unsupported_by_gemm
+from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.tokenizer.identity import tokenizer_hash
 from services.transfer import frame
 from services.transfer.codecs import Books, SegmentCodecs, group_tensors
-from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
 from services.worker.kv_budget import (
     CPU_TOKENS,
     PREEMPTED_TOKENS,
     DeviceMemory,
-    exact_pages_for,
     kv_bytes_for,
     least_bytes,
     pages_of_bytes,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from runtime.gemm.plan import KernelPlan
 
 log = structlog.get_logger()
-
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_format=model.kv_format.name,
             kv_format_hash=model.kv_format.artifact_hash,
             kv_format_version=model.kv_format.version,
-            page_size=PAGE_SIZE,
+            page_size=model.page_size,
             codec_version=codec.WIRE_VERSION,
             frame_version=frame.VERSION,
             codec="splitzip" if codebook_id else "raw",
@@ -260,12 +257,12 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         SettingsError: the memory beside the weights does not hold a single page.
     """
     layout, tokens = model.layout, settings.kv_tokens
-    exact = MAX_KV_TOKENS // PAGE_SIZE
+    exact = MAX_KV_TOKENS // layout.page_size
     if not settings.holds_prompts:
         prompt = model.context_length
         if not settings.computes_prompts:
             prompt = min(prompt, PREEMPTED_TOKENS)
-        exact = exact_pages_for(sizes.max_running, prompt, PAGE_SIZE)
+        exact = layout.plan.batch(sizes.max_running, prompt)
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":
@@ -273,7 +270,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     size = kv_bytes_for(
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
-        slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * layout.bytes_per_token,
+        slab=sizes.slab_bytes + model.replayable * layout.page_size * layout.bytes_per_token,
         logits=sizes.max_running * model.config.vocab_size,
         least=least_bytes(layout),
     )
@@ -288,7 +285,7 @@ def _log_capacity(engine: Engine, device: str) -> None:
         "kv pages",
         pages=pages.exact,
         stored_pages=pages.stored,
-        kv_tokens=max(pages) * PAGE_SIZE,
+        kv_tokens=max(pages) * engine.model.page_size,
         memory_left_bytes=free,
     )
 
@@ -330,11 +327,13 @@ def digest_pages(
         stored: stored pages of a compressed format, in token order.
     """
     cache, digests = engine.cache, []
+    plan = cache.layout.plan
     for group in cache.layout.groups:
-        indices = [i for each in sent_pages(cache.layout, group, num_tokens) for i in each]
+        indices = [i for each in plan.sent(num_tokens, stored=group.stored) for i in each]
         held = list(stored) if group.stored else [pages[index] for index in indices]
-        last = num_tokens - PAGE_SIZE * indices[-1] if indices else 0  # tokens of the last page
-        tokens = PAGE_SIZE * (len(held) - 1) + min(PAGE_SIZE, last) if held else 0
+        size = plan.page_size
+        last = num_tokens - size * indices[-1] if indices else 0  # tokens of the last page
+        tokens = size * (len(held) - 1) + min(size, last) if held else 0
         tensors = group_tensors(cache.tensors, group, 0, len(cache.layout.layers))
         digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
     return "-".join(f"{digest:016x}" for digest in digests)

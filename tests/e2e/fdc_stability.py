@@ -24,11 +24,11 @@ from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.fdc import FdcFormat, FdcOptions, calibrate
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from runtime.quality.search import Evaluator
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.tokenizer import Tokenizer
-from services.worker.loading import PAGE_SIZE
 
 ROW = 1024
 HELD_OUT = 768

@@ -21,6 +21,7 @@ from headrace.v1 import prefill_pb2_grpc
 from runtime.compress import documentation
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Command, Computed, Engine, StepOutput
+from runtime.pages.plan import PAGE_SIZE
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
@@ -30,7 +31,7 @@ from services.tokenizer.loading import load_tokenizer
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval
-from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
+from services.worker.loading import digest_pages, load_worker
 
 SMOLLM2 = "smollm2-135m"
 

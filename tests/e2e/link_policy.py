@@ -48,6 +48,7 @@ from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.engine import Reserved
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from services.common.logging import configure_logging
 from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
@@ -58,7 +59,7 @@ from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval
-from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
+from services.worker.loading import digest_pages, load_worker
 from tests.e2e.kept_prompt import SMOLLM2, Workload
 
 CODECS = ("raw", "splitzip", "auto")

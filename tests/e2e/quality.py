@@ -22,11 +22,10 @@ from runtime.compress import documentation
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
-from runtime.kv.pages import pages_for
 from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.pages.plan import PAGE_SIZE, pages_for
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
-from services.worker.loading import PAGE_SIZE
 
 PROMPTS, MAX_PROMPT_TOKENS, OUTPUT = 20, 300, 64
 

@@ -26,10 +26,9 @@ from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
-from runtime.kv.pages import pages_for
 from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.pages.plan import PAGE_SIZE, pages_for
 from services.common.model_source import DEFAULT_MODEL, resolve_model
-from services.worker.loading import PAGE_SIZE
 from tests.e2e.deployment import Running, deployed
 from tests.e2e.serving_bench.models import RandomModel
 

@@ -16,6 +16,7 @@ from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.core.request import max_logprobs
 from runtime.engine import Reserved
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.common.token_ids import pack_tokens
@@ -27,7 +28,7 @@ from services.transfer import frame
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.fetch import Fetch
-from services.worker.loading import PAGE_SIZE, Identity, Loaded
+from services.worker.loading import Identity, Loaded
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.stream_service import StreamService

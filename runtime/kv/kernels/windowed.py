@@ -52,7 +52,7 @@ from runtime.kv.kernels.division import (
 def stored_tokens(
     length, PAGE: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr
 ):  # fmt: skip
-    """Return the number of stored tokens of a sequence; see `runtime.core.window.first_recent`."""
+    """Return the number of stored tokens of a sequence; see `runtime.pages.window.first_recent`."""
     return tl.maximum((length - WINDOW) // PAGE - SINK_PAGES, 0) * PAGE
 
 

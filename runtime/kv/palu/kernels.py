@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
-from runtime.core import window
 from runtime.kernels.arith import matmul, power_of_2
 from runtime.kv.kernels.latents import (
     add_product,
@@ -29,6 +28,7 @@ from runtime.kv.kernels.latents import (
 )
 from runtime.kv.kernels.transforms import halves
 from runtime.kv.kernels.windowed import softmax_step
+from runtime.pages import window
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
 CHUNK = tl.constexpr(64)

@@ -15,7 +15,6 @@ same for REACH tokens. The tables of angles thus have REACH rows and stay in the
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from runtime.core import window
 from runtime.kv.int4.fragments import add_weights
 from runtime.kv.k4v2.fragments import add_values, levels_of, load_norms, load_values, norm_of
 from runtime.kv.kernels.fragments import (
@@ -39,6 +38,7 @@ from runtime.kv.kernels.fragments import (
 )
 from runtime.kv.kernels.parts import SHARED_BYTES
 from runtime.kv.shard import fragment_inputs
+from runtime.pages import window
 
 PARTS = 4
 """Parts of ``acc``: one for each position of a code in its byte."""

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
-from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.k4v2.kernels import UNIT
 from runtime.kv.kernels.transforms import hadamard, halves, interleaved, joined
+from runtime.pages import window
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
 

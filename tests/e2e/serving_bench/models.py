@@ -117,8 +117,8 @@ def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: s
     from runtime.checkpoint import Checkpoint
     from runtime.compress import documentation
     from runtime.models.model import Model
+    from runtime.pages.plan import PAGE_SIZE
     from services.offline.real_kv import prefill_sample
-    from services.worker.loading import PAGE_SIZE
 
     assert isinstance(checkpoint, Checkpoint)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -15,11 +15,11 @@ from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
 from runtime.compress.forward import forward
 from runtime.convert import SourceFormat, convert
-from runtime.kv.pages import pages_for
 from runtime.layers.linear import Projection
 from runtime.models.decoder import AddResidual
 from runtime.models.llama import LlamaParts
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from tests.runtime.convert.samples import (
     assert_same,
     basis_sharing,

@@ -10,19 +10,20 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.sequence import FREED
-from runtime.core.window import SINK_PAGES, first_recent, max_exact_pages, stored_pages
 from runtime.engine import Add, Cancel, Engine
 from runtime.errors import OutOfPages
-from runtime.kv.pages import pages_for
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.plan import PagePlan, pages_for
+from runtime.pages.window import SINK_PAGES, first_recent
 from runtime.sampling.reference import SamplingRow, sample
 from tests.runtime.tiny import Record, drive, engine_of, replayed, request_of, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
 PAGE = 16
+PLAN = PagePlan(PAGE, compressed=True)
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 
@@ -105,10 +106,10 @@ def test_exact_pages_are_freed_once_they_are_encoded(model: Model) -> None:
     while engine.has_work:
         [sequence] = engine._scheduler._running
         attended = len(sequence.tokens) - 1
-        kept = pages_for(attended, PAGE) - stored_pages(attended, PAGE)
-        assert sequence.pages.count(FREED) == stored_pages(attended, PAGE)
-        assert pages.total.exact - pages.free.exact == kept <= max_exact_pages(PAGE)
-        assert pages.total.stored - pages.free.stored == stored_pages(attended, PAGE)
+        kept = pages_for(attended, PAGE) - PLAN.stored(attended)
+        assert sequence.pages.count(FREED) == PLAN.stored(attended)
+        assert pages.total.exact - pages.free.exact == kept <= PLAN.max_window
+        assert pages.total.stored - pages.free.stored == PLAN.stored(attended)
         record.add(engine.step([]))
     assert len(record.output("r")) == 100
     assert all_free(engine)
@@ -142,7 +143,7 @@ def test_choices_share_the_stored_pages_of_their_prompt(model: Model) -> None:
     while not record.output("r"):
         record.add(engine.step([]))
     free = engine._scheduler.pages.free
-    assert free.stored == 64 - stored_pages(155, PAGE)
+    assert free.stored == 64 - PLAN.stored(155)
     drive(engine, record=record)
     for choice in range(3):
         assert record.tokens["r", choice] == output_by_hand(model, request, choice)
@@ -211,7 +212,7 @@ def test_free_pages_of_both_kinds_are_reported(model: Model) -> None:
     assert (engine.pages_free, engine.stored_free) == engine.num_pages == (40, 13)
     for _ in range(8):
         engine.step([] if engine.has_work else [Add(request_of("r", 160, 50))])
-    assert stored_pages(160, PAGE) == 5
+    assert PLAN.stored(160) == 5
     assert engine.stored_free == 13 - 5
     assert engine.pages_free == 40 - 6
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
-from runtime.core.eviction import QUERIES, evicted_tokens
 from runtime.core.request import Request, SampledToken, SamplingParams
-from runtime.core.window import SINK_PAGES, first_recent, stored_pages
 from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
 from runtime.errors import OutOfPages
 from runtime.kv import fdc
 from runtime.kv.eviction import gumbel_noise, key_scores
-from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.eviction import QUERIES, evicted_tokens
+from runtime.pages.plan import PagePlan, pages_for
+from runtime.pages.window import SINK_PAGES, first_recent
 from runtime.sampling.reference import SamplingRow, sample
 from tests.runtime.kv.calibrated import quantized_spec
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
@@ -28,6 +28,7 @@ from tests.runtime.tiny import engine_of as tiny_engine
 pytestmark = pytest.mark.slow
 
 PAGE = 16
+PLAN = PagePlan(PAGE, compressed=True)
 SHARE = 0.5
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
@@ -184,10 +185,10 @@ def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
     kept = 200 - evicted_tokens(200, SHARE, PAGE)
     assert kept == 200 - 96
     held = pages.total.exact - pages.free.exact
-    exact = pages_for(kept + 2, PAGE) - bool(pages.stored) * stored_pages(kept, PAGE)
+    exact = pages_for(kept + 2, PAGE) - bool(pages.stored) * PLAN.stored(kept)
     assert exact <= held <= exact + 1
     if pages.stored:
-        assert pages.total.stored - pages.free.stored == stored_pages(kept, PAGE)
+        assert pages.total.stored - pages.free.stored == PLAN.stored(kept)
     drive(engine, record=record)
     assert len(record.output("r")) == 100
     assert all_free(engine)
@@ -291,7 +292,7 @@ def test_disaggregated_output_equals_colocated_output(
     assert len(reserved.pages) == pages_for(kept, PAGE)
     first = drive(prefill, Add(request, hold=True))
     record.steps += first.steps
-    encoded = stored_pages(kept, PAGE) if model.layout.has_stored else 0
+    encoded = PLAN.stored(kept) if model.layout.has_stored else 0
     held = pages_for(kept, PAGE) - encoded
     assert prefill._scheduler.pages.free.exact == 64 - held, "evicted pages are free"
     transfer(prefill, decode, record)

@@ -6,6 +6,7 @@ from runtime.core.limits import Limits
 from runtime.core.sequence import Purpose, Sequence
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
+from runtime.pages.plan import PageCount, PagePlan
 from tests.runtime.tiny import request_of
 
 
@@ -22,11 +23,14 @@ from tests.runtime.tiny import request_of
 def test_a_step_needs_at_most_one_page_of_each_kind_that_the_format_has(
     exact: int, stored: int, running: int, suffice: bool
 ) -> None:
-    assert SequencePages(exact, stored, 16).suffice_for_step(running) is suffice
+    pages = SequencePages(PagePlan(16, compressed=stored > 0), PageCount(exact, stored))
+    assert pages.suffice_for_step(running) is suffice
 
 
 def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(Limits(16, 64), num_pages=100, page_size=16, context_length=400)
+    scheduler = Scheduler(
+        Limits(16, 64), plan=PagePlan(16), total=PageCount(100), context_length=400
+    )
     for number in range(8):
         scheduler.submit(request_of(str(number), 40), Purpose.GENERATE)
     for chunk in scheduler.plan().chunks:
@@ -34,11 +38,11 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
         scheduler.run(chunk.group.sequences[0])
     searches: list[list[Sequence]] = []
 
-    def lacking(batch: list[Sequence]) -> list[Sequence]:
+    def lacking(plan: PagePlan, batch: list[Sequence]) -> list[Sequence]:
         searches.append(batch)
         return []
 
-    monkeypatch.setattr(scheduler.pages, "lacking", lacking)
+    monkeypatch.setattr(PagePlan, "lacking", lacking)
     assert scheduler.num_running == 8
     assert not scheduler.must_preempt
     assert not searches

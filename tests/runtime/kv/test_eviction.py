@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.eviction import MIN_PROMPT, QUERIES, evicted_tokens
-from runtime.core.window import first_recent
 from runtime.errors import KVFormatError
 from runtime.kv import eviction, fdc, palu, shard
 from runtime.kv.compressed import CompressedFormat
@@ -19,6 +17,8 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.registry import COMPRESSED, create_format
 from runtime.kv.shard import ShardFormat
 from runtime.kv.windowed import WindowedFormat
+from runtime.pages.eviction import MIN_PROMPT, QUERIES, evicted_tokens
+from runtime.pages.window import first_recent
 from tests.runtime.kv import quantized
 from tests.runtime.kv.lowrank import CONFIG as SHAPE
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal

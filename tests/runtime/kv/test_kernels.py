@@ -12,13 +12,13 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv import gpu
 from runtime.kv.dense import DenseFormat
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
+from runtime.pages.window import SINK_PAGES, first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import (

@@ -9,7 +9,6 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.config import ModelConfig
-from runtime.core.window import WINDOW
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.layers_encoder import LayersEncoder
@@ -17,6 +16,7 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
+from runtime.pages.window import WINDOW
 from tests.runtime.device import DEVICE
 from tests.runtime.kv.compressed_data import PAGE, SMOLLM2_135M, gaussian, same_bits, stored_planes
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
-from runtime.core.window import first_recent
 from runtime.kv import gpu
 from runtime.kv.calibration import Artifact
 from runtime.kv.dense import DenseFormat
@@ -23,6 +22,7 @@ from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.windowed import WindowedFormat
+from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes

@@ -11,7 +11,6 @@ from torch import Tensor
 from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
-from runtime.core.window import first_recent
 from runtime.kv import gpu
 from runtime.kv.calibration import KVMoments
 from runtime.kv.dense import DenseFormat
@@ -22,6 +21,7 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import ShardFormat, ShardOptions, calibrate
 from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
+from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes

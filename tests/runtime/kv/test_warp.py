@@ -11,13 +11,13 @@ from torch import Tensor
 
 from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
-from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
 from runtime.kv.gpu import page_strides
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat, fragment_inputs
 from runtime.kv.transforms import hadamard
+from runtime.pages.window import SINK_PAGES
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, SMOLLM2_135M, heavy_tailed
 from tests.runtime.kv.ptx_operations import LANES
 from tests.runtime.kv.warp import Memory, Pointer, lanes, loaded

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.window import SINK_PAGES, first_recent
 from tests.runtime.quality.formats import Identity, Scaled
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 

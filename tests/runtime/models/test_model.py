@@ -10,10 +10,10 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
 from runtime.errors import CheckpointError
 from runtime.gemm.weights import PackedWeights
-from runtime.kv.pages import pages_for
 from runtime.layers import stored_weight
 from runtime.layers.linear import PackedLinear, Projection, TorchLinear
 from runtime.models.model import Model, _place, unsupported_by_gemm
+from runtime.pages.plan import pages_for
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
 TEXTS = (

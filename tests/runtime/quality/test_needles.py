@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.errors import QualityError
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import pages_for
 from runtime.quality import needles
 from runtime.quality.attention import TeacherForced
 from runtime.quality.needles import (

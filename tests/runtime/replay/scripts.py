@@ -12,8 +12,8 @@ from runtime.core.plan import Chunk
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
-from runtime.kv.pages import PagePool
 from runtime.models.model import Model
+from runtime.pages.pool import PagePool
 from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
 from tests.runtime.tiny import Record, prompt_of

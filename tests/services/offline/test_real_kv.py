@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, prefill_sample
-from services.worker.loading import PAGE_SIZE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import (
     Compatibility,
     Heartbeat,
@@ -17,8 +18,6 @@ from services.common.placement import (
 from services.router import policy as policies
 from services.router.capacity import (
     Demand,
-    PageCount,
-    Paging,
     WorkerHealth,
     WorkerSnapshot,
     with_space,
@@ -86,7 +85,7 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
         model="small",
         compatibility=COMPATIBLE,
         health=WorkerHealth.READY,
-        paging=Paging(16),
+        paging=PagePlan(16),
         pages_total=PageCount(64),
         queue_tokens=queue_tokens,
         pages_free=PageCount(64),

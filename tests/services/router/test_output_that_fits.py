@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from runtime.core.request import FinishReason
-from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import Add
 from runtime.errors import InvalidRequest
 from runtime.models.model import Model
-from services.common.placement import Placement, PlaceRequest, Role, StoredPages
+from runtime.pages.plan import PageCount
+from services.common.placement import Placement, PlaceRequest, Role
 from services.router.app import build_dispatcher
-from services.router.capacity import READY, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import READY, Demand, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
 from services.router.errors import TooLarge
 from services.router.policy import Pair, PolicyName
@@ -223,13 +223,10 @@ def test_engine_generates_exactly_what_fits(
 ) -> None:
     """One more token exceeds the pages of the engine. Choices may run one after another."""
     model = MODELS[kv_format]
-    stored = None
-    if pages.stored:
-        stored = StoredPages(total=pages.stored, sink_pages=SINK_PAGES, window=WINDOW)
     snapshot = replace(
         worker("c0", Role.COLOCATED),
         compatibility=COMPATIBLE.model_copy(update={"context_length": model.context_length}),
-        paging=Paging(16, stored),
+        paging=model.layout.plan,
         pages_total=pages,
     )
     demand = Demand(prompt, CONTEXT, choices, output_reserve=8, required_tokens=1)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from runtime.pages.plan import PageCount
 from services.common.placement import Outcome, Placement, Release, Role
-from services.router.capacity import Demand, PageCount, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
 from services.router.errors import NoWorkers, TooLarge
 from services.router.fleet import Fleet, FleetLimits

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import Role
-from services.router.capacity import USABLE, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason
 from tests.services.router.samples import COMPATIBLE, place, worker
@@ -252,7 +253,7 @@ def test_reserved_worker_counts_as_full() -> None:
 
 def test_choices_share_the_full_pages_of_the_prompt() -> None:
     demand = Demand(prompt_tokens=40, max_tokens=9, choices=3)
-    assert demand.pages(Role.DECODE, Paging(16)) == (2 + 3 * 1, 0)
-    assert demand.pages(Role.PREFILL, Paging(16)) == (3, 0)
+    assert demand.pages(Role.DECODE, PagePlan(16)) == (2 + 3 * 1, 0)
+    assert demand.pages(Role.PREFILL, PagePlan(16)) == (3, 0)
     assert (demand.tokens(Role.DECODE), demand.tokens(Role.PREFILL)) == (3 * 48, 40)
     assert (demand.slots(Role.DECODE), demand.slots(Role.PREFILL)) == (3, 1)

@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.core.window import SINK_PAGES, WINDOW, max_exact_pages
 from runtime.engine.pages import SequencePages
+from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.window import SINK_PAGES, WINDOW
 from services.common.placement import Role, StoredPages
-from services.router.capacity import Demand, PageCount, Paging, WorkerSnapshot
+from services.router.capacity import Demand, WorkerSnapshot
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason
 from tests.services.router.samples import beat, place, registration, worker
 
 STORED = StoredPages(total=1000, sink_pages=SINK_PAGES, window=WINDOW)
-PAGING = Paging(16, STORED)
+PAGING = PagePlan(16, compressed=True)
 PURPOSES = {
     Role.PREFILL: Purpose.HOLD,
     Role.DECODE: Purpose.RECEIVE,
@@ -39,7 +40,7 @@ def test_pages_of_each_role() -> None:
     assert demand.pages(Role.PREFILL, PAGING) == (500, 495)
     assert demand.pages(Role.COLOCATED, PAGING) == (501, 495)
     assert demand.pages(Role.DECODE, PAGING) == (6, 495)
-    assert demand.pages(Role.DECODE, Paging(16)) == (501, 0)
+    assert demand.pages(Role.DECODE, PagePlan(16)) == (501, 0)
 
 
 def test_choices_share_stored_pages_and_sinks() -> None:
@@ -59,15 +60,16 @@ def test_pages_cover_what_the_engine_needs_to_admit(
     request = Request("r", tokens, prompt, SamplingParams(), max_tokens, choices=choices)
     limit = prompt + max_tokens
     sequences = [Sequence(request, choice, 0, list(tokens), limit) for choice in range(choices)]
-    for paging, stored in ((PAGING, 1000), (Paging(16), 0)):
-        engine = SequencePages(5000, stored, 16).need(SequenceGroup(PURPOSES[role], sequences))
+    for paging in (PAGING, PagePlan(16)):
+        pages = SequencePages(paging, PageCount(5000, 1000))
+        engine = pages.need(SequenceGroup(PURPOSES[role], sequences))
         counted = demand.pages(role, paging)
         assert engine.exact <= counted.exact
         assert engine.stored <= counted.stored
         if role is Role.PREFILL:
             assert tuple(counted) == tuple(engine)
-        if role is Role.DECODE and stored:
-            assert counted.exact <= choices * max_exact_pages(16)
+        if role is Role.DECODE and paging.compressed:
+            assert counted.exact <= choices * paging.max_window
 
 
 @pytest.mark.parametrize(

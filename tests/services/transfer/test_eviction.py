@@ -4,7 +4,7 @@ import pytest
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.core.eviction import evicted_tokens
+from runtime.pages.eviction import evicted_tokens
 from services.transfer.outgoing import Outgoing
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Decode, Prefill, Site, output_of, until

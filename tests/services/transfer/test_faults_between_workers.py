@@ -8,10 +8,10 @@ import pytest
 
 from headrace.v1 import error_pb2
 from runtime.engine import Engine
+from runtime.pages.plan import PAGE_SIZE
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
-from services.worker.loading import PAGE_SIZE
 from services.worker.streams import Stream
 from tests.services.workers import (
     LIMIT_S,

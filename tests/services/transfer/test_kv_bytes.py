@@ -7,7 +7,6 @@ import torch
 
 import codec
 from runtime.bench.kv_bytes import formats, one_layer
-from runtime.core.window import stored_pages
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
 from services.transfer.codecs import SegmentCodecs
@@ -27,7 +26,7 @@ def found() -> Mapping[str, KVFormat]:
 def wire_bytes(kv_format: KVFormat) -> int:
     """Encode the segments of a prompt of one layer raw; return the bytes of all frames."""
     layout = CacheLayout.of(kv_format, num_layers=1, page_size=16)
-    stored = stored_pages(TOKENS, 16) if layout.has_stored else 0
+    stored = layout.plan.stored(TOKENS)
     cache = PagedCache(layout, num_pages=TOKENS // 16, num_stored=stored)
     codecs, slot = SegmentCodecs(layout, {}), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     total = 0

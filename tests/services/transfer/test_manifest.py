@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import pages_for
+from runtime.pages.window import SINK_PAGES, first_recent
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.manifest import Coverage, SegmentPlan, plan_segments

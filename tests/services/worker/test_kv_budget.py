@@ -8,17 +8,16 @@ import torch
 from runtime.bench.kv_bytes import formats, occupation, one_layer
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.engine import PageCount
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.errors import SettingsError
 from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
     RESERVE,
     ROW_BYTES,
     DeviceMemory,
-    exact_pages_for,
     kv_bytes_for,
     least_bytes,
     pages_of_bytes,
@@ -91,7 +90,7 @@ def test_error_names_the_missing_bytes() -> None:
 def test_compressed_formats_get_exact_pages_for_a_batch_and_a_prompt() -> None:
     """6 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
     planes = layout(LLAMA_7B, LLAMA_7B // 4)
-    exact = exact_pages_for(256, 8192, 16)
+    exact = PagePlan(16, compressed=True).batch(256, 8192)
     assert exact == 6 * 256 + 512
     found = pages_of_bytes(60 * GIB, planes, exact)
     assert found == PageCount(exact, (60 * GIB - exact * 16 * LLAMA_7B) // (4 * LLAMA_7B))
@@ -124,7 +123,7 @@ def held(pages: PageCount, slots: int) -> int:
     All are admitted with received KV and decode in lockstep, so that each needs its most exact
     pages in the same step.
     """
-    allocator = SequencePages(*pages, 16)
+    allocator = SequencePages(PagePlan(16, compressed=pages.stored > 0), pages)
     request = Request("r", (0,) * LONG, LONG, SamplingParams(), 101)
     running: list[Sequence] = []
     while len(running) < slots:
@@ -137,8 +136,8 @@ def held(pages: PageCount, slots: int) -> int:
     for sequence in running:
         sequence.tokens.append(0)
     for _ in range(100):
-        for sequence in allocator.lacking(running):
-            missing = allocator.missing(sequence)
+        for sequence in allocator.plan.lacking(running):
+            missing = allocator.plan.missing(sequence)
             if not missing.fits(allocator.free):
                 allocator.release([sequence])  # preempted
                 running.remove(sequence)
@@ -163,7 +162,7 @@ def test_number_of_long_sequences_rises_with_the_compression_ratio(name: str, sl
     for each in ("dense", name):
         layers = kv_formats[each].planes(0, 16)
         cache = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS)
-        exact = exact_pages_for(slots, min(config.context_length, PREEMPTED_TOKENS), 16)
+        exact = cache.plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))
         sequences[each] = held(pages_of_bytes(H200_KV, cache, exact), slots)
     ratio = occupation(kv_formats[name], config, LONG, 100).ratio
     assert sequences["dense"] == H200_KV // (LAYERS * 4096) // (LONG + 112)

@@ -12,6 +12,7 @@ from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpo
 from runtime.engine import Add
 from runtime.kv.int4 import Int4Format
 from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.offline.tune import tune
@@ -19,7 +20,7 @@ from services.prefill.settings import PrefillSettings
 from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
 from services.worker import loading as worker
-from services.worker.loading import PAGE_SIZE, load_worker
+from services.worker.loading import load_worker
 from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
 

@@ -15,8 +15,8 @@ from runtime.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine
 from runtime.graphs.capture import Captured
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.pages.plan import pages_for
 from runtime.replay.mixed import pass_shapes
 from runtime.replay.sampling import CAPTURED_FEATURES
 from runtime.replay.step import StepReplay

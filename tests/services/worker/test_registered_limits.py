@@ -9,6 +9,7 @@ import pytest
 from runtime.checkpoint.assemble import named_tensors
 from runtime.core.request import MAX_LOGPROBS, FinishReason
 from runtime.engine import Add
+from runtime.pages.plan import PAGE_SIZE
 from services.common.placement import Placement, Registration, Role
 from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
@@ -16,7 +17,7 @@ from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher
 from services.router.readiness import readiness
 from services.router.settings import RouterSettings
-from services.worker.loading import PAGE_SIZE, Loaded, load_worker
+from services.worker.loading import Loaded, load_worker
 from services.worker.settings import WorkerSettings
 from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint

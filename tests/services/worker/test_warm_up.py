@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import codec
-from runtime.kv.pages import pages_for
+from runtime.pages.plan import PAGE_SIZE, pages_for
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import _kinds_of_segments, warm_up_codec
-from services.worker.loading import PAGE_SIZE
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import CHUNK, SLOT_BYTES, load
 

@@ -1,7 +1,7 @@
 """Number of prompt tokens that Keyformer evicts from the KV of a sequence; no tensor code.
 
 After the pass that completes a prompt, part of its KV is evicted. The first page (sinks) and the
-pages of the window (`runtime.core.window`) stay. Of the pages between them, each KV head of each
+pages of the window (`runtime.pages.window`) stay. Of the pages between them, each KV head of each
 layer keeps the tokens with the largest scores. Whole pages are evicted, so that a token's slot in
 its page depends on its position alone: KV index and position differ by a multiple of the page size.
 
@@ -9,7 +9,7 @@ Source: Adnan et al., "Keyformer: KV Cache Reduction through Key Tokens Selectio
 Generative Inference", MLSys 2024.
 """
 
-from runtime.core.window import stored_pages
+from runtime.pages.window import SINK_PAGES, first_recent
 
 MIN_PROMPT = 128
 """Prompts with fewer tokens are not evicted."""
@@ -28,4 +28,5 @@ def evicted_tokens(prompt_tokens: int, share: float, page_size: int) -> int:
     if not share or prompt_tokens < MIN_PROMPT:
         return 0
     pages = int(share * prompt_tokens) // page_size
-    return page_size * min(pages, stored_pages(prompt_tokens, page_size))
+    between = first_recent(prompt_tokens, page_size) - SINK_PAGES
+    return page_size * min(pages, between)

@@ -61,8 +61,3 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    """Return the number of pages that hold ``tokens`` tokens."""
-    return -(-tokens // page_size)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import OutOfPages
-from runtime.kv.pages import PagePool, pages_for
+from runtime.pages.plan import pages_for
+from runtime.pages.pool import PagePool
 
 
 def test_pages_are_reused_in_the_order_of_their_release() -> None:

@@ -1,0 +1,19 @@
+"""Which pages of a sequence a compressed KV format leaves exact."""
+
+SINK_PAGES = 1
+"""Pages at the start of a sequence that are never encoded."""
+WINDOW = 64
+"""Minimum number of recent tokens that are not encoded."""
+
+
+def first_recent(
+    length: int, page_size: int, sink_pages: int = SINK_PAGES, window: int = WINDOW
+) -> int:
+    """Return the index of the first page after the stored pages of a sequence.
+
+    Pages from ``sink_pages`` up to this one are stored; all others are exact.
+
+    Args:
+        length: tokens of the sequence, the one that is being attended included.
+    """
+    return max(sink_pages, (length - window) // page_size)
