@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import OutOfPages
-from runtime.pages.plan import pages_for
 from runtime.pages.pool import PagePool
 
 
@@ -41,13 +40,6 @@ def test_shared_page_is_freed_by_its_last_holder() -> None:
 def test_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one page"):
         PagePool(0)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (63, 4), (1000, 63)]
-)
-def test_pages_for_rounds_up(tokens: int, pages: int) -> None:
-    assert pages_for(tokens, 16) == pages
 
 
 @given(st.lists(st.tuples(st.sampled_from("asr"), st.integers(0, 9)), max_size=80))
