@@ -146,7 +146,6 @@ class Registration(Message):
 
     Attributes:
         address: host and port of the gRPC server.
-        page_size: tokens in a KV page.
         pages_total: number of pages; of exact pages with a compressed KV format.
         stored: stored pages; None if the KV format has none.
         max_running: number of batch slots.
@@ -162,7 +161,6 @@ class Registration(Message):
     address: Address
     model: ModelInfo
     compatibility: Compatibility
-    page_size: Annotated[int, Field(ge=1, le=4096)]
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
     stored: StoredPages | None = None
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]

@@ -29,10 +29,10 @@ USABLE = READY | {WorkerHealth.SUSPECT, WorkerHealth.PROBATION}
 
 def page_plan(registration: Registration) -> PagePlan:
     """Return how the pages of a worker are counted."""
-    stored = registration.stored
+    page_size, stored = registration.compatibility.page_size, registration.stored
     if stored is None:
-        return PagePlan(registration.page_size)
-    return PagePlan(registration.page_size, True, stored.sink_pages, stored.window)
+        return PagePlan(page_size)
+    return PagePlan(page_size, True, stored.sink_pages, stored.window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,6 @@ def registration(name: str, role: Role) -> Registration:
             codebook_id="",
             kernel_plan_hash="",
         ),
-        page_size=PAGE_SIZE,
         pages_total=PAGES,
         max_running=MAX_RUNNING,
     )

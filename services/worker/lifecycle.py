@@ -265,7 +265,6 @@ def _registration(
         address=f"{bracketed(settings.advertised_host)}:{server.port}",
         model=identity.model,
         compatibility=identity.compatibility,
-        page_size=identity.compatibility.page_size,
         pages_total=worker.engine.pages_total,
         stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,

@@ -67,7 +67,6 @@ def registration(
             model_hash=model_hash,
         ),
         compatibility=compatibility,
-        page_size=16,
         pages_total=pages_total,
         stored=stored,
         max_running=max_running,

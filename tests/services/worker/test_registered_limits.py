@@ -9,7 +9,6 @@ import pytest
 from runtime.checkpoint.assemble import named_tensors
 from runtime.core.request import MAX_LOGPROBS, FinishReason
 from runtime.engine import Add
-from runtime.pages.plan import PAGE_SIZE
 from services.common.placement import Placement, Registration, Role
 from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
@@ -35,7 +34,6 @@ def registration(loaded: Loaded) -> Registration:
         address="127.0.0.1:5000",
         model=loaded.identity.model,
         compatibility=loaded.identity.compatibility,
-        page_size=PAGE_SIZE,
         pages_total=loaded.engine.pages_total,
         max_running=loaded.sizes.max_running,
     )

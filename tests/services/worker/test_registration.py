@@ -79,7 +79,6 @@ def introduction_of(engine: EngineThread) -> Registration:
         address="127.0.0.1:1",
         model=identity.model,
         compatibility=identity.compatibility,
-        page_size=16,
         pages_total=engine.pages_total,
         max_running=16,
     )
