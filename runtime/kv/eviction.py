@@ -1,4 +1,4 @@
-"""Keyformer eviction: scores of tokens, and compaction of what is kept into the first pages.
+"""Eviction of prompt tokens by Keyformer's scores, and compaction of what is kept.
 
 The score of a token is the attention that the last queries of the prompt pay to it. With logits
 x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
@@ -7,7 +7,8 @@ x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
 
 (Keyformer's score function with temperature 1, as for prompts). ζ is standard Gumbel noise, which
 gives tokens with a small logit a chance to be kept. It is a hash of position and KV head, so that
-all workers keep the same tokens.
+all workers keep the same tokens. Keyformer evicts in every decode step; this evicts once, when the
+prompt is complete.
 
 `runtime.pages.eviction` defines how many tokens are kept. K is stored after RoPE, and therefore
 moved without being rotated again.

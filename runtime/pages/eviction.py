@@ -1,4 +1,4 @@
-"""Number of prompt tokens that Keyformer evicts from the KV of a sequence; no tensor code.
+"""Number of prompt tokens to evict from the KV of a sequence.
 
 After the pass that completes a prompt, part of its KV is evicted. The first page (sinks) and the
 pages of the window (`runtime.pages.window`) stay. Of the pages between them, each KV head of each

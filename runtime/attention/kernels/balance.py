@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Division of decode attention over a fixed number of programs (the balanced kernel of FDC).
+"""Division of decode attention over a fixed number of programs.
 
 The KV of a batch is divided into tiles of consecutive keys of one KV head of one sequence. Tiles
 are numbered by sequence, KV head and position, and each program attends over an equal interval of
@@ -15,6 +15,8 @@ other lengths.
 Kernels that use these functions have a grid `(programs,)`, find their interval with `divide`, walk
 through it from head to head with `locate`, and write results with `write_whole` or `write_part`.
 What a tile contains is up to the kernel.
+
+The kernels of FDC (section 5.3) have the same purpose, but divide queries and KV differently.
 """
 
 import triton
