@@ -13,6 +13,7 @@ from runtime.core.sequence import Sequence as Decoded
 from runtime.core.sequence import SequenceGroup
 from runtime.engine import Command, Engine, StepOutput
 from runtime.engine.scheduler import Scheduler
+from runtime.pages.plan import PageCount, PagePlan
 from runtime.sampling.reference import Draw
 from services.worker.engine_thread import EngineLoad
 from tests.runtime.tiny import CONFIG
@@ -74,7 +75,7 @@ def _engine_of(pages: int) -> Engine:
     limits = Limits(SLOTS, max_waiting=64, step_tokens=1024, chunk_tokens=PAGE_SIZE * 4)
     length = CONFIG.context_length
     engine._scheduler = Scheduler(
-        limits, num_pages=pages, page_size=PAGE_SIZE, context_length=length
+        limits, plan=PagePlan(PAGE_SIZE), total=PageCount(pages), context_length=length
     )
     engine.planned = engine._in_flight = None
     return engine
