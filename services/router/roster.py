@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from runtime.pages.plan import PageCount
 from services.common.placement import Role
-from services.router.capacity import USABLE, Demand, PageCount, WorkerSnapshot
+from services.router.capacity import USABLE, Demand, WorkerSnapshot
 
 Needs = dict[tuple["Shape", Role], tuple[int, PageCount]]
 """Output tokens of a request that fit on the workers of a shape in a role, and their pages."""
