@@ -47,6 +47,21 @@ for _name in SERVICES:
     _add_service(_name)
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None: ...
+
+
 @app.command(context_settings=_PASS_ON)
 def config(
     context: typer.Context, service: Annotated[str, typer.Argument(help=", ".join(SERVICES))]

@@ -31,6 +31,13 @@ def refused(*arguments: str) -> str:
     return line
 
 
+def test_version_is_a_command_and_an_option() -> None:
+    command, option = run("version"), run("--version")
+    assert command.exit_code == option.exit_code == 0
+    assert command.stdout == option.stdout
+    assert run("--help").stdout.count("Disaggregated prefill/decode serving") == 1
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
     """Options of the deployments that would have been started."""
