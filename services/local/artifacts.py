@@ -114,7 +114,7 @@ def _prepare_in(
     if options.wire_codec != "raw":
         codebooks = folder / _codebooks_name(options.kv_format)
         if _needs_making(codebooks, console):
-            console.print(f"calibrating the codec for {source.name} (once)")
+            console.print(f"calibrating the codec for {source.name} (once, about a minute)")
             _make(
                 *("calibrate", "--model", str(checkpoint), "--tokenizer", str(source)),
                 *("--out", str(codebooks), "--kv-format", options.kv_format),
