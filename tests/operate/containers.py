@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,25 +116,21 @@ class Buildah:
 
 def _wheels(flavor: str) -> Path:
     """Return a folder with all wheels that the build of an image installs."""
-    requirements = DEPLOY / "requirements" / f"{flavor}.txt"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (model,) = (rest for rest in arguments("ARG") if rest.startswith("DEFAULT_MODEL="))
+    files = [DEPLOY / "requirements" / f"{name}.txt" for name in (flavor, "model", "build")]
     (index,) = (rest for rest in arguments("ARG") if rest.startswith("TORCH_INDEX="))
-    named = [model.partition("=")[2], *project["build-system"]["requires"]]
-    key = hashlib.sha256(requirements.read_bytes() + " ".join(named).encode()).hexdigest()
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     folder = FOLDER / f"wheels-{flavor}-{key[:12]}"
     if folder.is_dir():
         return folder
     partial = folder.with_suffix(".partial")
     options = ("--quiet", "--only-binary", ":all:", "--python-version", _PYTHON, "--dest", partial)
     download = [sys.executable, "-m", "pip", "download", *map(str, options)]
-    locked = [*download, "--no-deps", "--requirement", str(requirements)]
-    try:
-        _output(locked)
-    except RuntimeError:  # the CPU build of torch is not on PyPI
-        _output([*locked, "--extra-index-url", index.partition("=")[2]])
-    _output([*download, "--no-deps", named[0]])
-    _output([*download, *named[1:]])
+    for file in files:
+        locked = [*download, "--no-deps", "--requirement", str(file)]
+        try:
+            _output(locked)
+        except RuntimeError:  # the CPU build of torch is not on PyPI
+            _output([*locked, "--extra-index-url", index.partition("=")[2]])
     return partial.rename(folder)
 
 
