@@ -45,13 +45,13 @@ class Buildah:
         self._make_base()
         wheels = _wheels(flavor)
         config = FOLDER / "pip.conf"
-        config.write_text("[global]\nno-index = true\nfind-links = /wheels\n")
+        config.write_text("[global]\nno-index = true\nfind-links = /packages\n")
         name = f"localhost/headrace:{flavor}"
         self.run(
             # OCI's format has no health check.
             *("build", "--isolation", "chroot", "--layers", "--format", "docker", "--pull-never"),
             *("--build-arg", f"PYTHON={_BASE}", "--build-arg", f"FLAVOR={flavor}"),
-            *("--volume", f"{wheels}:/wheels:ro", "--volume", f"{config}:/etc/pip.conf:ro"),
+            *("--volume", f"{wheels}:/packages:ro", "--volume", f"{config}:/etc/pip.conf:ro"),
             *("--file", str(DEPLOY / "Dockerfile"), "--tag", name, str(ROOT)),
         )
         return name
