@@ -111,6 +111,8 @@ class FetchedStreams(StreamService):
                     await self._fetch_kv(stream, reserved)
                 return
             except TimeoutError:
+                if not stream.early.expired():
+                    raise
                 log.info("prefill given back: no pages are free", **stream.log_fields)
             finally:
                 stream.early = None

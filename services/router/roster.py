@@ -4,8 +4,8 @@ Workers with the same model, role, compatibility and size have one `Shape`: the 
 pages of a request are computed once for all of them. The shapes of compatible workers of a model
 form a `Pool`. An event changes the entries of the workers that it concerns and no others.
 
-What a request can be placed on at all, its `Claim`, depends on the registered and usable workers,
-not on their load. Claims are computed again only when `Roster.version` has changed.
+The `Claim` of a request, the workers that can serve it, depends on the registered and usable
+workers, not on their load. Claims are computed again only when `Roster.version` has changed.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """What a request can be placed on, whatever the load of the workers is.
+    """The workers that can serve a request, regardless of their load.
 
     Requests with the same answer share one claim.
 
@@ -171,7 +171,7 @@ class Roster:
         return any(shape.slow for shape in self._shapes.values())
 
     def claim(self, demand: Demand) -> Claim:
-        """Return what a request can be placed on."""
+        """Return the workers that can serve a request, or why none can."""
         models = {shape.sample.model for shape in self._shapes.values()}
         serving = [s for s in self._shapes.values() if demand.model in (None, s.sample.model)]
         if demand.model is None and len(models) > 1:

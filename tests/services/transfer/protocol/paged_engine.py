@@ -94,7 +94,7 @@ class Thread:
 
     @property
     def inputs(self) -> tuple[tuple[str, ...], ...]:
-        """What the thread can do next."""
+        """The possible next actions of the thread."""
         if self.engine.planned is not None:
             return (("compute",),)
         return (("plan",),) if self._inbox or self.engine.has_work else ()
