@@ -122,19 +122,19 @@ class Running:
                 raise RuntimeError(f"workers are not ready: {', '.join(sorted(missing))}")
             time.sleep(0.2)
 
-    def wait_for_new_epoch(self, worker: str, old_epoch: object) -> None:
-        """Wait until a worker has restarted and is ready.
+    def wait_for_new_epoch(self, worker: str, old_epoch: object, state: str = "ready") -> None:
+        """Wait until the router knows a new process of a worker, in a given state.
 
         Raises:
-            AssertionError: if it is not ready after `RESTART_S`.
+            AssertionError: if it is not in that state after `RESTART_S`.
         """
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
             known = self.workers().get(worker)
-            if known and known["epoch"] != old_epoch and known["state"] == "ready":
+            if known and known["epoch"] != old_epoch and known["state"] == state:
                 return
             time.sleep(0.2)
-        raise AssertionError(f"{worker} did not restart: {self.workers()}")
+        raise AssertionError(f"{worker} did not become {state}: {self.workers()}")
 
     def _ready_workers(self) -> set[str]:
         return {name for name, worker in self.workers().items() if worker["state"] == "ready"}

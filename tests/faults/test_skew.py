@@ -29,7 +29,7 @@ async def test_prefill_worker_that_does_not_fit_gets_no_requests(
 ) -> None:
     running, failovers = deployment.running, deployment.failovers()
     with deployment.extra_worker("prefill-0", "other", *flags, environment=environment):
-        await asyncio.to_thread(running.wait_for_new_epoch, "other", None)
+        await asyncio.to_thread(running.wait_for_new_epoch, "other", None, "unmatched")
         async with deployment.client() as client:
             for _ in range(4):
                 replies = [client.ask(deployment.long), client.ask(deployment.short)]
