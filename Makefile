@@ -80,23 +80,23 @@ audit: $(VENV)/.ready-dev ## known vulnerabilities of the installed packages
 	$(BIN)/python -m tests.audit $(AUDIT)
 
 equality: $(VENV)/.ready-dev ## compare output of disaggregated and colocated workers
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.equality
 
 bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/report.html
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.load_bench --out runs/bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.load_bench --out runs/bench
 
-serving: $(VENV)/.ready-dev ## serving benchmark, see tests/e2e/README.md: runs/serving/report.html
-	$(BIN)/python -m tests.e2e.serving_bench $(SERVING)
+serving: $(VENV)/.ready-dev ## serving benchmark, see tests/programs/README.md: runs/serving/report.html
+	$(BIN)/python -m tests.programs.serving_bench $(SERVING)
 
 soak: $(VENV)/.ready-dev ## load, cancellations and faults; SECONDS=600 SEED=1 or CANCELS=10000
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --seconds $(SECONDS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.soak --seconds $(SECONDS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(CANCELS),--cancels $(CANCELS))
 
 speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.speed
 
 link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting on throttled links
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.link_policy
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.link_policy
 
 install: $(VENV)/.ready   ## install the package and the default model
 

@@ -1,4 +1,4 @@
-"""Limits on the size of packages, files and functions."""
+"""Limits on the size of packages, files and functions, and the places of tests."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("codec", "runtime", "services", "loadgen")
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 500
+"""A file tells one story, and most have fewer than 350 lines. Code is not squeezed to meet this."""
 MAX_FUNCTION_LINES = 60
 NOT_COUNTED = {"README.md", "BENCHMARKS.md", "__init__.py", "py.typed", "__pycache__"}
 COMPILED = {"jit", "compiled"}
@@ -50,6 +51,14 @@ def test_functions_outside_kernels_stay_short() -> None:
             if count > MAX_FUNCTION_LINES:
                 long[f"{path}:{node.name}"] = count
     assert not long
+
+
+@pytest.mark.parametrize("folder", ["e2e", "faults"])
+def test_folders_of_deployment_tests_contain_only_tests(folder: str) -> None:
+    """Programs are in `tests/programs`, and what they share with tests in `tests/harness`."""
+    files = [path for path in (ROOT / "tests" / folder).rglob("*") if path.is_file()]
+    names = {path.name for path in files if path.parent.name != "__pycache__"}
+    assert not {name for name in names if not name.startswith("test_")} - {"conftest.py"}
 
 
 def test_tests_of_deployments_are_where_make_collects_them() -> None:

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.e2e.serving_bench.arguments import cases_of, parser, systems_of
-from tests.e2e.serving_bench.bench import Bench, Limits
-from tests.e2e.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Single
-from tests.e2e.serving_bench.cases.load import Traffic
-from tests.e2e.serving_bench.cases.mixes import scale_of
-from tests.e2e.serving_bench.cases.search import Search
-from tests.e2e.serving_bench.counters import histogram_quantile, mean, stages, total
-from tests.e2e.serving_bench.results import Results
-from tests.e2e.serving_bench.systems import HeadraceSystem, Layout, Peer
 from tests.loadgen.synthetic import Behaviour, Outcome, serving
+from tests.programs.serving_bench.arguments import cases_of, parser, systems_of
+from tests.programs.serving_bench.bench import Bench, Limits
+from tests.programs.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Single
+from tests.programs.serving_bench.cases.load import Traffic
+from tests.programs.serving_bench.cases.mixes import scale_of
+from tests.programs.serving_bench.cases.search import Search
+from tests.programs.serving_bench.counters import histogram_quantile, mean, stages, total
+from tests.programs.serving_bench.results import Results
+from tests.programs.serving_bench.systems import HeadraceSystem, Layout, Peer
 
 TTFT_S, ITL_S = 0.04, 0.01
 TRAFFIC = Traffic(inputs="fixed:16", seconds=1.5, warm_up_s=0.2, ttft_s=10, tpot_s=10)

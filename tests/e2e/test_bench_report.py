@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.e2e.bench_documents import results_of
-from tests.e2e.serving_bench.report import page, print_tables
-from tests.e2e.serving_bench.results import merged
-from tests.e2e.serving_bench.tables import tables
+from tests.harness.bench_documents import results_of
 from tests.loadgen.made_runs import HOSTILE
 from tests.loadgen.page_content import Content
+from tests.programs.serving_bench.report import page, print_tables
+from tests.programs.serving_bench.results import merged
+from tests.programs.serving_bench.tables import tables
 
 
 def test_ratios_compare_with_the_first_system_of_a_group() -> None:

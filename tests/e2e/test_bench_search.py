@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.serving_bench.cases.search import Bracket, search
+from tests.programs.serving_bench.cases.search import Bracket, search
 
 
 @pytest.mark.parametrize("start", [0.5, 8.0, 100.0])

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 from tests.services.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]

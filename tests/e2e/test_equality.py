@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.e2e.equality import Case, Row, make_cases, run
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.random_model import RandomModel
+from tests.programs.equality import Case, Row, make_cases, run
 
 pytestmark = pytest.mark.e2e
 

@@ -5,7 +5,7 @@ import torch
 
 from runtime.kv.calibration import Artifact
 from runtime.kv.fdc import FdcOptions, calibrate
-from tests.e2e.fdc_stability import added, overlap
+from tests.programs.fdc_stability import added, overlap
 from tests.runtime.kv.lowrank import CONFIG, QKV, activations, moments_of, orthonormal
 
 

@@ -27,8 +27,8 @@ from services.common.grpc_server import MessageStream, credentials, next_message
 from services.common.placement import Compatibility
 from services.prefill.settings import PrefillSettings
 from services.worker.loading import load_worker
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.equality import Answer, Case, ask_all, digests
+from tests.harness.deployment import Running, deployed
+from tests.programs.equality import Answer, Case, ask_all, digests
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

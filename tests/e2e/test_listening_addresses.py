@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.e2e.deployment import deployed
+from tests.harness.deployment import deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.deployment import Running, deployed
+from tests.harness.random_model import RandomModel
 from tests.services.certificates import Authority
 from tests.services.tls_ports import client_context, is_refused, request
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.e2e.quality import Agreement, measure
-from tests.e2e.rpc_delay import Sample, step_ms
+from tests.programs.quality import Agreement, measure
+from tests.programs.rpc_delay import Sample, step_ms
 
 
 def test_agreement_counts_errors_and_equal_tokens() -> None:
@@ -46,7 +46,15 @@ def test_step_time_uses_only_samples_in_which_all_streams_run() -> None:
 @pytest.mark.timeout(900)
 def test_serving_overhead_of_a_random_model() -> None:
     """The model is written as a canonical checkpoint with a tokenizer, then served."""
-    command = [sys.executable, "-m", "tests.e2e.rpc_delay", "--device", "cpu", "--shape", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.programs.rpc_delay",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+    ]
     done = subprocess.run(
         [*command, "--streams", "2", "--tokens", "4000"],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=800,

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.v1 import inference_pb2 as pb
 from runtime.layers.onednn import PackedWeight
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-m", "tests.e2e.serving_bench", "--systems", "colocated"),
+        *(sys.executable, "-m", "tests.programs.serving_bench", "--systems", "colocated"),
         *("--cases", "single,load", "--lengths", "32", "--repeats", "2", "--device", "cpu"),
         *("--rates", "2", "--answers", "4", "--input", "fixed:16", "--seconds", "3"),
         *("--warm-up", "0", "--most-lag", "60", "--out", str(tmp_path), "--keep-records"),

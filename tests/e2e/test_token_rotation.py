@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import Load, Processes
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.processes import Load, Processes
+from tests.harness.random_model import RandomModel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.equality import digests
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.deployment import Running, deployed
+from tests.harness.random_model import RandomModel
+from tests.programs.equality import digests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

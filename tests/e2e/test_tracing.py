@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 from tests.services.otlp_collector import PARENT, CollectedSpan, Collector, collecting
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

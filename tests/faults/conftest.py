@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.reference import SEED
-from tests.faults.trial import Trial, trial
+from tests.harness.reference import SEED
+from tests.harness.trial import Trial, trial
 
 
 def pytest_report_header() -> str:

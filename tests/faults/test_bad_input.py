@@ -12,9 +12,9 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
-from tests.faults.mutations import documents, http, requests
-from tests.faults.mutations.ports.gateway_http import RECORDED, TYPED
+from tests.harness.deployment import Running, deployed
+from tests.programs.fuzzing import documents, http, requests
+from tests.programs.fuzzing.ports.gateway_http import RECORDED, TYPED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

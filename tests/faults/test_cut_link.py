@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import cut_link
+
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
@@ -14,7 +16,7 @@ SET_UP = (
     "ip rule add pref 10 lookup local",  # so that other rules can come before it
     "ip rule del pref 0 lookup local",
 )
-TESTS = Path(__file__).with_name("cut_link.py")
+TESTS = Path(cut_link.__file__)
 
 
 def has_network_namespaces() -> bool:

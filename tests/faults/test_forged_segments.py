@@ -6,7 +6,7 @@ the request continues on the other prefill worker.
 
 import pytest
 
-from tests.faults.trial import Trial
+from tests.harness.trial import Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -1,8 +1,8 @@
-"""A short run of mutated messages on each port; ``python -m tests.faults.mutations`` sends more."""
+"""A short run of mutated messages on each port; ``python -m tests.programs.fuzzing`` sends more."""
 
 import pytest
 
-from tests.faults.mutations.campaign import PORTS, attack
+from tests.programs.fuzzing.campaign import PORTS, attack
 
 pytestmark = pytest.mark.slow
 

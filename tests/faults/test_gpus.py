@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.faults.test_killed_workers import read_from_stopped
-from tests.faults.trial import LEASE_S, Trial, trial
+from tests.harness.trial import LEASE_S, Trial, trial
 
 pytestmark = [
     pytest.mark.gpu,

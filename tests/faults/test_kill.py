@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from loadgen.files import read_run
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.faults.trial import Trial
+from tests.harness.trial import Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

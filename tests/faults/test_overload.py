@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.reference import cases
-from tests.faults.trial import LEASE_S, LIMIT_S, Trial, trial
+from tests.harness.reference import cases
+from tests.harness.trial import LEASE_S, LIMIT_S, Trial, trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

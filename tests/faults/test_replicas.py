@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.deployment import RESTART_S, Running, deployed
+from tests.harness.deployment import RESTART_S, Running, deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.campaign, pytest.mark.timeout(900)]
 

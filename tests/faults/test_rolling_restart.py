@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.campaign, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 
-from tests.faults.hang_ups import faults_of
-from tests.faults.reference import SEED
 from tests.faults.test_killed_workers import read_from_stopped
-from tests.faults.trial import LIMIT_S, Trial
+from tests.harness.reference import SEED
+from tests.harness.trial import LIMIT_S, Trial
+from tests.programs.hang_ups import faults_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

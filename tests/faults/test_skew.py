@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.faults.trial import Trial
+from tests.harness.trial import Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

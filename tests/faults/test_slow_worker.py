@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from tests.faults.trial import LIMIT_S, Trial, trial
+from tests.harness.trial import LIMIT_S, Trial, trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -10,12 +10,12 @@ import pytest
 
 from loadgen.faults import Fault
 from loadgen.record import Failure, Record
-from tests.e2e.deployment import Running
-from tests.faults import links
-from tests.faults.soak.leaks import Resources
-from tests.faults.soak.schedule import LAST, QUIET_S, as_option, draw
-from tests.faults.soak.verdict import HUNG_S, Verdict, crashes, first_answers
-from tests.faults.soak.watch import Outage, Watch, Workers
+from tests.harness import links
+from tests.harness.deployment import Running
+from tests.programs.soak.leaks import Resources
+from tests.programs.soak.schedule import LAST, QUIET_S, as_option, draw
+from tests.programs.soak.verdict import HUNG_S, Verdict, crashes, first_answers
+from tests.programs.soak.watch import Outage, Watch, Workers
 
 
 def test_faults_are_drawn_from_the_seed() -> None:
@@ -127,7 +127,7 @@ def test_resources_in_use_and_pages_not_returned_are_leaks() -> None:
 
 PROBE = """
 import socket
-from tests.faults import links
+from tests.harness import links
 assert links.enter_namespace() is None
 server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
@@ -162,8 +162,9 @@ def test_cut_link_drops_packets_until_it_is_restored() -> None:
     [pytest.param(("--seconds", "30"), marks=pytest.mark.campaign), ("--cancels", "100")],
 )
 def test_short_soak_passes(load: tuple[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.programs.soak", *load, "--seed", "25"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.soak", *load, "--seed", "25", "--out", str(tmp_path)],
+        [*command, "--out", str(tmp_path)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.faults.test_killed_workers import read_from_stopped
-from tests.faults.trial import LEASE_S, Trial
+from tests.harness.trial import LEASE_S, Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

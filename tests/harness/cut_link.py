@@ -1,4 +1,4 @@
-"""Tests that `test_cut_link` runs in a network namespace.
+"""Tests that `tests.faults.test_cut_link` runs in a network namespace.
 
 Rules of the kernel's routing drop the packets between two workers. All other connections live.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.faults.trial import Trial, trial
+from tests.harness.trial import Trial, trial
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Cut TCP links of one worker: ``python -m tests.faults.links PORT WORKER``, until SIGTERM.
+"""Cut TCP links of one worker: ``python -m tests.harness.links PORT WORKER``, until SIGTERM.
 
 Routing rules drop the worker's packets, in a network namespace that `enter_namespace` creates. No
 connection is closed, as when a switch fails. A prefill worker loses its decode workers, a decode

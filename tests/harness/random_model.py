@@ -1,6 +1,6 @@
 """Models of random weights at real shapes, with codebooks for their KV.
 
-``python -m tests.e2e.serving_bench.models`` writes one model. The benchmark runs it as a separate
+``python -m tests.harness.random_model`` writes one model. The benchmark runs it as a separate
 process, so that the GPU memory that it uses is free again when a deployment starts.
 """
 
@@ -59,7 +59,7 @@ class RandomModel:
         with locked(self.folder.with_name(f"{self.name}.lock"), wait=True):
             if self.folder.exists():
                 return self.folder
-            command = [sys.executable, "-m", "tests.e2e.serving_bench.models", self.shape]
+            command = [sys.executable, "-m", "tests.harness.random_model", self.shape]
             command += ["--keep", str(self.keep), "--tokenizer", self.tokenizer]
             try:
                 subprocess.run(command, check=True, timeout=WRITE_S)
@@ -136,7 +136,7 @@ def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.serving_bench.models")
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.random_model")
     parser.add_argument("shape", help="key of runtime.bench.shapes.SHAPES")
     parser.add_argument("--keep", type=float, default=1.0, help="1 for dense layers")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="name or path of a model")

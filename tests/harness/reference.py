@@ -13,7 +13,7 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Command, Engine
 from services.decode.settings import DecodeSettings
 from services.worker.loading import load_worker
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.random_model import RandomModel
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 """Seed of all prompts and random choices of the fault tests."""

@@ -20,9 +20,9 @@ from grpc import aio
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from tests.e2e.deployment import Running, deployed
-from tests.faults.points import Points
-from tests.faults.reference import GPU_SHARE, Case, cases, model_folder
+from tests.harness.deployment import Running, deployed
+from tests.harness.points import Points
+from tests.harness.reference import GPU_SHARE, Case, cases, model_folder
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub

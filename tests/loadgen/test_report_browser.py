@@ -9,8 +9,7 @@ import pytest
 
 from loadgen.measures import Window
 from loadgen.report import compare_page, run_page, sweep_page
-from tests.e2e.bench_documents import results_of
-from tests.e2e.serving_bench.report import page as serving_page
+from tests.harness.bench_documents import results_of
 from tests.loadgen.browser import (
     RenderError,
     View,
@@ -27,6 +26,7 @@ from tests.loadgen.made_runs import (
     records_of,
     sweep_of,
 )
+from tests.programs.serving_bench.report import page as serving_page
 
 VIEWS = (View(360), View(800), View(1400), View(718, print=True))
 SERVER = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 from tests.operate.browser import ENTER, Browser, chromium
 
 IMAGES = Path(__file__).parents[2] / "deploy" / "images"

@@ -20,7 +20,7 @@ from tests.deploy.expressions import (
     rules,
     selectors,
 )
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 from tests.operate.debian import Unpacked, unpack
 from tests.operate.prometheus import SOURCE, Prometheus, configure, serving
 

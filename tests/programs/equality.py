@@ -1,9 +1,9 @@
 """Compare the tokens of disaggregated deployments with those of a colocated one.
 
-``python -m tests.e2e.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated deployment and
-to disaggregated ones, 8 at a time, and prints a table. A difference is `close` if the reference's
-two best logits differ by less than ``EPSILON`` at that token, because another batch composition may
-round it differently. Any other difference is a failure.
+``python -m tests.programs.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated
+deployment and to disaggregated ones, 8 at a time, and prints a table. A difference is `close` if
+the reference's two best logits differ by less than ``EPSILON`` at that token, because another batch
+composition may round it differently. Any other difference is a failure.
 
 On a GPU, use ``--concurrency 1``. Batches are then the same, and all tokens must be equal. With
 different batches, a sampled token may differ although the two best logits are far apart.
@@ -26,7 +26,7 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -203,7 +203,7 @@ def _tiny_slabs() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.equality")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.equality")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY,

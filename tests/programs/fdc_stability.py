@@ -1,10 +1,10 @@
 """Stability of the bases of KV format `fdc` over the amount and the kind of calibration text.
 
-``python -m tests.e2e.fdc_stability [--model NAME|PATH] [--rank 48]`` calibrates on 1,024 to 8,192
-tokens of documentation, on as many of chats, and on both. The overlap of two bases R and S of rank
-m is ‖RᵀS‖² / m: 1 for the same subspace, m / d for random ones. It is compared with the basis of
-the most tokens of documentation. The perplexity is that of held-out text of both kinds, relative to
-exact KV.
+``python -m tests.programs.fdc_stability [--model NAME|PATH] [--rank 48]`` calibrates on 1,024 to
+8,192 tokens of documentation, on as many of chats, and on both. The overlap of two bases R and S of
+rank m is ‖RᵀS‖² / m: 1 for the same subspace, m / d for random ones. It is compared with the basis
+of the most tokens of documentation. The perplexity is that of held-out text of both kinds, relative
+to exact KV.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def _row(ids: Sequence[int]) -> Tensor:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(prog="python -m tests.e2e.fdc_stability")
+    arguments = argparse.ArgumentParser(prog="python -m tests.programs.fdc_stability")
     arguments.add_argument("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
     arguments.add_argument("--tokens", type=int, nargs="+", default=(1024, 2048, 4096, 8192))
     arguments.add_argument("--rank", type=int, default=48, help="rank of K and V of all heads")

@@ -1,4 +1,4 @@
-"""Clients that hang up: ``python -m tests.faults.hang_ups --seconds 600``.
+"""Clients that hang up: ``python -m tests.programs.hang_ups --seconds 600``.
 
 A third of the requests end early: HTTP connections that close at a random point, also before the
 request is complete, gRPC calls that are cancelled, and gRPC deadlines of 1 to 50 ms. The other
@@ -27,9 +27,9 @@ from rich.console import Console
 
 from headrace.v1.inference_pb2 import GenerateRequest
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.serving_bench.models import RandomModel
-from tests.faults.soak.leaks import Resources
+from tests.harness.deployment import Running, deployed
+from tests.harness.random_model import RandomModel
+from tests.programs.soak.leaks import Resources
 
 HUNG_UP = 1 / 3
 """Share of the requests whose client hangs up."""
@@ -194,7 +194,7 @@ def faults_of(running: Running, seconds: float, seed: int, concurrency: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.hang_ups")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.hang_ups")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--concurrency", type=int, default=12)

@@ -1,9 +1,9 @@
 """A prefill worker with one precomputed prompt, so that only the transfer takes time.
 
-``python -m tests.e2e.kept_prompt --workload FILE --codec auto`` computes a prompt with the engine,
-then serves `headrace.v1.Prefill`. It answers every request with the KV of that prompt, chunk by
-chunk. It prints a line of JSON when it is ready, and a report as a line of JSON for each line on
-stdin.
+``python -m tests.programs.kept_prompt --workload FILE --codec auto`` computes a prompt with the
+engine, then serves `headrace.v1.Prefill`. It answers every request with the KV of that prompt,
+chunk by chunk. It prints a line of JSON when it is ready, and a report as a line of JSON for each
+line on stdin.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 """Check that the link policy is within 10 % of the better fixed codec on every link.
 
-``OMP_NUM_THREADS=1 python -m tests.e2e.link_policy [--device cuda] [--json FILE] [--links NAME,…]
-[--rounds N] [--prompts N] [--tokens N]``
+``OMP_NUM_THREADS=1 python -m tests.programs.link_policy [--device cuda] [--json FILE] [--links
+NAME,…] [--rounds N] [--prompts N] [--tokens N]``
 
 One real decode worker fetches KV from three real prefill workers in rotation, with ``codec`` raw,
 splitzip and auto. A transfer has all parts of a real one: gRPC sessions, credits, codec, NIXL
-READs, verification, acknowledgements. The KV is computed beforehand (`tests.e2e.kept_prompt`), so
-that only the transfer takes time. The measured time is that of `Receiver.fetch`, from the request
-to the last verified page. The three workers take turns, and the table shows medians.
+READs, verification, acknowledgements. The KV is computed beforehand (`tests.programs.kept_prompt`),
+so that only the transfer takes time. The measured time is that of `Receiver.fetch`, from the
+request to the last verified page. The three workers take turns, and the table shows medians.
 
 On the CPU the KV is that of one prompt, 4,096 tokens of SmolLM2-135M (94 MB in bf16). On GPUs it
 has the shape of Llama-3-8B's (128 KiB a token), for 8 concurrent requests of 8,192 tokens, and the
@@ -60,7 +60,7 @@ from services.transfer.fetch import Fetch
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval
 from services.worker.loading import digest_pages, load_worker
-from tests.e2e.kept_prompt import SMOLLM2, Workload
+from tests.programs.kept_prompt import SMOLLM2, Workload
 
 CODECS = ("raw", "splitzip", "auto")
 GOAL = 1.10  # time with auto / time with the better fixed codec
@@ -115,7 +115,7 @@ LINKS = (
 
 
 class Prefill:
-    """A running `tests.e2e.kept_prompt`."""
+    """A running `tests.programs.kept_prompt`."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -140,7 +140,7 @@ class Prefill:
 @contextmanager
 def prefill_worker(codec: str, workload: Path) -> Iterator[Prefill]:
     """Start a prefill worker, and end it when the block ends."""
-    command = [sys.executable, "-m", "tests.e2e.kept_prompt", "--codec", codec]
+    command = [sys.executable, "-m", "tests.programs.kept_prompt", "--codec", codec]
     command += ["--workload", str(workload)]
     environment = dict(os.environ)
     if "PREFILL_GPU" in environment:
@@ -229,7 +229,7 @@ def measure_link(link: Link, workload: Workload, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, file = Path(folder) / "out.json", Path(folder) / "workload.json"
         file.write_text(json.dumps(asdict(workload)))
-        inside = [sys.executable, "-m", "tests.e2e.link_policy", "--inside", str(out)]
+        inside = [sys.executable, "-m", "tests.programs.link_policy", "--inside", str(out)]
         inside += ["--workload", str(file), "--rounds", str(rounds)]
         subprocess.run(link.wrap(inside), env=link.environment, check=True)
         result: dict[str, Any] = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""Compare disaggregated and colocated serving under load: ``python -m tests.e2e.load_bench``.
+"""Compare disaggregated and colocated serving under load: ``python -m tests.programs.load_bench``.
 
 Both deployments serve the default model and receive the same requests at the same times, at several
 rates and with several seeds. The load generator writes a folder for each sweep, and `report.html`,
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.deployment import deployed
+from tests.harness.deployment import deployed
 
 SIDES = {"colocated": ("--colocated",), "disaggregated": ()}
 MAX_LAG_S = 0.1
@@ -35,7 +35,7 @@ def measure(name: str, rates: str, seeds: int, seconds: float, out: Path) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.load_bench")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.load_bench")
     parser.add_argument("--rates", default="0.5,1,2,3", help="requests/s, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15, help="duration of each run, seconds")

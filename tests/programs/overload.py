@@ -1,4 +1,4 @@
-"""Overload of a deployment by one of two tenants: ``python -m tests.e2e.overload``.
+"""Overload of a deployment by one of two tenants: ``python -m tests.programs.overload``.
 
 The capacity is found first: the highest rate at which at most a twentieth of a tenant's requests
 is refused. The rate doubles until more are refused; bisection then narrows it down. For each seed,
@@ -39,7 +39,7 @@ from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Options
 from loadgen.target.http import HttpTarget
 from loadgen.workload import RequestSpec
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 FLOOD, OTHER = "flood", "other"
 KEYS = {FLOOD: "sk-flood", OTHER: "sk-other"}
@@ -307,7 +307,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.overload")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.overload")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--load", type=float, default=3.0, help="multiple of the capacity")
     parser.add_argument("--accepted", type=int, default=500, help="answers of a run")

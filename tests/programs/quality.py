@@ -1,9 +1,9 @@
 """Logits and greedy text of a model compared with transformers in fp32, with the same weights.
 
-``python -m tests.e2e.quality [--model NAME|PATH] [--device cuda]`` continues 20 prompts of real
-text by 64 tokens greedily, with an engine configured as in a worker. The reference then computes
-the logits of each text in one forward pass. A text counts as equal if every generated token has the
-largest reference logit; the reference would then have generated the same text.
+``python -m tests.programs.quality [--model NAME|PATH] [--device cuda]`` continues 20 prompts of
+real text by 64 tokens greedily, with an engine configured as in a worker. The reference then
+computes the logits of each text in one forward pass. A text counts as equal if every generated
+token has the largest reference logit; the reference would then have generated the same text.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.quality")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.quality")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 """Measure how fast a request continues on another worker after a fault of its worker.
 
-``OMP_NUM_THREADS=1 python -m tests.faults.recovery [--model NAME] [--rounds N]``
+``OMP_NUM_THREADS=1 python -m tests.programs.recovery [--model NAME] [--rounds N]``
 
 Two prefill and two decode workers serve a model on loopback, by default SmolLM2-135M. A request
-with a prompt of 64 tokens is held at a point by `tests.faults.points`: in prefill, or while it is
+with a prompt of 64 tokens is held at a point by `tests.harness.points`: in prefill, or while it is
 decoded. Its worker then gets SIGKILL or SIGSTOP. The table shows the seconds from the signal to the
 detection, which is the gateway's log line of the failure, and to the first new token at the client,
 as median and maximum of the rounds.
@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.model_source import DEFAULT_MODEL
-from tests.e2e.deployment import deployed
-from tests.faults.points import Points
-from tests.faults.reference import Case
-from tests.faults.trial import LIMIT_S, Client, Trial
+from tests.harness.deployment import deployed
+from tests.harness.points import Points
+from tests.harness.reference import Case
+from tests.harness.trial import LIMIT_S, Client, Trial
 
 PROMPT = tuple(range(1000, 1064))
 """Token ids of a prompt; the content does not matter here."""

@@ -1,6 +1,7 @@
-"""Serving overhead of a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
+"""Serving overhead of a decode step.
 
-First, an engine without a service decodes 64 sequences in one batch. Then a colocated deployment
+``python -m tests.programs.rpc_delay [--device cuda] [--shape NAME]`` runs two measurements. First,
+an engine without a service decodes 64 sequences in one batch. Then a colocated deployment
 streams 64 sequences of the same lengths over gRPC, through gateway and worker. Both step times are
 averages while all sequences run. The step time under serving comes from the worker's metrics,
 because the worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the
@@ -29,8 +30,8 @@ from runtime.engine import Add, Engine
 from runtime.models.model import Backend, Model, unsupported_by_gemm
 from runtime.pages.plan import PAGE_SIZE, pages_for
 from services.common.model_source import DEFAULT_MODEL, resolve_model
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.deployment import Running, deployed
+from tests.harness.random_model import RandomModel
 
 PROMPT = 64
 PROCESS = "decode-0"
@@ -118,7 +119,7 @@ async def _stream(running: Running, streams: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.rpc_delay")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.rpc_delay")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
 """Speed of the complete service on one core compared with transformers, and of the gateway.
 
-``python -m tests.e2e.bench`` measures transformers and the service one after the other, with the
-same fp32 weights and one thread for each worker. It prints four measurements with their goals.
+``python -m tests.programs.speed`` measures transformers and the service one after the other, with
+the same fp32 weights and one thread for each worker. It prints four measurements with their goals.
 ``--json FILE`` saves them.
 """
 
@@ -28,7 +28,7 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -56,7 +56,7 @@ class Figure:
 
 def measure_peer() -> dict[str, float]:
     """Measure transformers in a separate process."""
-    command = [sys.executable, "-m", "tests.e2e.peer"]
+    command = [sys.executable, "-m", "tests.programs.speed_peer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     figures: dict[str, float] = json.loads(output.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Baseline of `tests.e2e.bench`: transformers with the same weights, in a separate process."""
+"""Baseline of `tests.programs.speed`: transformers with the same weights, in a separate process."""
 
 import json
 import statistics

@@ -1,6 +1,6 @@
 """Fault points of a service process, which loads this module through ``PYTHONPATH`` at its start.
 
-`tests.faults.points` describes the files by which a test controls the points. They hold threads
+`tests.harness.points` describes the files by which a test controls the points. They hold threads
 other than the event loop, so that a held process still answers, sends heartbeats and sees clients
 leave.
 """

@@ -2,7 +2,7 @@
 
 import httpx
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 from tests.operate.browser import ENTER, Browser
 
 KEY, OTHER_KEY = "sk-of-the-page", "sk-of-another-tenant"

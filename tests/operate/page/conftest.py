@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed
 from tests.operate.browser import Browser, chromium, same_origin
 from tests.operate.page.actions import KEY, OTHER_KEY
 

@@ -9,7 +9,7 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 from tests.operate.browser import ENTER, ESCAPE, TAB, Browser
 from tests.operate.page.actions import (
     KEY,

@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 from tests.operate.browser import ENTER, Browser
 from tests.operate.page.actions import PROMPT, answered, api, figure, note_of, open_with_key
 

@@ -1,10 +1,10 @@
-"""Send mutated messages to every port: ``python -m tests.faults.mutations``."""
+"""Send mutated messages to every port: ``python -m tests.programs.fuzzing``."""
 
 import argparse
 import asyncio
 import sys
 
-from tests.faults.mutations.campaign import PORTS, attack
+from tests.programs.fuzzing.campaign import PORTS, attack
 
 
 def main() -> int:

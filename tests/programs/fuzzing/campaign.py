@@ -8,15 +8,15 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
 
-from tests.faults.mutations.ports.base import Port
-from tests.faults.mutations.ports.decode_session import DecodeSessionPort
-from tests.faults.mutations.ports.gateway_http import GatewayHttpPort
-from tests.faults.mutations.ports.gateway_rpc import GatewayRpcPort
-from tests.faults.mutations.ports.prefill_events import FramePort, ManifestPort, NotificationPort
-from tests.faults.mutations.ports.prefill_session import PrefillSessionPort
-from tests.faults.mutations.ports.router_http import RouterHttpPort
-from tests.faults.mutations.ports.worker_steps import WorkerStepsPort
-from tests.faults.mutations.watch import resident_bytes, watched
+from tests.programs.fuzzing.ports.base import Port
+from tests.programs.fuzzing.ports.decode_session import DecodeSessionPort
+from tests.programs.fuzzing.ports.gateway_http import GatewayHttpPort
+from tests.programs.fuzzing.ports.gateway_rpc import GatewayRpcPort
+from tests.programs.fuzzing.ports.prefill_events import FramePort, ManifestPort, NotificationPort
+from tests.programs.fuzzing.ports.prefill_session import PrefillSessionPort
+from tests.programs.fuzzing.ports.router_http import RouterHttpPort
+from tests.programs.fuzzing.ports.worker_steps import WorkerStepsPort
+from tests.programs.fuzzing.watch import resident_bytes, watched
 
 ROUNDS = 10  # an ordinary request is checked after each
 MAX_GROWTH_BYTES = 64 << 20  # of the resident memory, after the first round

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from tests.faults.mutations.messages import mutated_bytes
+from tests.programs.fuzzing.messages import mutated_bytes
 
 _TEXT_SHARE = 0.15  # of the mutations are of the encoded text
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from tests.faults.mutations.messages import mutated_bytes
+from tests.programs.fuzzing.messages import mutated_bytes
 
 _LINES = (
     *(

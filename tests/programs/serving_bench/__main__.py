@@ -1,4 +1,4 @@
-"""``python -m tests.e2e.serving_bench``: see `tests/e2e/README.md`."""
+"""``python -m tests.programs.serving_bench``: see `tests/programs/README.md`."""
 
 import signal
 import sys
@@ -7,11 +7,11 @@ from rich.console import Console
 
 from loadgen.report import write_page
 from services.common.errors import SettingsError
-from tests.e2e.serving_bench.arguments import cases_of, models_of, parser, systems_of
-from tests.e2e.serving_bench.bench import REPORT, Bench, Limits
-from tests.e2e.serving_bench.report import page, print_tables
-from tests.e2e.serving_bench.results import RESULTS, Results, manifest, merged
-from tests.e2e.serving_bench.tables import errors
+from tests.programs.serving_bench.arguments import cases_of, models_of, parser, systems_of
+from tests.programs.serving_bench.bench import REPORT, Bench, Limits
+from tests.programs.serving_bench.report import page, print_tables
+from tests.programs.serving_bench.results import RESULTS, Results, manifest, merged
+from tests.programs.serving_bench.tables import errors
 
 STOPPED, FAILED = 130, 1
 WIDTH = 160

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.common.model_source import DEFAULT_MODEL
-from tests.e2e.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Search, Single
-from tests.e2e.serving_bench.cases.load import Traffic
-from tests.e2e.serving_bench.cases.mixes import MIXES
-from tests.e2e.serving_bench.models import RandomModel
-from tests.e2e.serving_bench.systems import HeadraceSystem, Layout, Peer, System
+from tests.harness.random_model import RandomModel
+from tests.programs.serving_bench.cases import (
+    Case,
+    HangUps,
+    Interference,
+    Load,
+    Mixes,
+    Search,
+    Single,
+)
+from tests.programs.serving_bench.cases.load import Traffic
+from tests.programs.serving_bench.cases.mixes import MIXES
+from tests.programs.serving_bench.systems import HeadraceSystem, Layout, Peer, System
 
 _T = TypeVar("_T")
 CASES = ("single", "load", "search", "hang-ups", "interference", "mixes")
@@ -19,7 +27,7 @@ CASES = ("single", "load", "search", "hang-ups", "interference", "mixes")
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m tests.e2e.serving_bench",
+        prog="python -m tests.programs.serving_bench",
         description="Measure deployments and peers with the same requests, and compare them.",
     )
     _add_systems(made)

@@ -15,11 +15,11 @@ from rich.markup import escape
 from loadgen.errors import LoadgenError
 from loadgen.report import write_page
 from services.common.errors import SettingsError
-from tests.e2e.serving_bench.cases import Case, Context
-from tests.e2e.serving_bench.client import connected, event_loop, prompts
-from tests.e2e.serving_bench.report import page
-from tests.e2e.serving_bench.results import Results
-from tests.e2e.serving_bench.systems import Server, System
+from tests.programs.serving_bench.cases import Case, Context
+from tests.programs.serving_bench.client import connected, event_loop, prompts
+from tests.programs.serving_bench.report import page
+from tests.programs.serving_bench.results import Results
+from tests.programs.serving_bench.systems import Server, System
 
 REPORT = "report.html"
 _MAX_SHOWN = 2000

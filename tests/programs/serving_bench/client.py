@@ -16,7 +16,7 @@ from loadgen.target.base import Options
 from loadgen.target.choice import first_of, open_target
 from loadgen.workload.base import RequestSpec
 from loadgen.workload.tokenizer import open_tokenizer
-from tests.e2e.serving_bench.systems import Server
+from tests.programs.serving_bench.systems import Server
 
 
 class RequestRefused(Exception):

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from loadgen.number import ms, percent, plain
 from loadgen.report import Table
-from tests.e2e.serving_bench.rows import (
+from tests.programs.serving_bench.rows import (
     PAIR,
     Document,
     Row,

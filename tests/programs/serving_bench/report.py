@@ -11,7 +11,7 @@ from loadgen.figures import Figure, figure_format
 from loadgen.report import Section, Table, document_page
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
-from tests.e2e.serving_bench.tables import errors, tables
+from tests.programs.serving_bench.tables import errors, tables
 
 _COLOURS = ("blue", "orange", "green", "purple", "ochre", "slate", "red")
 _MAX_ERROR = 300

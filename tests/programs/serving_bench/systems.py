@@ -15,8 +15,8 @@ import psutil
 
 from loadgen.errors import UsageError
 from loadgen.target.api import find_api
-from tests.e2e.deployment import deployed
-from tests.e2e.serving_bench.models import RandomModel
+from tests.harness.deployment import deployed
+from tests.harness.random_model import RandomModel
 
 _JSON_LOGS = {f"HEADRACE_{role}_LOG_FORMAT": "json" for role in ("PREFILL", "DECODE")}
 _STOP_S = 30.0

@@ -10,8 +10,8 @@ from typing import Any
 
 from loadgen.number import ms, percent, plain, size
 from loadgen.report import Table
-from tests.e2e.serving_bench.mix_tables import mixes, mixes_at_equal_latency, overhead
-from tests.e2e.serving_bench.rows import (
+from tests.programs.serving_bench.mix_tables import mixes, mixes_at_equal_latency, overhead
+from tests.programs.serving_bench.rows import (
     PAIR,
     Document,
     Row,

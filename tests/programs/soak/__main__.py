@@ -1,4 +1,4 @@
-"""Load, cancellations and faults drawn from a seed: ``python -m tests.faults.soak``.
+"""Load, cancellations and faults drawn from a seed: ``python -m tests.programs.soak``.
 
 The load generator compares every greedy answer with that of a colocated deployment, and writes its
 report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung,
@@ -22,14 +22,14 @@ from typing import Any
 from rich.console import Console
 
 from loadgen.files import read_run
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.serving_bench.models import RandomModel
-from tests.faults import links
-from tests.faults.soak.leaks import Resources
-from tests.faults.soak.prompts import write_prompts
-from tests.faults.soak.schedule import as_option, draw
-from tests.faults.soak.verdict import DEADLINE_S, HUNG_S, Verdict, crashes, first_answers
-from tests.faults.soak.watch import Watch, watched
+from tests.harness import links
+from tests.harness.deployment import Running, deployed
+from tests.harness.random_model import RandomModel
+from tests.programs.soak.leaks import Resources
+from tests.programs.soak.prompts import write_prompts
+from tests.programs.soak.schedule import as_option, draw
+from tests.programs.soak.verdict import DEADLINE_S, HUNG_S, Verdict, crashes, first_answers
+from tests.programs.soak.watch import Watch, watched
 
 SLOT_BYTES = str(1 << 14)
 ENVIRONMENT = {
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak")
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak")
     parser.add_argument("--seconds", type=float, default=600, help="duration of the load")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--cancels", type=int, default=0, help="requests to cancel, without faults")
@@ -120,7 +120,7 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
 def _write_cut_command(folder: Path, port: int) -> None:
     """Write the command that cuts the links of a worker; its short name is in the report."""
     script = folder / CUT
-    command = shlex.join([sys.executable, "-m", "tests.faults.links", str(port)])
+    command = shlex.join([sys.executable, "-m", "tests.harness.links", str(port)])
     script.write_text(f'#!/bin/sh\nexec {command} "$1"\n')
     script.chmod(0o755)
 

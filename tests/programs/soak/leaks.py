@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 
 DISTINCT = 40
 TEXTS = (

@@ -10,7 +10,7 @@ from statistics import linear_regression
 import httpx
 import psutil
 
-from tests.e2e.deployment import Running
+from tests.harness.deployment import Running
 
 Workers = Mapping[str, Mapping[str, object]]
 """The router's view of each worker, by worker id."""

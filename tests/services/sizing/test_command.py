@@ -101,7 +101,7 @@ def test_compressed_kv_is_slower_than_dense_at_short_contexts() -> None:
 
 
 def test_prompts_of_32000_tokens_take_the_measured_time() -> None:
-    """services/h100.json: 1,201 ms to the first token on one prefill and one decode worker."""
+    """1,201 ms, one prefill and one decode worker: tests/figures/serving_h100.json."""
     result = run("--json", rate="0.02", input="fixed:32000", ttft="3", tpot="0.02")
     ttft_s = json.loads(result.stdout)["expected"]["prefill"]["ttft_s"]
     assert ttft_s == pytest.approx(1.201, rel=0.1)

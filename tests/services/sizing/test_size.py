@@ -143,7 +143,7 @@ def test_more_sequences_than_measured_take_as_much_longer_as_with_dense_kv() -> 
 def test_times_of_an_output_token_are_those_measured_with_its_kv_format(
     kv_format: str, sequences: float, context: float, token_ms: float
 ) -> None:
-    """runtime/kv/BENCHMARKS.md and services/h200.json, on H200s."""
+    """runtime/kv/BENCHMARKS.md and tests/figures/serving_h200.json, on H200s."""
     llama = Figures.load("h200-llama-3-8b")
     assert llama.token_s(sequences, context, kv_format) * 1e3 == pytest.approx(token_ms, rel=0.1)
 
@@ -171,8 +171,9 @@ def test_prompts_between_and_beyond_the_measured_lengths_follow_a_quadratic() ->
 def test_long_prompts_are_within_10_percent_of_measured_times(
     tokens: int, measured_ms: float
 ) -> None:
-    """1 prefill + 1 decode worker in services/h200.json and h100.json, in other runs than those
-    of the figures: the slowest and the fastest of each length."""
+    """The slowest and the fastest time of each length, of 1 prefill + 1 decode worker.
+
+    From tests/figures/serving_h200.json and serving_h100.json, in other runs than the figures."""
     llama = Figures.load("h200-llama-3-8b")
     assert llama.first_token_s(tokens) * 1e3 == pytest.approx(measured_ms, rel=0.1)
 
@@ -292,8 +293,8 @@ def test_packaged_figures_are_valid_and_have_sources(name: str) -> None:
 
 @pytest.mark.parametrize(("answer", "measured"), [(128, 39.0), (512, 17.99)])
 def test_estimate_is_below_the_measured_capacity(answer: int, measured: float) -> None:
-    """services/h200.json: the highest rate of one prefill and one decode worker at which 95 % of
-    the requests met these targets. The estimate is at most 15 % lower."""
+    """The highest rate at which 95 % of the requests met these targets: the estimate is at most
+    15 % lower. tests/figures/serving_h200.json, one prefill and one decode worker."""
     llama = Figures.load("h200-llama-3-8b")
     load = Load(
         rate=measured,

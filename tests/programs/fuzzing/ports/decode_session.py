@@ -7,9 +7,9 @@ from random import Random
 from grpc import aio
 
 from headrace.v1 import decode_pb2 as pb
-from tests.faults.mutations.messages import mutated
-from tests.faults.mutations.ports.base import Port, Wrong
-from tests.faults.mutations.ports.workers import REFUSED, RawCall, Workers, channel_to
+from tests.programs.fuzzing.messages import mutated
+from tests.programs.fuzzing.ports.base import Port, Wrong
+from tests.programs.fuzzing.ports.workers import REFUSED, RawCall, Workers, channel_to
 from tests.services.workers import message_of
 
 METHOD = "/headrace.v1.Decode/Session"

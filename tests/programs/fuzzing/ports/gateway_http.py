@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from tests.faults.mutations import documents, http, requests
-from tests.faults.mutations.ports.base import Port, Wrong
-from tests.faults.mutations.ports.gateways import check_gateway, gateway
+from tests.programs.fuzzing import documents, http, requests
+from tests.programs.fuzzing.ports.base import Port, Wrong
+from tests.programs.fuzzing.ports.gateways import check_gateway, gateway
 from tests.services.gateway.conftest import Site
 
 CONNECTIONS = 32

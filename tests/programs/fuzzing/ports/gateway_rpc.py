@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from headrace.v1 import inference_pb2 as pb
-from tests.faults.mutations.messages import mutated
-from tests.faults.mutations.ports.base import Port, Wrong
-from tests.faults.mutations.ports.gateways import check_gateway, gateway
+from tests.programs.fuzzing.messages import mutated
+from tests.programs.fuzzing.ports.base import Port, Wrong
+from tests.programs.fuzzing.ports.gateways import check_gateway, gateway
 from tests.services.gateway.conftest import Site
 
 TYPED = {

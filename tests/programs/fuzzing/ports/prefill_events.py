@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.prefill_client import PrefillClient
-from tests.faults.mutations.messages import mutated, mutated_bytes
-from tests.faults.mutations.ports.base import Port
-from tests.faults.mutations.ports.transfers import Replay, Step, record
+from tests.programs.fuzzing.messages import mutated, mutated_bytes
+from tests.programs.fuzzing.ports.base import Port
+from tests.programs.fuzzing.ports.transfers import Replay, Step, record
 
 
 class _ReplayPort(Port):

@@ -13,9 +13,9 @@ from services.common.placement import Role
 from services.router.app import build_dispatcher, create_app
 from services.router.server import http_config
 from services.router.settings import RouterSettings
-from tests.faults.mutations import documents, http, requests
-from tests.faults.mutations.http import statuses_of
-from tests.faults.mutations.ports.base import Port, Wrong
+from tests.programs.fuzzing import documents, http, requests
+from tests.programs.fuzzing.http import statuses_of
+from tests.programs.fuzzing.ports.base import Port, Wrong
 from tests.services.router.samples import beat, place_request, registration
 
 TOKEN = "token-of-the-cluster"

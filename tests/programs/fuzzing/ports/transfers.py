@@ -21,7 +21,7 @@ from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
-from tests.faults.mutations.ports.base import Wrong
+from tests.programs.fuzzing.ports.base import Wrong
 from tests.services.transfer.test_notifications import MutedAgent
 from tests.services.workers import SLOT_BYTES, Site, fetch_of, load
 

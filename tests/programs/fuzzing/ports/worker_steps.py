@@ -9,10 +9,10 @@ from typing import Any
 from grpc import aio
 
 from headrace.v1 import decode_pb2 as pb
-from tests.faults.mutations.messages import mutated
-from tests.faults.mutations.ports.base import Port, Wrong
-from tests.faults.mutations.ports.gateway_http import parsed
-from tests.faults.mutations.ports.gateways import TEXT, check_gateway, gateway
+from tests.programs.fuzzing.messages import mutated
+from tests.programs.fuzzing.ports.base import Port, Wrong
+from tests.programs.fuzzing.ports.gateway_http import parsed
+from tests.programs.fuzzing.ports.gateways import TEXT, check_gateway, gateway
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import STOP, FakeStream, Script
 

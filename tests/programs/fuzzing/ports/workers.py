@@ -13,7 +13,7 @@ from headrace.v1 import decode_pb2_grpc
 from services.common.cluster_token import TokenCheck
 from services.common.grpc_server import GrpcServer, open_channel
 from services.worker.stream_service import SERVICE
-from tests.faults.mutations.ports.base import Wrong
+from tests.programs.fuzzing.ports.base import Wrong
 from tests.services.workers import LIMIT_S, Decode, Prefill, Site, open_stream, output_of, until
 
 TOKEN = "token-of-the-cluster"

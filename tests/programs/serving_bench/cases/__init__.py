@@ -1,11 +1,11 @@
 """Cases: what is measured on each system. Each is data, and yields its results row by row."""
 
-from tests.e2e.serving_bench.cases.base import Case, Context
-from tests.e2e.serving_bench.cases.hang_ups import HangUps
-from tests.e2e.serving_bench.cases.interference import Interference
-from tests.e2e.serving_bench.cases.load import Load
-from tests.e2e.serving_bench.cases.mixes import Mixes
-from tests.e2e.serving_bench.cases.search import Search
-from tests.e2e.serving_bench.cases.single import Single
+from tests.programs.serving_bench.cases.base import Case, Context
+from tests.programs.serving_bench.cases.hang_ups import HangUps
+from tests.programs.serving_bench.cases.interference import Interference
+from tests.programs.serving_bench.cases.load import Load
+from tests.programs.serving_bench.cases.mixes import Mixes
+from tests.programs.serving_bench.cases.search import Search
+from tests.programs.serving_bench.cases.single import Single
 
 __all__ = ["Case", "Context", "HangUps", "Interference", "Load", "Mixes", "Search", "Single"]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from tests.e2e.serving_bench.systems import Server
+from tests.programs.serving_bench.systems import Server
 
 Row = dict[str, Any]
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.cases.load import run_at
-from tests.e2e.serving_bench.cases.search import SETTLE_S, Search
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.cases.load import run_at
+from tests.programs.serving_bench.cases.search import SETTLE_S, Search
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from loadgen.record import Record
 from loadgen.statistics import Distribution
 from loadgen.workload.base import RequestSpec
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.client import (
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.client import (
     Client,
     RequestRefused,
     check,
@@ -19,7 +19,7 @@ from tests.e2e.serving_bench.client import (
     event_loop,
     prompts,
 )
-from tests.e2e.serving_bench.counters import MetricsReader, stages
+from tests.programs.serving_bench.counters import MetricsReader, stages
 
 _SETTLE_S = 0.5
 """Seconds before each window that are not measured."""

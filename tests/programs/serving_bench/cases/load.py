@@ -8,8 +8,8 @@ from loadgen.config import ArrivalConfig, RunConfig, WorkloadConfig
 from loadgen.measures import BY_NAME, Objective
 from loadgen.run import run
 from loadgen.schedule import Limits
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.counters import MetricsReader, stages
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.counters import MetricsReader, stages
 
 
 @dataclass(frozen=True)

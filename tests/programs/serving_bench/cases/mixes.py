@@ -8,9 +8,9 @@ from loadgen.config import ArrivalConfig, RunConfig, WorkloadConfig
 from loadgen.run import run
 from loadgen.schedule import Limits
 from loadgen.workload import PRESETS
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.cases.load import KEPT
-from tests.e2e.serving_bench.counters import MetricsReader, stages, total
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.cases.load import KEPT
+from tests.programs.serving_bench.counters import MetricsReader, stages, total
 
 MIXES = tuple(PRESETS)
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.cases.load import Traffic, run_at
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.cases.load import Traffic, run_at
 
 _MAX_RATE, _MIN_RATE = 1e4, 0.1
 SETTLE_S = 2.0

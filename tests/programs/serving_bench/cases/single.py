@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tests.e2e.serving_bench.cases.base import Context, Row
-from tests.e2e.serving_bench.client import RequestRefused, check, connected, event_loop, prompts
-from tests.e2e.serving_bench.counters import MetricsReader, stages
+from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.client import (
+    RequestRefused,
+    check,
+    connected,
+    event_loop,
+    prompts,
+)
+from tests.programs.serving_bench.counters import MetricsReader, stages
 
 
 @dataclass(frozen=True)
