@@ -153,7 +153,8 @@ class Block:
 
     @classmethod
     def of(cls, start: int, geometry: Geometry, element: ElementType, mode: Mode) -> "Block":
-        streams, end = [], start
+        streams = []
+        end = start
         for width in stream_widths(element, mode):
             streams.append(end)
             end = align(end + WORD_BYTES * width * geometry.num_columns)

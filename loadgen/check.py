@@ -78,7 +78,8 @@ async def check(
 
     Equal requests are sent once. Requests cancelled before their first token count as missing.
     """
-    limit, clock = asyncio.Semaphore(MAX_CONCURRENT), Clock()
+    limit = asyncio.Semaphore(MAX_CONCURRENT)
+    clock = Clock()
     answered = [
         (r, s.spec)
         for r, s in zip(records, schedule, strict=True)
@@ -94,7 +95,8 @@ async def check(
     distinct = dict.fromkeys(spec for _, spec in answered)
     answers = await asyncio.gather(*(send(i, spec) for i, spec in enumerate(distinct)))
     expected_of = dict(zip(distinct, answers, strict=True))
-    equal, different = 0, []
+    equal = 0
+    different = []
     for record, spec in answered:
         expected = expected_of[spec]
         if not expected.succeeded:

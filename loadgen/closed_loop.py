@@ -33,7 +33,9 @@ class ClosedLoop(Runner):
         self, requests: Lookahead, target: Target, concurrency: int, duration_s: float | None
     ) -> None:
         super().__init__([], target)
-        self._requests, self._concurrency, self._duration_s = requests, concurrency, duration_s
+        self._requests = requests
+        self._concurrency = concurrency
+        self._duration_s = duration_s
         self._exhausted = False
         self._stopped_at = math.inf
 

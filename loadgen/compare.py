@@ -130,7 +130,8 @@ def _row(figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
     if any(value is None for side in values for value in side):
         return None
     found = [[value for value in side if value is not None] for side in values]
-    intervals, ratio = [Interval.of(side).clipped(0.0, figure.upper_bound) for side in found], None
+    intervals = [Interval.of(side).clipped(0.0, figure.upper_bound) for side in found]
+    ratio = None
     draws = [_resampled(figure, side) for side in (a, b)]
     if draws[0] is not None and draws[1] is not None:
         intervals = [

@@ -86,7 +86,8 @@ class FaultInjector:
     """
 
     def __init__(self, faults: Sequence[Fault], port: int) -> None:
-        self._faults, self._port = sorted(faults, key=lambda fault: fault.at), port
+        self._faults = sorted(faults, key=lambda fault: fault.at)
+        self._port = port
         self._stopped: set[int] = set()
         self.log: list[dict[str, Any]] = []
 

@@ -30,7 +30,8 @@ async def follow(runner: Runner, clock: Clock, console: Console) -> None:
 
 def progress(runner: Runner, now: float) -> Table:
     """Return a table with the progress of the run, and rates and latencies of the last seconds."""
-    records, closed = runner.records, isinstance(runner, ClosedLoop)
+    records = runner.records
+    closed = isinstance(runner, ClosedLoop)
     sent = [record for record in records if record.sent is not None]
     ended = [record for record in sent if record.ended is not None]
     recent = [record for record in sent if record.ended is None or record.ended > now - _RECENT_S]

@@ -75,7 +75,8 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
     """
     if config.reference is not None and config.temperature:
         raise UsageError("only greedy answers can be checked: --temperature 0")
-    headers, model = auth_headers(config.api_key), config.model or ""
+    headers = auth_headers(config.api_key)
+    model = config.model or ""
     base = config.tokenizer_url or (None if is_rpc(config.target) else first_of(config.target))
     with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
         workload = config.workload.open(tokenizer)
@@ -150,7 +151,8 @@ def _run(
             _send(config, requests, options, console, faults, early_end, hang_up)
         )
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
-        server, checked = metrics.collect(), None
+        server = metrics.collect()
+        checked = None
         stopped = runner.stopped.is_set() and not (early_end.gave_up or hang_up.done)
         if reference is not None and not runner.stopped.is_set():
             checked = loop.run(_check(config, reference, runner, options))

@@ -23,7 +23,8 @@ class Runner:
     """
 
     def __init__(self, schedule: Sequence[ScheduledRequest], target: Target) -> None:
-        self.schedule, self._target = list(schedule), target
+        self.schedule = list(schedule)
+        self._target = target
         self.records = [
             Record(number, one.due, one.spec.input_tokens, one.spec.output_tokens)
             for number, one in enumerate(schedule)

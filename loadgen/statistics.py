@@ -60,7 +60,8 @@ class Interval:
     def of(cls, values: Sequence[float], level: float = LEVEL) -> Self:
         """Return the interval of the mean of ``values``; for a single value, it is infinite."""
         numbers = np.asarray(values, dtype=np.float64)
-        mean, runs = float(numbers.mean()), len(numbers)
+        mean = float(numbers.mean())
+        runs = len(numbers)
         if runs < 2:
             return cls(mean, float("-inf"), float("inf"), runs, level)
         error = _standard_error(numbers) * _t_quantile(level, runs - 1)

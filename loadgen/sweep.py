@@ -91,7 +91,9 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
             combined with concurrencies.
     """
     given: list[float] = _given(config, plan)
-    axis, waiting, load = plan.axis, list(given), config.arrivals.rate
+    axis = plan.axis
+    waiting = list(given)
+    load = config.arrivals.rate
     measured: list[dict[str, Any]] = []
     points: list[Point] = []
     refinements = plan.refinements
@@ -101,7 +103,8 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
         assert load is not None
         outcomes = _run_load(_at(config, axis, load), axis, load, plan.seeds, out, run, log)
         if outcomes:
-            point, entry = _point(axis, load, outcomes), _entry(config.seed, axis, load, outcomes)
+            point = _point(axis, load, outcomes)
+            entry = _entry(config.seed, axis, load, outcomes)
             points.append(point)
             measured.append(entry | {"saturated": point.saturated, "saturation": point.saturation})
             document = _document(measured, points, plan, outcomes[0])

@@ -38,7 +38,8 @@ def summary_table(summary: Summary) -> Group:
         if found is not None:
             values = (found.mean, *found.percentiles, found.maximum)
             measures.add_row(measure.title, *map(ms, values))
-    rates, throughput = Table.grid(padding=(0, 2)), summary.throughput
+    rates = Table.grid(padding=(0, 2))
+    throughput = summary.throughput
     window = summary.window
     rates.add_row("measured", f"{plain(window.begin)} s to {plain(window.end)} s")
     if summary.concurrency is not None:

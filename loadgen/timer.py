@@ -20,7 +20,8 @@ class Timer:
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor, self._woken = descriptor, asyncio.Event()
+        self._descriptor = descriptor
+        self._woken = asyncio.Event()
         self.max_late_s = _LOOP_LATE_S if descriptor is None else _KERNEL_LATE_S
 
     async def sleep(self, seconds: float) -> None:
@@ -40,7 +41,8 @@ class Timer:
 @contextmanager
 def open_timer() -> Iterator[Timer]:
     """Open a timer on the running event loop."""
-    loop, descriptor = asyncio.get_running_loop(), _descriptor()
+    loop = asyncio.get_running_loop()
+    descriptor = _descriptor()
     timer = Timer(descriptor)
     if descriptor is None:
         yield timer

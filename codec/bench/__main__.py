@@ -156,7 +156,8 @@ def measure(case: Case, backend: Backend | None, repeats: int, device: torch.dev
     Args:
         backend: backend to measure; None for the default backend of the device.
     """
-    generator, shape = torch.Generator().manual_seed(0), case.shape
+    generator = torch.Generator().manual_seed(0)
+    shape = case.shape
     pages, tokens = -(-shape.tokens // shape.slots), shape.tokens
     planes = [plane.to(device) for plane in case.planes(2 * pages, generator)]
     codebooks = [case.codebook(generator)] * shape.planes

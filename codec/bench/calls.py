@@ -100,7 +100,8 @@ def _row(segments: int, mib: int, streams: int, copied: float) -> CallRow:
         for each in zip(batches, encoded, strict=True)
     ]
     encoding, decoding = cycle(batches), cycle(payloads)
-    raw, wire = segments * size, sum(e.length for e in encoded[0])
+    raw = segments * size
+    wire = sum(e.length for e in encoded[0])
     encode = _measured(lambda: coder.encode_batch(next(encoding), slab), streams)
     decode = _measured(lambda: coder.decode_batch(next(decoding), slab), streams)
     name = f"{mib} MiB" if segments == 1 else f"{segments} x {mib} MiB in one call"
@@ -115,7 +116,8 @@ def _measured(call: Call, streams: int) -> tuple[float, float, float]:
     queues = [torch.cuda.Stream() for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def run(calls: int) -> float:
-        started, pending = time.perf_counter(), deque[Sequence[codec.Pending[object]]]()
+        started = time.perf_counter()
+        pending = deque[Sequence[codec.Pending[object]]]()
         for number in range(calls):
             with torch.cuda.stream(queues[number % streams]):
                 pending.append(call())

@@ -121,7 +121,8 @@ class Bench:
     def _peer(self, plane: Tensor) -> tuple[float, float]:
         flat, coder = plane.view(-1), self.peer()
         coder.calibrate(flat[: 1 << 24])
-        encoded, raw = coder.encode(flat), 2 * flat.numel()
+        encoded = coder.encode(flat)
+        raw = 2 * flat.numel()
         encode = raw / _milliseconds(lambda: coder.encode(flat)) / 1e6
         return encode, raw / _milliseconds(lambda: coder.decode(encoded)) / 1e6
 

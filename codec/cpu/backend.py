@@ -63,8 +63,11 @@ def decode_planes(
         codebook if entry.mode else None
         for entry, codebook in zip(header.planes, codebooks, strict=True)
     ]
-    addresses, table, books = _addresses(payload, layout), _planes(planes, layout), _books(used)
-    chunks, element = chunk_table(pages, header.geometry), _element(header.element)
+    addresses = _addresses(payload, layout)
+    table = _planes(planes, layout)
+    books = _books(used)
+    chunks = chunk_table(pages, header.geometry)
+    element = _element(header.element)
     error, plane = loops.scan_segment(addresses, table, books, chunks, element)
     if error:
         raise FormatError(f"plane {plane}: {_ERRORS[error]}")

@@ -105,7 +105,8 @@ def _run(
         length: length of the payload in bytes; 0 for an output.
     """
     templates = SegmentTemplates(planes, codebooks, element_of(planes[0].dtype), geometry)
-    device, address = planes[0].device, 0
+    device = planes[0].device
+    address = 0
     if segment is not None:
         check_alignment(address := segment.data_ptr())
     launch = Launch(templates.shape, 1, geometry.num_pages, device, Workspace(device))

@@ -80,7 +80,8 @@ class SegmentTemplates:
     ) -> None:
         if element.units > 1:
             planes = [unit_view(plane) for plane in planes]
-        self.element, self.codebooks = element, tuple(codebooks)
+        self.element = element
+        self.codebooks = tuple(codebooks)
         self.shape = PlaneShape.of(planes, codebooks, element)
         self.device = planes[0].device
         base = base_of(self.device).data_ptr()
@@ -199,7 +200,9 @@ class Descriptors:
 
     def write(self, calls: Sequence[SegmentCall]) -> None:
         """Describe the segments of a call, at least one and at most `segments`."""
-        base, count, first = self._base, len(calls), calls[0].template
+        base = self._base
+        count = len(calls)
+        first = calls[0].template
         for rows, row in zip(self._rows, first.rows, strict=True):
             rows[:count] = row
         fields: list[int] = []

@@ -121,7 +121,8 @@ class Slot:
     """
 
     def __init__(self, launch: Launch, direction: Direction, streams: Streams | None) -> None:
-        self.launch, self._streams = launch, streams
+        self.launch = launch
+        self._streams = streams
         self._kernels = launch.encode if direction is Direction.ENCODE else launch.decode
         self._copies = streams is not None and launch.raw_bytes >= _SECOND_STREAM_BYTES
         self._call: Call | None = None
@@ -183,7 +184,9 @@ class Graphs:
         workspace: Workspace,
         streams: Streams | None,
     ) -> None:
-        self._shape, self._device, self._streams = shape, device, streams
+        self._shape = shape
+        self._device = device
+        self._streams = streams
         self._workspace = workspace
         self._slots: defaultdict[tuple[Direction, int, int], deque[Slot]] = defaultdict(deque)
         self._sizes: dict[Direction, list[tuple[int, int, int]]] = {each: [] for each in Direction}

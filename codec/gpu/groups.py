@@ -170,7 +170,8 @@ def _is_aligned(planes: Sequence[Tensor]) -> bool:
     """Return whether full chunks are aligned to eight elements, and planes to 16 bytes."""
     if any(plane.data_ptr() % 16 for plane in planes):
         return False
-    shape, strides = planes[0].shape, planes[0].stride()
+    shape = planes[0].shape
+    strides = planes[0].stride()
     return all(
         size == 1 or stride % 8 == 0 for size, stride in zip(shape[:2], strides[:2], strict=True)
     )

@@ -80,7 +80,8 @@ class Launch:
     ) -> None:
         if segments * shape.planes > _MAX_GRID_Z:
             raise InvalidPlanes(f"{segments} segments of {shape.planes} planes are too many")
-        self._shape, self._segments = shape, segments
+        self._shape = shape
+        self._segments = segments
         page_elements = shape.planes * shape.kv_heads * shape.run_elements
         self.raw_bytes = segments * pages * page_elements * shape.element.size
         self._on_gpu = device.type == "cuda"
@@ -139,7 +140,8 @@ class Launch:
                 maxnreg=_ESCAPE_CODE_REGISTERS if has_escape_code else _ENCODE_REGISTERS,
                 **group.options, **options,
             )  # fmt: skip
-        programs, summed = (self._sums_of_segment, self._segments), False
+        programs = (self._sums_of_segment, self._segments)
+        summed = False
         if self._chunks > _MAX_DIRECT_CHUNKS:
             summed = True
             kernels.sum_kernel[programs](

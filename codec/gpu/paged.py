@@ -111,9 +111,11 @@ class PagedCodec:
     """A `codec.backend.PagedCodec` for one GPU. Its segments have at least one token."""
 
     def __init__(self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> None:
-        self._planes, self._codebooks = tuple(planes), tuple(codebooks)
+        self._planes = tuple(planes)
+        self._codebooks = tuple(codebooks)
         self._element, self._geometry = check_planes(planes, codebooks, 0)
-        self._device, self._num_pages = planes[0].device, len(planes[0])
+        self._device = planes[0].device
+        self._num_pages = len(planes[0])
         self._templates: dict[tuple[Codebook | None, ...], SegmentTemplates] = {}
         self._coded = self._templates_of(self._codebooks)
         self._raw = self._templates_of((None,) * len(planes))

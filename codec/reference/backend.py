@@ -43,12 +43,14 @@ def encode_planes(
         Number of entry words, checksum, and number of escapes in planes with a codebook.
     """
     out[layout.starts : layout.entries] = 0
-    element, columns = element_of(planes[0].dtype), Columns.of(geometry, out.device)
+    element = element_of(planes[0].dtype)
+    columns = Columns.of(geometry, out.device)
     total = escapes = 0
     entry_words = [torch.zeros(1, dtype=torch.int64, device=out.device)]
     entries = [entry_words[0][:0]]
     for number, (plane, codebook) in enumerate(zip(planes, codebooks, strict=True)):
-        content, mode = _gather(plane, pages, geometry), codebook.mode if codebook else Mode.RAW
+        content = _gather(plane, pages, geometry)
+        mode = codebook.mode if codebook else Mode.RAW
         if codebook is None:
             words = pack(columns.split(content, element, 0), 8 * element.size, raw=True)
             total += _sum_of_raw(words, columns, number)
@@ -90,10 +92,12 @@ def decode_planes(
     Raises:
         FormatError: an entry start or an entry is invalid. Nothing was written.
     """
-    element, columns = header.element, Columns.of(header.geometry, payload.device)
+    element = header.element
+    columns = Columns.of(header.geometry, payload.device)
     starts = _read_starts(payload, header, layout)
     entries = get_words(payload, consecutive(layout.entries, int(starts[-1]), payload.device))
-    total, contents = 0, []
+    total = 0
+    contents = []
     for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
         addresses = columns.addresses(layout.blocks[number], element, entry.mode)
         words = get_words(payload, addresses)
@@ -113,7 +117,8 @@ def decode_planes(
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
     """Return the checksum of planes as if they were stored raw."""
-    element, columns = element_of(planes[0].dtype), Columns.of(geometry, planes[0].device)
+    element = element_of(planes[0].dtype)
+    columns = Columns.of(geometry, planes[0].device)
     total = 0
     for number, plane in enumerate(planes):
         patterns = columns.split(_gather(plane, pages, geometry), element, 0)

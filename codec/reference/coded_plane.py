@@ -63,7 +63,8 @@ class _Escapes:
         cls, exponents: Tensor, escaped: Tensor, columns: Columns, codebook: Codebook
     ) -> "_Escapes":
         chunk, position = _positions(escaped, columns)
-        exponent, chunks = exponents[escaped], len(columns.widths)
+        exponent = exponents[escaped]
+        chunks = len(columns.widths)
         nibble = _table(codebook.second_table, exponent)[exponent]
         # TOP16 has no second level: all its escapes are listed.
         nibbles = _per_chunk(chunk, chunks) * codebook.mode.has_escape_code
@@ -105,9 +106,11 @@ def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tupl
     if mode.has_escape_code:
         uncoded |= (escapes.nibbles > MAX_NIBBLES) | (escapes.words > MAX_LISTED)
     entry_words = torch.where(uncoded, max_words, entry_words)
-    entries, start = entry_words.new_zeros(int(entry_words.sum())), starts_of(entry_words)
+    entries = entry_words.new_zeros(int(entry_words.sum()))
+    start = starts_of(entry_words)
     escapes.write(entries, start, ~uncoded)
-    raw, column_uncoded = pack(patterns, 8 * element.size, raw=True), uncoded[columns.chunk]
+    raw = pack(patterns, 8 * element.size, raw=True)
+    column_uncoded = uncoded[columns.chunk]
     at = _overflow_at(columns, start, overflow)[column_uncoded]
     entries[at] = raw[column_uncoded, -overflow:]
     words = torch.where(column_uncoded[:, None], raw[:, :-overflow], coded)
@@ -117,7 +120,8 @@ def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tupl
 def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Codebook) -> int:
     """Return the checksum of a plane; `number` is its index in the segment."""
     overflow = overflow_words(codebook.element, codebook.mode)
-    uncoded, first = plane.entry_words == overflow * columns.widths, number * len(columns.widths)
+    uncoded = plane.entry_words == overflow * columns.widths
+    first = number * len(columns.widths)
     at = _overflow_at(columns, starts_of(plane.entry_words), overflow)
     last_words = plane.words.new_zeros(at.shape)
     last_words[uncoded[columns.chunk]] = plane.entries[at[uncoded[columns.chunk]]]
@@ -125,7 +129,8 @@ def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Code
     entry_words = plane.entry_words[columns.chunk]
     total = int(checksum.columns(words, first + columns.chunk, columns.column, entry_words))
     owner = _owners(plane.entry_words)
-    listed, rank = ~uncoded[owner], ranks(owner, plane.entry_words)
+    listed = ~uncoded[owner]
+    rank = ranks(owner, plane.entry_words)
     entries = checksum.entries(plane.entries[listed], first + owner[listed], rank[listed])
     return total + int(entries)
 
@@ -143,11 +148,13 @@ def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Ten
         raise FormatError("a chunk has too many entries")
     uncoded = plane.entry_words == max_words
 
-    first, parts = 0, []
+    first = 0
+    parts = []
     for bits in stream_widths(element, mode):
         parts.append(unpack(plane.words[:, first : first + bits]))
         first += bits
-    codes, remainders = parts[0], join_remainder(parts[1:], element)
+    codes = parts[0]
+    remainders = join_remainder(parts[1:], element)
     exponents = torch.tensor([*codebook.exponents, 0], device=codes.device)[codes]
     if mode is Mode.TOP16:
         _read_list(exponents, plane, columns, codebook, uncoded)
@@ -199,8 +206,10 @@ def _read_levels(
     if bool((count > MAX_NIBBLES).any()) or bool((nibble_words > entry_words).any()):
         raise FormatError("a chunk has too many escapes")
 
-    start, owner = starts_of(plane.entry_words), _owners(nibble_words)
-    number, in_word = ranks(owner, nibble_words), torch.arange(_NIBBLES, device=owner.device)
+    start = starts_of(plane.entry_words)
+    owner = _owners(nibble_words)
+    number = ranks(owner, nibble_words)
+    in_word = torch.arange(_NIBBLES, device=owner.device)
     nibbles = plane.entries[start[owner] + number, None] >> 4 * in_word & 0xF
     used = _NIBBLES * number[:, None] + in_word < count[owner, None]
     if bool(nibbles[~used].any()):

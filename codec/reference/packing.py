@@ -129,7 +129,8 @@ def split_remainder(remainders: Tensor, element: ElementType) -> list[Tensor]:
 
 def join_remainder(parts: list[Tensor], element: ElementType) -> Tensor:
     """Join the values of the streams; inverse of `split_remainder`."""
-    remainders, shift = torch.zeros_like(parts[0]), 0
+    remainders = torch.zeros_like(parts[0])
+    shift = 0
     for part, bits in zip(parts, element.remainder_widths, strict=True):
         remainders |= part << shift
         shift += bits

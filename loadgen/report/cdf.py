@@ -57,7 +57,8 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
     low = float(max(values.min(), median * _MIN_OF_MEDIAN))
     high = float(max(values.max(), objective or 0.0))
     scale = Scale.fitting(1e3 * low, 1e3 * high)
-    drawing, colour = Drawing(), OF_MEASURE[measure.name]
+    drawing = Drawing()
+    colour = OF_MEASURE[measure.name]
     axes = drawing.panels[0]
     scale.along_x(axes)
     Scale.percentages().along_y(axes)

@@ -122,7 +122,8 @@ def _span(ratios: Sequence[dict[str, Any]]) -> float:
 
 
 def _row(row: dict[str, Any], axis: Axis, span: float) -> Row:
-    figure, ratio = _format(row), row["ratio"]
+    figure = _format(row)
+    ratio = row["ratio"]
     return Row(
         load="" if row[axis.name] is None else exact(float(row[axis.name])),
         a=" ".join(figure.interval(row["a"])).rstrip(),

@@ -130,7 +130,8 @@ def _upward(lines: Sequence[Line], minimum_high: float, log: bool) -> Scale:
 
 
 def _draw(axes: Axes, line: Line, upward: Scale) -> None:
-    colour, style = paint(line.colour), (0, (5, 3)) if line.dashed else "solid"
+    colour = paint(line.colour)
+    style = (0, (5, 3)) if line.dashed else "solid"
     valid = [p for p in line.points if p.valid]
     bounded = [p for p in valid if p.low is not None and p.high is not None]
     rates, means = [p.rate for p in valid], [p.mean for p in valid]

@@ -27,7 +27,8 @@ _LATENCIES = (
 def of_run(document: dict[str, Any]) -> list[Tile]:
     """Return the tiles of a run."""
     throughput, in_flight = document["throughput"], document["in_flight"]
-    tiles, closed = [], document.get("concurrency") is not None
+    tiles = []
+    closed = document.get("concurrency") is not None
     for name, label in _LATENCIES:
         found = document["measures"].get(name) or {"p50": None, "p99": None}
         value = Tile(f"{label}, p50", ms(found["p50"]), "ms", f"p99 {ms(found['p99'])} ms")
@@ -49,7 +50,8 @@ def of_run(document: dict[str, Any]) -> list[Tile]:
 
 
 def _failed(outcomes: dict[str, Any]) -> Tile:
-    failed, total = sum(outcomes["failed"].values()), outcomes["total"]
+    failed = sum(outcomes["failed"].values())
+    total = outcomes["total"]
     share = failed / total if total else None
     note = f"{failed:,} of {total:,}"
     return Tile("Requests failed", percent(share), "%" if total else "", note, bad=failed > 0)

@@ -167,7 +167,8 @@ def _draw(
 def _draw_latencies(
     drawing: Drawing, panel: int, found: Latencies, objective: float | None
 ) -> None:
-    axes, colour = drawing.panels[panel], paint(OF_MEASURE[found.measure.name])
+    axes = drawing.panels[panel]
+    colour = paint(OF_MEASURE[found.measure.name])
     p50, p99 = 1e3 * found.p50, 1e3 * found.p99
     Scale.linear(float(np.nanmax(p99)), ticks=_TICKS).along_y(axes)
     drawing.label_y(panel, f"{found.measure.title[0].lower()}{found.measure.title[1:]}, ms")

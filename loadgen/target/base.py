@@ -109,8 +109,10 @@ def finish(record: Record, clock: Clock, error: Exception | None) -> None:
     if isinstance(error, ClientCancelled):
         record.cancelled = True
     elif isinstance(error, RequestFailed):
-        record.failure, record.detail = error.failure, str(error)
+        record.failure = error.failure
+        record.detail = str(error)
     elif isinstance(error, TimeoutError):
-        record.failure, record.detail = Failure.TIMEOUT, "no end within the time limit"
+        record.failure = Failure.TIMEOUT
+        record.detail = "no end within the time limit"
     elif error is not None:
         raise error

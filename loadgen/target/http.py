@@ -58,7 +58,8 @@ class HttpTarget:
             raise UsageError(f"{base} is not an http or https URL")
         self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or parts.scheme}{parts.path}"
         self._url = URL(base.rstrip("/") + _PATHS[endpoint])  # parsed once
-        self._options, self._endpoint = options, endpoint
+        self._options = options
+        self._endpoint = endpoint
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
@@ -139,7 +140,9 @@ class _Answer:
     """State of one streamed answer."""
 
     def __init__(self, scheduled: ScheduledRequest, record: Record, *, keep: bool) -> None:
-        self._scheduled, self._record, self._keep = scheduled, record, keep
+        self._scheduled = scheduled
+        self._record = record
+        self._keep = keep
         self._finished = self._done = False
         self._unknown: set[str] = set()
 

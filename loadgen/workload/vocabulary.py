@@ -76,7 +76,8 @@ class Vocabulary:
         ]
         if not measured:
             raise UsageError("the target's tokenizer returns no tokens for words within a text")
-        self._words, self._stop = len(measured), len(stop)
+        self._words = len(measured)
+        self._stop = len(stop)
         self._texts = [f" {word}{end}" for end in ("", ".") for word, _ in measured]
         self._tokens = [tokens + end for end in ((), stop) for _, tokens in measured]
         self._sizes = np.array([len(tokens) for tokens in self._tokens])

@@ -78,10 +78,14 @@ class KVBench:
         runs: int,
     ) -> None:
         self._config = replace(config, context_length=max(lengths), num_layers=layers)
-        self._lengths, self._title = lengths, title
-        self._layers, self._rate, self._runs = layers, rate, runs
+        self._lengths = lengths
+        self._title = title
+        self._layers = layers
+        self._rate = rate
+        self._runs = runs
         self._device = torch.device(device)
-        batch, counts = len(lengths), [-(-length // PAGE) for length in lengths]
+        batch = len(lengths)
+        counts = [-(-length // PAGE) for length in lengths]
         self._pages = sum(counts)
         self._inputs = Batch.static(batch, max(counts), device)
         ids = torch.split(torch.randperm(self._pages), counts)

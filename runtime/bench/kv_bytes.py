@@ -46,7 +46,8 @@ def one_layer(shape: str = "llama-3-8b") -> ModelConfig:
 def _moments(config: ModelConfig) -> KVMoments:
     """Return the moments of random activations."""
     generator = torch.Generator().manual_seed(0)
-    tokens, rope = config.head_dim, PageRotation(config)
+    tokens = config.head_dim
+    rope = PageRotation(config)
     moments = KVMoments.of(config)
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     q, k, v = (torch.randn(1, n, tokens, config.head_dim, generator=generator) for n in heads)
@@ -60,7 +61,8 @@ def formats(config: ModelConfig) -> Mapping[str, KVFormat]:
     ``fdc`` and ``palu`` keep half of the dimensions; the options of ``shard`` are the defaults.
     """
     exact = DenseFormat.create(config, torch.device("cpu"), torch.bfloat16)
-    moments, half = [_moments(config)], config.head_dim // 2
+    moments = [_moments(config)]
+    half = config.head_dim // 2
     compressed: dict[str, CompressedFormat] = {
         **{name: create(config) for name, create in COMPRESSED.items()},
         f"fdc, rank {half}": fdc.FdcFormat(

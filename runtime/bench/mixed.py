@@ -94,7 +94,8 @@ def figures(
 ) -> Iterator[Figure]:
     """Measure cases such as "512+64": tokens of the chunk, and number of sequences."""
     repeated = _REPEATED if device == "cuda" else 1
-    operations_per_ms, bytes_per_ms = matmul_rate(device), copy_rate(device)
+    operations_per_ms = matmul_rate(device)
+    bytes_per_ms = copy_rate(device)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
         model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")

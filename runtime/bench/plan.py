@@ -118,7 +118,8 @@ def _best_tile(name: str, alike: Sequence["GroupedGemm"], log: Log) -> Tile | La
     """
     from runtime.gemm.epilogues import Epilogue  # imports Triton
 
-    first, tokens = alike[0], int(name.split()[1].rstrip(":"))
+    first = alike[0]
+    tokens = int(name.split()[1].rstrip(":"))
     if not first.same_input:
         return None
     x = torch.randn(tokens, first.columns, dtype=torch.bfloat16, device="cuda")

@@ -33,7 +33,8 @@ def figures(
     """
     from runtime.megakernel.launch import DecodeStep
 
-    config, copied = SHAPES[shape], copy_rate()
+    config = SHAPES[shape]
+    copied = copy_rate()
     yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)
     rope = cos.cuda(), sin.cuda()

@@ -80,7 +80,8 @@ def assemble_on_demand(
     Tensors keep their dtype and are on the CPU. Other arguments and errors are those of `assemble`.
     """
     assemble(config, _Shapes(source), optional, model_hash, None, "meta")
-    family, cpu = family_of(config.architecture), torch.device("cpu")
+    family = family_of(config.architecture)
+    cpu = torch.device("cpu")
     names = family.tensor_names
 
     def read_layer(index: int) -> Any:
@@ -108,7 +109,8 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a checkpoint, with the name under which `assemble` reads it."""
     config = checkpoint.config
     family = family_of(config.architecture)
-    names, layout = family.tensor_names, family.layout(config)
+    names = family.tensor_names
+    layout = family.layout(config)
     yield names.embedding, checkpoint.embedding
     for index, layer in enumerate(checkpoint.layers):
         prefix = names.layer_prefix(index)
@@ -117,7 +119,8 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             if weight is not None:
                 yield prefix + vector.name, weight
         for field, tensor in layout.linears.items():
-            name, linear = prefix + tensor.name, getattr(layer, field)
+            name = prefix + tensor.name
+            linear = getattr(layer, field)
             if isinstance(linear, Dense):
                 yield f"{name}.weight", linear.weight
             else:

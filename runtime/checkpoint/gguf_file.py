@@ -108,7 +108,8 @@ class _GGUFTensors:
         self._heads: dict[str, int] = {}
         layout = family.layout(config)
         for index in range(config.num_layers):
-            prefix, own = names.layer_prefix(index), f"blk.{index}."
+            prefix = names.layer_prefix(index)
+            own = f"blk.{index}."
             for field, name in file_format.layer_names.items():
                 if field in layout.vectors:
                     self._names[prefix + layout.vectors[field].name] = own + name

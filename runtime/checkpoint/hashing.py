@@ -91,7 +91,8 @@ def _file_part(path: Path) -> _Part:
 
 def _file_digest(path: Path, start: int, count: int) -> bytes:
     """Return the digest of ``count`` bytes of a file. It needs memory for one read only."""
-    leaf, buffer = hashlib.sha256(_LEAF), memoryview(bytearray(min(_READ_BYTES, count)))
+    leaf = hashlib.sha256(_LEAF)
+    buffer = memoryview(bytearray(min(_READ_BYTES, count)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while count:

@@ -75,7 +75,8 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self._directory, self._shard_bytes = directory, shard_bytes
+        self._directory = directory
+        self._shard_bytes = shard_bytes
         self._shards: dict[str, list[str]] = {}
         self._pending: dict[str, Tensor] = {}
         self._storages: set[int] = set()
@@ -118,7 +119,9 @@ class ShardWriter:
             raise CheckpointError(f"{self._directory} cannot be written: {error}") from error
         (self._directory / shard).chmod(0o644)  # safetensors creates files that only we can read
         self._shards[shard] = list(self._pending)
-        self._pending, self._storages, self._bytes = {}, set(), 0
+        self._pending = {}
+        self._storages = set()
+        self._bytes = 0
 
 
 def weight_files(directory: Path, single: str, index: str) -> tuple[Path, ...]:

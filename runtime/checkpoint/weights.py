@@ -85,7 +85,8 @@ class LayersOnDemand(Sequence[Any]):
     """Layers that are read when they are accessed. Only the last one read stays in memory."""
 
     def __init__(self, read: Callable[[int], Any], count: int) -> None:
-        self._read, self._count = lru_cache(maxsize=1)(read), count
+        self._read = lru_cache(maxsize=1)(read)
+        self._count = count
 
     def __len__(self) -> int:
         return self._count

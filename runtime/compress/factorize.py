@@ -105,7 +105,8 @@ def compress(
     """
     started = time.monotonic()
     _check_keep(keep)
-    made, model = checkpoint, None
+    made = checkpoint
+    model = None
     if keep < 1.0:
         model = decompose_model(
             checkpoint, calibration_tokens, progress, method=method, device=device, work=work
@@ -133,7 +134,8 @@ def truncate_model(
     The factors are views of the decomposition. Arguments and errors are those of `compress`.
     """
     _check_keep(keep)
-    checkpoint, allocation = model.dense, allocation or model.method.allocation
+    checkpoint = model.dense
+    allocation = allocation or model.method.allocation
     ranks = _ranks(model, keep, rank_multiple, allocation)
     made: list[dict[str, Linear]] = [{} for _ in checkpoint.layers]
     for part, rank in zip(model.parts, ranks, strict=True):

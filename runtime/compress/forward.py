@@ -49,8 +49,10 @@ class PlainBuilder:
         weights: Any,
         observe: Observer | None = None,
     ) -> None:
-        self._family, self._config = family, config
-        self._weights, self._observe = weights, observe
+        self._family = family
+        self._config = config
+        self._weights = weights
+        self._observe = observe
 
     def has(self, field: str) -> bool:
         return getattr(self._weights, field) is not None
@@ -60,7 +62,8 @@ class PlainBuilder:
         return lambda x: tuple(linear(x) for linear in linears)
 
     def linear(self, field: str) -> Callable[[Tensor], Tensor]:
-        linear, observe = getattr(self._weights, field), self._observe
+        linear = getattr(self._weights, field)
+        observe = self._observe
 
         def apply(x: Tensor) -> Tensor:
             y = apply_linear(linear, x)
@@ -79,7 +82,8 @@ class PlainBuilder:
         return lambda x: gate.function(first(x), second(x))
 
     def norm(self, field: str) -> Callable[[Tensor], Tensor]:
-        weight, eps = getattr(self._weights, field), self._config.rms_norm_eps
+        weight = getattr(self._weights, field)
+        eps = self._config.rms_norm_eps
         return lambda x: self._family.norm.function(x, weight, eps)
 
 

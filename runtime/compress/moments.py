@@ -76,7 +76,8 @@ def forward_moments(
             hidden = model.embed(tokens)
         weights, moments = [], []
         for index in block:
-            layer, found = model.layer(index), LayerMoments({}, {})
+            layer = model.layer(index)
+            found = LayerMoments({}, {})
             model.forward(layer, hidden, hidden, _accumulate(found, layout))
             weights.append(layer)
             moments.append(_mean(found, tokens))
@@ -112,7 +113,8 @@ def backward_moments(
         progress(len(inputs) / (len(layers) + 1))
     gradients = _loss_gradients(model, inputs.pop(), seed) if carry is None else carry
     for index in reversed(layers):
-        layer, found = model.layer(index), LayerMoments({}, {})
+        layer = model.layer(index)
+        found = LayerMoments({}, {})
         model.backward(layer, inputs.pop(), gradients, _accumulate(found, layout))
         block = range(index, index + 1)
         yield CalibratedLayers(block, (layer,), (_mean(found, tokens),), gradients)

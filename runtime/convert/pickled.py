@@ -102,7 +102,9 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str, path: Path) -> None:
         super().__init__(file, encoding="utf-8")
-        self._archive, self._root, self._path = archive, root, path
+        self._archive = archive
+        self._root = root
+        self._path = path
         self._storages: dict[str, _Storage] = {}
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
@@ -163,7 +165,8 @@ def _mapped(path: Path, member: zipfile.ZipInfo) -> Tensor:
 
 
 def _build(reader: Any) -> None:
-    state, built = reader.stack.pop(), reader.stack[-1]
+    state = reader.stack.pop()
+    built = reader.stack[-1]
     if isinstance(built, Stub):
         built.__setstate__(state)
     elif not isinstance(built, dict | Tensor):  # extra attributes, such as `_metadata`, are ignored
@@ -171,7 +174,8 @@ def _build(reader: Any) -> None:
 
 
 def _reduce(reader: Any) -> None:
-    arguments, called = reader.stack.pop(), reader.stack[-1]
+    arguments = reader.stack.pop()
+    called = reader.stack[-1]
     if not isinstance(arguments, tuple) or not _may_be_called(called):
         raise CheckpointError("the pickle calls an unknown function")
     reader.stack[-1] = _HASHED.get(called, called)(*arguments)
@@ -204,7 +208,8 @@ def _make_dict(reader: Any) -> None:
 
 
 def _add_items(reader: Any) -> None:
-    items, target = reader.pop_mark(), reader.stack[-1]
+    items = reader.pop_mark()
+    target = reader.stack[-1]
     for item in items:
         target.add(_plain(item) if isinstance(target, set) else item)
 

@@ -29,7 +29,9 @@ class Stub:
 
     def __new__(cls, *_arguments: Any, **_named: Any) -> "Stub":
         made = super().__new__(cls)
-        made.state, made.items, made.elements = {}, {}, []
+        made.state = {}
+        made.items = {}
+        made.elements = []
         return made
 
     def __init__(self, *_arguments: Any, **_named: Any) -> None: ...

@@ -66,7 +66,8 @@ class StepPlan:
     @property
     def size(self) -> StepSize:
         """Amount of work."""
-        decoded, context = len(self.decode), sum(sequence.kv_length for sequence in self.decode)
+        decoded = len(self.decode)
+        context = sum(sequence.kv_length for sequence in self.decode)
         tokens = decoded
         for chunk in self.chunks:
             tokens += chunk.count

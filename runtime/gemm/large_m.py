@@ -38,7 +38,8 @@ class LargeGemm:
         self, matrices: Sequence[PackedMatrix], biases: Tensor | None, counters: Tensor
     ) -> None:
         self._weights = [matrix.weight for matrix in matrices]
-        self._biases, self._counters = biases, counters
+        self._biases = biases
+        self._counters = counters
         firsts = [max(matrix.inner_column, 0) for matrix in matrices]
         widths = [weight.shape[1] for weight in self._weights]
         self.two_inputs = len(set(zip(firsts, widths, strict=True))) > 1

@@ -57,8 +57,12 @@ class GroupedGemm:
         whole: Tensor | None = None,
         pad_output: bool = False,
     ) -> None:
-        self._base, self._matrices, self._plan = base, tuple(matrices), plan
-        self.epilogue, self._biases, self._whole = epilogue, biases, whole
+        self._base = base
+        self._matrices = tuple(matrices)
+        self._plan = plan
+        self.epilogue = epilogue
+        self._biases = biases
+        self._whole = whole
         self.columns = max(max(m.inner_column, 0) + m.weight.shape[1] for m in matrices)
         self._rows = [len(matrix.weight) for matrix in matrices]
         self._output_multiple = LINE_ELEMENTS if pad_output else 1

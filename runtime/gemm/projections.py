@@ -72,7 +72,8 @@ class FactoredAttention:
     ) -> None:
         names, base = PROJECTION_GROUPS[0], weights.lm_head.weight
         biases = _biases(weights, layer, names)
-        self._attention, self._query = attention, layer.outer["q"]
+        self._attention = attention
+        self._query = layer.outer["q"]
         self._inner = GroupedGemm(base, [layer.inner["q"]], plan, pad_output=True)
         rows = len(self._query.weight)
         self._biases = None if biases is None else biases[:rows]

@@ -30,7 +30,8 @@ def grouped_gemm(
     """
     outputs = []
     for matrix in matrices:
-        width, first = matrix.weight.shape[1], max(matrix.inner_column, 0)
+        width = matrix.weight.shape[1]
+        first = max(matrix.inner_column, 0)
         outputs.append(x[:, first : first + width].float() @ matrix.weight.float().t())
     y = torch.cat(outputs, dim=1)  # [n, sum of rows]
     if biases is not None:

@@ -255,7 +255,8 @@ class _Packer:
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         height = sum(round_up(pair.rank) for pair in pairs)
         self.max_inner = max(self.max_inner, height)
-        size, device = (height, pairs[0].v.shape[1]), self.upload.device
+        size = (height, pairs[0].v.shape[1])
+        device = self.upload.device
         stacked = torch.zeros(size, dtype=torch.bfloat16, device=device)
         row = 0
         for pair in pairs:

@@ -18,7 +18,8 @@ class TritonRmsNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self._weight = weight
+        self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of each row of ``x`` `[n, d]`, in its dtype."""

@@ -31,7 +31,8 @@ class TorchLinear:
     """Linear layer computed by torch on the weight's device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight = weight
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self._weight, self._bias)

@@ -59,7 +59,8 @@ class _Buffer:
 
     def __init__(self, shape: torch.Size) -> None:
         distinct = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
-        self._packed, self._lock = PackedWeight(distinct), Lock()
+        self._packed = PackedWeight(distinct)
+        self._lock = Lock()
         self.fits = self._packed.blocks is not None
 
     def multiply(self, x: Tensor, stored: StoredWeight, first_block: int) -> Tensor:
@@ -84,7 +85,8 @@ class ExpandedWeight:
     """
 
     def __init__(self, stored: StoredWeight, parts: list[tuple[int, _Buffer]]) -> None:
-        self._stored, self._parts = stored, parts
+        self._stored = stored
+        self._parts = parts
 
     @classmethod
     def of(cls, stored: StoredWeight, weight: Tensor) -> "ExpandedWeight | None":

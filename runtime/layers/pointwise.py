@@ -16,7 +16,8 @@ class RmsNorm:
     """RMSNorm over the last dimension, of size `d`; ``weight`` is `[d]`."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self._weight = weight
+        self._eps = eps
         self._compiled = (weight.numpy(), np.float32(eps)) if _compiles(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class StoredWeight:
     """
 
     def __init__(self, source: loops.Source, shape: torch.Size) -> None:
-        self._source, self.shape = source, shape
+        self._source = source
+        self.shape = shape
         self.dtype = (source[0] if isinstance(source, tuple) else source).dtype
         self.max_rows = 1 if self.dtype == np.float32 else _MAX_ROWS
 

@@ -73,7 +73,8 @@ class DecodeStep:
         tall_ahead: int = 2,
     ) -> None:
         _check(weights, planes, batch, programs)
-        config, size = weights.config, len(batch.tokens)
+        config = weights.config
+        size = len(batch.tokens)
         device = planes[0].device
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
         offsets = Offsets.of(config, weights.max_inner)
@@ -86,7 +87,8 @@ class DecodeStep:
         self.logits = torch.zeros(size, config.vocab_size, device=device)
         self._programs = programs
         self._held = weights, list(planes)  # the pass table has offsets to them
-        self._offsets, self._head = offsets, (config.num_heads, config.head_dim)
+        self._offsets = offsets
+        self._head = (config.num_heads, config.head_dim)
         self._messages, *constant = _workspace(weights, offsets, splits, self.logits)
         self._flags = flags
         self._arguments = (*_inputs(weights, planes, rope, batch), self._messages, *constant)
@@ -142,7 +144,8 @@ def _check(weights: PackedWeights, planes: Sequence[Tensor], batch: Batch, progr
     """Raise ValueError for models and sizes that the kernel does not support."""
     if reason := unsupported(weights):
         raise ValueError(reason)
-    page, size = planes[0].shape[2], len(batch.tokens)
+    page = planes[0].shape[2]
+    size = len(batch.tokens)
     if page % 16 or not 1 <= size <= MAX_SEQUENCES or not 1 <= programs <= _MAX_PROGRAMS:
         raise ValueError(f"unsupported: pages of {page}, {size} sequences, {programs} programs")
     shapes = {(plane.stride(), plane.shape[1:]) for plane in planes}
@@ -172,7 +175,8 @@ def _workspace(
     weights: PackedWeights, offsets: Offsets, splits: int, logits: Tensor
 ) -> tuple[Any, ...]:
     """Return the other kernel arguments: newly allocated messages and buffers, and constants."""
-    config, size = weights.config, len(logits)
+    config = weights.config
+    size = len(logits)
     partial_rows = size * config.num_heads * splits
 
     def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -77,7 +77,8 @@ class Interpreter:
         lines = {id(tensor): _SPACING * number for number, tensor in enumerate(tensors)}
         self._tensors = {line: tensors[line // _SPACING] for line in lines.values()}
         self._first_plane = lines[id(planes[0])]
-        self._weights, self._config = weights, weights.config
+        self._weights = weights
+        self._config = weights.config
         self._page = planes[0].shape[2]
         self._rope = cos_sin_table(self._config, self._config.context_length)
         self.offsets = Offsets.of(self._config, weights.max_inner)

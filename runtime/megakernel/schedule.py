@@ -169,8 +169,11 @@ class _PassBuilder:
         tall: int,
         address: Address,
     ) -> None:
-        self._weights, self._planes, self._offsets = weights, planes, offsets
-        self._tall, self._address = tall, address
+        self._weights = weights
+        self._planes = planes
+        self._offsets = offsets
+        self._tall = tall
+        self._address = address
         self.passes: list[Pass] = []
         self.stage = 1
         self.normed_stage = 0

@@ -76,7 +76,9 @@ class TeacherForced:
     def __init__(
         self, config: ModelConfig, compressed: CompressedFormat | None, *, window: bool = True
     ) -> None:
-        self._config, self._compressed, self._window = config, compressed, window
+        self._config = config
+        self._compressed = compressed
+        self._window = window
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         shape = (self._config.num_kv_heads, page_size, self._config.head_dim)
@@ -90,7 +92,9 @@ class TeacherForcedLayer:
     """One layer of `TeacherForced`."""
 
     def __init__(self, compressed: CompressedFormat | None, index: int, *, window: bool) -> None:
-        self._compressed, self._index, self._window = compressed, index, window
+        self._compressed = compressed
+        self._index = index
+        self._window = window
         self._exact = ReferenceAttention()
 
     def append(
@@ -156,7 +160,9 @@ def round_trip(
     Raises:
         KVFormatError: `decode` returns tensors of a wrong shape, or values that are not finite.
     """
-    layer, count, size = compressed.layer(index), len(keys), keys.shape[2]
+    layer = compressed.layer(index)
+    count = len(keys)
+    size = keys.shape[2]
     cache = PagedCache.of_stored(compressed.planes(index, size), count, keys.device)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(_POISON)
@@ -184,7 +190,8 @@ class RoundTrip:
     artifact_hash = ""
 
     def __init__(self, compressed: CompressedFormat, config: ModelConfig) -> None:
-        self._compressed, self._config = compressed, config
+        self._compressed = compressed
+        self._config = config
         self.name = compressed.name
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
@@ -199,7 +206,8 @@ class RoundTripLayer:
     """One layer of `RoundTrip`; a `CompressedLayer`."""
 
     def __init__(self, compressed: CompressedFormat, index: int) -> None:
-        self._compressed, self._index = compressed, index
+        self._compressed = compressed
+        self._index = index
 
     def encode(
         self,
@@ -232,7 +240,9 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tenso
         positions: int64 `[n]`, ascending.
     """
     count, heads, dim = q.shape
-    kv_heads, group, end = len(keys), heads // len(keys), int(positions[-1]) + 1
+    kv_heads = len(keys)
+    group = heads // len(keys)
+    end = int(positions[-1]) + 1
     # [n, kv_head * group, dim] -> [kv_head, group * n, dim]
     queries = q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3).flatten(1, 2)
     scores = queries @ keys[:, :end].mT / math.sqrt(dim)

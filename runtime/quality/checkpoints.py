@@ -200,7 +200,8 @@ def peer_output(
     from runtime.bench import peers
 
     tokens: list[int] = []
-    forward, step = peers.cached(peer), list(prompt)
+    forward = peers.cached(peer)
+    step = list(prompt)
     while len(tokens) < max_tokens and not (tokens and tokens[-1] in ends):
         tokens.append(int(forward(torch.tensor([step]))[0, -1].argmax()))
         step = tokens[-1:]

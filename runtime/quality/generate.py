@@ -58,7 +58,9 @@ class Generator:
         *,
         exact: KVFormat | None = None,
     ) -> None:
-        self._model, self._prompts, self._max_tokens = model, prompts, max_tokens
+        self._model = model
+        self._prompts = prompts
+        self._max_tokens = max_tokens
         self._exact = exact or model.kv_format
         room = model.context_length - max_tokens
         if not all(1 <= len(prompt) <= room for prompt in prompts):

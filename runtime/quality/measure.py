@@ -253,7 +253,9 @@ def logits_after_eviction(
         exact, kv_format: formats of the first and of the second half, with the planes of `dense`.
         eviction: fraction of the tokens of the first half to evict.
     """
-    tokens, prompt, size = text.tolist(), len(text) // 2, model.page_size
+    tokens = text.tolist()
+    prompt = len(text) // 2
+    size = model.page_size
     pages = pages_for(len(text), size)
     used = pages_for(prompt, size)
     sequence = Sequence(

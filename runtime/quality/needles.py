@@ -91,7 +91,8 @@ class _Facts:
 
     def __init__(self, generator: random.Random) -> None:
         names = generator.sample(_NAMES, 2 * len(DEPTHS))
-        self.names, self.copies = names[: len(DEPTHS)], names[len(DEPTHS) :]
+        self.names = names[: len(DEPTHS)]
+        self.copies = names[len(DEPTHS) :]
         first = generator.sample("123456789", len(DEPTHS))
         others = ["".join(generator.choices("0123456789", k=_DIGITS - 1)) for _ in DEPTHS]
         self.values = [digit + rest for digit, rest in zip(first, others, strict=True)]
@@ -183,7 +184,8 @@ def contexts(
             if room < len(needles):
                 raise QualityError(f"{task}: the facts do not fit into {length} tokens")
             text = (filler * (room // len(filler) + 1))[:room]
-            tokens, done = list(before), 0
+            tokens = list(before)
+            done = 0
             for depth, fact in needles:
                 at = int(depth * room)
                 tokens += [*text[done:at], *fact]
@@ -245,7 +247,8 @@ class _Answers:
     """KV of a context, over which questions are answered one after another."""
 
     def __init__(self, model: Model, context: Context) -> None:
-        self._model, self._length = model, len(context.tokens)
+        self._model = model
+        self._length = len(context.tokens)
         longest = max(len(query.question) + len(query.answer) for query in context.queries)
         self._pages = list(range(pages_for(self._length + longest, model.page_size)))
         self._cache = PagedCache(model.layout, num_pages=len(self._pages))

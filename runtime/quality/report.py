@@ -213,7 +213,8 @@ def needle_table(results: Sequence[Result]) -> Table:
         first = scores[0]
         exact = _found(first.exact, first.asked)
         if first.found is None:
-            exact, cells = f"{sum(first.exact)} found, too few", ["not counted"] * len(some)
+            exact = f"{sum(first.exact)} found, too few"
+            cells = ["not counted"] * len(some)
         else:
             cells = [_found(score.found or (), score.asked) for score in scores]
         table.add_row(first.task, f"{first.length:,}", exact, *cells)

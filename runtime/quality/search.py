@@ -61,7 +61,8 @@ class Evaluator:
     """
 
     def __init__(self, model: Model, texts: Tensor) -> None:
-        self._model, self._texts = model, texts
+        self._model = model
+        self._texts = texts
         self._exact = [self._logits(text, None) for text in texts]
 
     def __call__(self, compressed: CompressedFormat) -> Summary:

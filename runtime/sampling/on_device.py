@@ -84,7 +84,9 @@ class DeviceSampler:
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
-        self._vocab, self._top, self._device = vocab, top, device
+        self._vocab = vocab
+        self._top = top
+        self._device = device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -95,7 +97,8 @@ class DeviceSampler:
         self.top_logprobs = zeros(rows, top, dtype=torch.float32)
         self.top_tokens = zeros(rows, top)
         self._parameters = zeros(_WORDS + _REALS, rows)  # fp64 values stored as int64 bits
-        self._greedy, self._top_k = self._parameters[0], self._parameters[1, :, None]
+        self._greedy = self._parameters[0]
+        self._top_k = self._parameters[1, :, None]
         self._min_tokens = self._parameters[2]
         self._counter = self._parameters[3:_WORDS]  # seed, choice, output index
         reals = self._parameters[_WORDS:].view(torch.float64)[:, :, None]  # [_REALS, rows, 1]
@@ -209,7 +212,9 @@ class _LogitsProcessor:
     """
 
     def __init__(self, bias: Tensor, outputs: Tensor, flags: Tensor, penalties: Tensor) -> None:
-        self._bias, self.outputs, self._flags = bias, outputs, flags
+        self._bias = bias
+        self.outputs = outputs
+        self._flags = flags
         self._penalties = penalties  # repetition, frequency, presence
         self._biased: set[int] = set()  # rows with a non-zero bias
 

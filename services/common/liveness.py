@@ -61,7 +61,8 @@ class LivenessReports:
     """
 
     def __init__(self, pipe: ReportPipe, probes: Probes) -> None:
-        self._pipe, self._probes = pipe, probes
+        self._pipe = pipe
+        self._probes = probes
         self._stopped = Event()
         self._check_failed = False
         Thread(target=self._run, name="liveness", daemon=True).start()

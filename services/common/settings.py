@@ -257,7 +257,8 @@ class ServiceSettings(BaseSettings):
         """Append the bounds of each setting to its description, for ``--help``."""
         super().__pydantic_init_subclass__(**kwargs)
         for setting in cls.model_fields.values():
-            bounds, description = bounds_text(setting), setting.description or ""
+            bounds = bounds_text(setting)
+            description = setting.description or ""
             if not description.endswith(bounds):  # inherited descriptions already have their bounds
                 setting.description = description + bounds
 

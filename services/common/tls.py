@@ -154,7 +154,8 @@ class MutualTls:
                 if at_once or str(error) != self.failure:
                     log.error("certificates not reloaded; using the last ones", reason=str(error))
                 self.failure = str(error)
-                self._rejected, self._retry_at = found, time.monotonic() + _RETRY_S
+                self._rejected = found
+                self._retry_at = time.monotonic() + _RETRY_S
             return self._loaded
 
 

@@ -101,7 +101,8 @@ def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
     address = WorkerAddress(worker_id="w", epoch="e", address=f"{_ADDRESS}:{worker_port}")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        call, more = b"", True
+        call = b""
+        more = True
         while more:
             message = await receive()
             call += message.get("body", b"")
@@ -241,7 +242,8 @@ def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result
         before, began = process.cpu_times(), time.perf_counter()
         load = Clients(port, clients, length)
         await load.run(seconds)
-        elapsed, after = time.perf_counter() - began, process.cpu_times()
+        elapsed = time.perf_counter() - began
+        after = process.cpu_times()
         cpu = after.user + after.system - before.user - before.system
         return Result(
             pace=rate,

@@ -56,7 +56,8 @@ class Buffer:
     """The bytes of one request. ``size`` is their number."""
 
     def __init__(self, buffers: Buffers, owner: str) -> None:
-        self._buffers, self._owner = buffers, owner
+        self._buffers = buffers
+        self._owner = owner
         self.size = 0
 
     def grow(self, size: int) -> None:

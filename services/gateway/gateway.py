@@ -241,7 +241,8 @@ class Gateway:
 
     @contextmanager
     def _admit(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
-        count, limit = len(requests), self.settings.max_concurrent
+        count = len(requests)
+        limit = self.settings.max_concurrent
         if self._running + count > limit:
             full = Overloaded(f"{self._running} prompts are in progress, the limit is {limit}")
             for request in requests:

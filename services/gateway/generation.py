@@ -171,7 +171,8 @@ class Generator:
             raise Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
             )
-        lost, failures = len(retries.lost), retries.failures
+        lost = len(retries.lost)
+        failures = retries.failures
         if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if failures >= self._settings.max_attempts:

@@ -79,7 +79,8 @@ class ApiKeys:
             return cls()
         content = _read(path)
         keys = cls(_parse(path, content))
-        keys._path, keys._handled = path, content
+        keys._path = path
+        keys._handled = content
         log.info("API keys loaded", file=str(path), keys=len(keys._tenants), sha256=_id(content))
         return keys
 
@@ -105,7 +106,9 @@ class ApiKeys:
             log.error("API keys not reloaded; using the last ones", reason=self.failure)
             return
         added, removed = tenants.keys() - self._tenants, self._tenants.keys() - tenants
-        self._tenants, self.failure, self.loaded_at = tenants, None, time.time()
+        self._tenants = tenants
+        self.failure = None
+        self.loaded_at = time.time()
         changes = {"keys": len(tenants), "added": len(added), "removed": len(removed)}
         log.info("API keys reloaded", **changes, sha256=_id(found))
 

@@ -71,7 +71,8 @@ class TransferRates:
 
     def _measure(self, worker: WorkerView, now: float) -> _Measurement:
         """Return the measurement of a worker's last heartbeat."""
-        at, moved = now - worker.silent_s, _moved(worker)
+        at = now - worker.silent_s
+        moved = _moved(worker)
         last = self._last.get((worker.worker_id, worker.epoch))
         if last is None or abs(at - last.at) > _MAX_INTERVAL_S:
             return _Measurement(at, moved)
@@ -100,7 +101,8 @@ class LiveState:
             if loop.time() >= self._until:
                 self._fleet = await self._collect()
                 self._until = loop.time() + PERIOD_S
-        now, metrics = time.monotonic(), self._gateway.metrics
+        now = time.monotonic()
+        metrics = self._gateway.metrics
         requests = self._gateway.recent.of(tenant.name if tenant else None)
         return {
             **self._fleet,

@@ -120,7 +120,8 @@ class PromptEncoder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, messages: Sequence[_M], as_input: Callable[[_M], dict[str, Any]]) -> str:
-        known, characters = [], 0
+        known = []
+        characters = 0
         for at, message in enumerate(map(as_input, messages)):
             role = _ROLES.get(message["role"])
             if role is None:  # templates copy roles into the prompt

@@ -63,7 +63,9 @@ class TenantRequests:
             return
         self._drop_old(now)
         group = self.unplaced.setdefault(timeline.status, Unplaced(0, now, now, timeline))
-        group.count, group.last, group.newest = group.count + 1, now, timeline
+        group.count += 1
+        group.last = now
+        group.newest = timeline
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the requests at monotonic time ``now`` for JSON; times in seconds."""

@@ -187,7 +187,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, accepted: RequestContext
     ) -> GenerationRequest:
         check_message_count(len(message.chat.messages), self._gateway.limits.context_length)
-        limit, size = self._gateway.settings.max_body_bytes, message.ByteSize()
+        limit = self._gateway.settings.max_body_bytes
+        size = message.ByteSize()
         if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)

@@ -53,7 +53,8 @@ class StopStringFilter:
         """
         if not self._stops:
             return text, False
-        old, pending = len(self._buffer), self._buffer + text
+        old = len(self._buffer)
+        pending = self._buffer + text
         matches = [
             (at + len(stop), at)
             for stop in self._stops

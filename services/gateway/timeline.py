@@ -83,9 +83,12 @@ class RequestTimeline:
         context = request.context
         self.number = number
         self._id = context.request_id
-        self._arrived, self._deadline = context.arrived, context.deadline
-        self._prompt_tokens, self._choices = len(request.prompt), request.options.n
-        self._metrics, self._span = metrics, span
+        self._arrived = context.arrived
+        self._deadline = context.deadline
+        self._prompt_tokens = len(request.prompt)
+        self._choices = request.options.n
+        self._metrics = metrics
+        self._span = span
         self._trace = span.ids.get("trace_id")
         self._streaming_since = 0.0  # in the clock of spans
         self._first: float | None = None
@@ -110,7 +113,8 @@ class RequestTimeline:
     def placed(self, placement: Placement) -> None:
         """Record the workers of the attempt."""
         attempt = self.attempts[-1]
-        attempt.placed, attempt.decode = _now(), placement.decode.worker_id
+        attempt.placed = _now()
+        attempt.decode = placement.decode.worker_id
         attempt.prefill = placement.prefill.worker_id if placement.prefill else None
 
     def record_tokens(self, counts: Mapping[int, int]) -> None:
@@ -124,7 +128,8 @@ class RequestTimeline:
         """
         if not counts:
             return
-        now, attempt = _now(), self.attempts[-1]
+        now = _now()
+        attempt = self.attempts[-1]
         if not self._last:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
@@ -153,7 +158,8 @@ class RequestTimeline:
     def fail(self, reason: str) -> None:
         """End the attempt with the failure of a worker."""
         attempt = self.attempts[-1]
-        attempt.ended, attempt.failure = _now(), reason
+        attempt.ended = _now()
+        attempt.failure = reason
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -170,7 +176,8 @@ class RequestTimeline:
             status = DeadlineExceeded.code if expired else CANCELLED
             raise
         finally:
-            self.status, self._ended = status, _now()
+            self.status = status
+            self._ended = _now()
             if self._span.recording:
                 self._span.set({"gen_ai.usage.output_tokens": self.output_tokens})
                 if self._first is not None:

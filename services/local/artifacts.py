@@ -98,7 +98,8 @@ def _prepare_in(
     folder: Path, source: Path, served_name: str, options: UpOptions, console: Console
 ) -> Artifacts:
     """Make the missing and damaged artifacts of a folder. The caller holds the folder's lock."""
-    checkpoint, codebooks = source, None
+    checkpoint = source
+    codebooks = None
     if options.keep is not None and options.keep < 1.0:
         checkpoint = folder / _CHECKPOINT
         if checkpoint.exists() and not is_sealed(checkpoint):

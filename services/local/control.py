@@ -139,7 +139,8 @@ def _processes(deployment: Deployment) -> Table:
             memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
             identity = ProcessIdentity.of(pid)
         except psutil.NoSuchProcess:
-            memory, identity = "-", None
+            memory = "-"
+            identity = None
         running = "restarting" if identity is None else f"{identity.age_s:.0f} s"
         table.add_row(name, str(pid), memory, running)
     return table

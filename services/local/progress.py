@@ -35,7 +35,8 @@ class StartProgress:
 
     def __init__(self, logs: dict[str, Path], console: Console, status: Status) -> None:
         self._logs = {name: LogFollower(path) for name, path in logs.items()}
-        self._console, self._status = console, status
+        self._console = console
+        self._status = status
         self._began = time.monotonic()
         self._stages = dict.fromkeys(logs, "starting")
 

@@ -140,7 +140,8 @@ def parse_options(
         SettingsError: an option does not apply to this format, or contradicts the search.
         KVFormatError: a value is out of range, or the format stores no latents to quantize.
     """
-    kind, given = _OPTIONS[name], {k: v for k, v in options.items() if v is not None}
+    kind = _OPTIONS[name]
+    given = {k: v for k, v in options.items() if v is not None}
     codes = None
     if (bits := given.pop("quantize_bits", None)) is not None:
         kvquant.check_quantizable(name)

@@ -114,7 +114,9 @@ def _print_json(load: Load, figures: Figures, result: Plan, spare: int) -> None:
 
 
 def _print_table(load: Load, figures: Figures, result: Plan, spare: int) -> None:
-    prefill, decode, share = result.prefill, result.decode, f"{100 * load.share:g} %"
+    prefill = result.prefill
+    decode = result.decode
+    share = f"{100 * load.share:g} %"
     console = Console(highlight=False)
     console.print(
         f"{load.rate:g} requests/s, prompts {load.prompt.spec} (mean {load.prompt.mean:,.0f}), "

@@ -200,7 +200,8 @@ def _decode(load: Load, figures: Figures, links: int) -> Decode:
 
     workers = math.ceil(load.rate / rate_of(mean))
     if workers < links:
-        workers, limit = links, "link"
+        workers = links
+        limit = "link"
     if workers > MAX_WORKERS:
         raise _too_many()
     low, high = 0.0, mean  # `rate_of` grows with the number of sequences
@@ -271,7 +272,8 @@ def _links(load: Load, figures: Figures) -> int:
 
 def _notes(load: Load, figures: Figures, decode: Decode) -> list[str]:
     notes = []
-    longest, measured = load.prompt.quantile(load.share), figures.prefill[-1].tokens
+    longest = load.prompt.quantile(load.share)
+    measured = figures.prefill[-1].tokens
     if longest > measured:
         how = "as a quadratic" if figures.square_s else "linearly, and attention is quadratic"
         notes.append(

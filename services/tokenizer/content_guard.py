@@ -76,7 +76,8 @@ class ContentGuard:
             InvalidRequest: if the tokenizer, such as one of whole words, gives the special token
                 for a protected name as well.
         """
-        mask, text = mask_of(text), str.__str__(text)
+        mask = mask_of(text)
+        text = str.__str__(text)
         pieces = []
         for run in _RUN.finditer(mask):
             piece = text[run.start() : run.end()].replace(_ESCAPE, _LITERAL)

@@ -117,7 +117,8 @@ def _merges(fields: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _merges_of_scores(fields: dict[str, Any]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a piece, by falling score of the formed piece."""
-    tokens, scores = fields["tokens"], fields.get("scores", ())
+    tokens = fields["tokens"]
+    scores = fields.get("scores", ())
     if len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores does not have one score for each token")
     whole = (_UNKNOWN, _CONTROL, _BYTE)  # types of tokens that are never built from text

@@ -75,7 +75,8 @@ class _Cursor:
         self.at = 0
 
     def entries(self) -> dict[str, Any]:
-        magic, version = self._data[:4], self._take("I", skip=4)
+        magic = self._data[:4]
+        version = self._take("I", skip=4)
         if magic != MAGIC or version not in (2, 3):
             raise MetadataError(
                 f"it starts with {magic!r} and version {version}, not {MAGIC!r} and version 2 or 3"

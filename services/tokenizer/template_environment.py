@@ -90,7 +90,8 @@ class _Namespace(Namespace):
     """A namespace without names that begin with an underscore, which reach internals of Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, given = args[0], dict(*args[1:], **kwargs)
+        self = args[0]
+        given = dict(*args[1:], **kwargs)
         for name in given:
             _check_name(name)
         Namespace.__init__(self, given)

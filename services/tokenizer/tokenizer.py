@@ -153,7 +153,8 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Append ids and return the new complete characters; skip ids outside the vocabulary."""
-        pieces, size = self._pieces, len(self._pieces)
+        pieces = self._pieces
+        size = len(self._pieces)
         return self._utf8.decode(b"".join([pieces[id] for id in ids if id < size]))
 
     def finish(self) -> str:

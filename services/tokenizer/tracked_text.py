@@ -126,7 +126,8 @@ class TrackedText(str):
 
     def _parts(self, parts: Iterable[str], separator: str = "") -> list[str]:
         """Return parts, which occur in this order in the text, with their masks."""
-        found, at = [], 0
+        found = []
+        at = 0
         for part in parts:
             at = self.find(part, at)
             found.append(self[at : at + len(part)])

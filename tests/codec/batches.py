@@ -50,7 +50,10 @@ class Batch:
         shape = {"num_planes": len(books), "kv_heads": 2, "dim": dim}
         dtype = dtype or next(book.dtype for book in books if book)
         source = make_pages(16 * sum(needed), kind=kind, dtype=dtype, **shape)  # type: ignore[arg-type]
-        segments, payloads, offset, first = [], [], 0, 0
+        segments = []
+        payloads = []
+        offset = 0
+        first = 0
         for number, count in enumerate(tokens):
             ids = tuple(source.ids[first : first + needed[number]])
             first += needed[number]

@@ -178,7 +178,8 @@ class Segment:
         entries: Sequence[int],
         plane: int,
     ) -> list[int]:
-        columns, overflow = len(words), 8 * self.size - sum(widths)
+        columns = len(words)
+        overflow = 8 * self.size - sum(widths)
         assert len(entries) <= overflow * columns
         locations = [location(number, columns, self.size) for number in range(length)]
         if len(entries) == overflow * columns:
@@ -188,7 +189,8 @@ class Segment:
         assert book is not None
         codes, remainders = [], []
         for column, *where in locations:
-            own, values = words[column], []
+            own = words[column]
+            values = []
             for width in widths:
                 values.append(bits_at(own, width, *where))
                 own = own[width:]

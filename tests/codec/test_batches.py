@@ -133,7 +133,8 @@ def test_impossible_length_fails_alone(batch: Batch, factory: Factory, length: i
 
 
 def test_invalid_arguments_of_a_batch_raise_typed_errors(batch: Batch, factory: Factory) -> None:
-    coder, size = factory(batch.planes(), batch.books), len(batch.buffer)
+    coder = factory(batch.planes(), batch.books)
+    size = len(batch.buffer)
     segment, bound = batch.segments[0], batch.source.bound
     source = codec.EncodeSegment(segment.page_ids, segment.num_tokens, 0, bound)
     buffer = torch.zeros(bound, dtype=torch.uint8, device=batch.device)

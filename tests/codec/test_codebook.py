@@ -248,7 +248,8 @@ def test_codebooks_of_a_model_may_differ_in_mode_but_not_in_dtype() -> None:
 
 
 def test_artifact_round_trips_and_damage_is_detected(tmp_path: Path) -> None:
-    books, path = model(), tmp_path / "codebooks.json"
+    books = model()
+    path = tmp_path / "codebooks.json"
     books.save(path)
     assert codec.Codebooks.load(path) == books
     assert codec.Codebooks.load(path).id == books.id

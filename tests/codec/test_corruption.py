@@ -138,7 +138,8 @@ def test_mutated_payload_raises_or_decodes_to_the_content(seed: int) -> None:
     first, _, last = layout.blocks
     table = (layout.starts, layout.starts + 4 * (layout.coded_chunks + 1))
     parts = [table, (first.start, first.end), (last.start, last.end), (layout.entries, len(data))]
-    rng, met = random.Random(seed), set()
+    rng = random.Random(seed)
+    met = set()
     for number in range(10_000):
         damaged = torch.frombuffer(bytearray(mutated(data, parts, rng)), dtype=torch.uint8)
         if rng.random() < 0.7:

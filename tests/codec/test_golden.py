@@ -186,7 +186,8 @@ def vector(
         book: codec.Codebook | None = BOOKS[coded]
         flat = content(elements, BOOKS[coded].element, BOOKS[coded].exponents, every)
     else:
-        book, flat = None, content(elements, coded, range(coded.exponents), every)
+        book = None
+        flat = content(elements, coded, range(coded.exponents), every)
     return [flat.view(1, 1, elements, 1)], [book], [0] if elements else [], elements
 
 

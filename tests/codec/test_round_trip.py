@@ -56,7 +56,8 @@ def encode(
 @pytest.mark.parametrize("name", EVERY)
 def test_every_bit_pattern_round_trips(name: str, backend: Backend) -> None:
     """The patterns are in order, in random order, or each surrounded by elements with codes."""
-    codebook, dtype = EVERY[name], dtype_of(name)
+    codebook = EVERY[name]
+    dtype = dtype_of(name)
     wide = dtype.itemsize > 2  # too many patterns: use a random sample
     every = random_patterns((1 << 16,), dtype) if wide else torch.arange(1 << 8 * dtype.itemsize)
     shuffled = every[torch.randperm(len(every))]
@@ -164,7 +165,8 @@ def test_slots_without_tokens_are_neither_read_nor_written(
     name: str, backend: Backend, num_tokens: int
 ) -> None:
     book = BOOKS[name]
-    source, stale = make_pages(num_tokens, book=book), STALE[book.element.size]
+    source = make_pages(num_tokens, book=book)
+    stale = STALE[book.element.size]
     _, payload = encode(source, book, backend)
     for plane in source.planes:
         patterns = bits(plane)
@@ -180,7 +182,8 @@ def test_slots_without_tokens_are_neither_read_nor_written(
 
 @pytest.mark.parametrize("name", ["bf16-top16-window", "e5m2-inband-window", "e4m3"])
 def test_planes_may_be_strided_by_page_and_head(name: str, backend: Backend) -> None:
-    codebook, dtype = EVERY[name], dtype_of(name)
+    codebook = EVERY[name]
+    dtype = dtype_of(name)
     pool = torch.randn(4, 2, 3, 16, 64).to(dtype)
     transposed = torch.randn(3, 4, 16, 64).to(dtype).transpose(0, 1)
     planes = [pool[:, 0], pool[:, 1], transposed]
@@ -245,7 +248,8 @@ def test_chunk_is_stored_uncoded_when_entries_reach_the_limit(
         }
         for escapes in sorted(edges & set(range(length + 1))):
             words = escapes if exponent == third else 0
-            expected, uncoded = words, words >= max_words
+            expected = words
+            uncoded = words >= max_words
             if book.mode is not Mode.TOP16:
                 expected += -(-escapes // 8)
                 uncoded = expected >= max_words or escapes > 256 or words > 64
@@ -277,7 +281,8 @@ def test_bound_is_the_size_of_an_uncoded_chunk(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_random_bits_expand_by_at_most_half_a_percent(name: str) -> None:
-    codebook, dtype = EVERY[name], dtype_of(name)
+    codebook = EVERY[name]
+    dtype = dtype_of(name)
     random = from_bits(random_patterns((1 << 19,), dtype), dtype)
     assert codec.encode(random, codebook).numel() <= 1.005 * random.nbytes
 

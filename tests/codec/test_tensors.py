@@ -11,7 +11,8 @@ from tests.codec.samples import EVERY, bits, dtype_of
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 31, 63, 1000, 1023, 1024, 1025, 4099])
 @pytest.mark.parametrize("name", EVERY)
 def test_tensors_of_any_length_round_trip(name: str, length: int) -> None:
-    codebook, dtype = EVERY[name], dtype_of(name)
+    codebook = EVERY[name]
+    dtype = dtype_of(name)
     tensor = (3 * torch.randn(length, generator=torch.Generator().manual_seed(length))).to(dtype)
     payload = codec.encode(tensor, codebook)
     assert payload.numel() <= codec.max_payload_bytes(length, element_of(dtype))

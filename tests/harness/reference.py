@@ -49,7 +49,8 @@ def cases(
         name: part of the seed.
         device: cpu or cuda, also that of the deployment.
     """
-    engine, found = _engine(device), list[Case]()
+    engine = _engine(device)
+    found = list[Case]()
     rng = random.Random(f"{SEED}:{name}:{prompt_tokens}")
     while len(found) < count:
         prompt = tuple(rng.randrange(1000, 40_000) for _ in range(prompt_tokens))

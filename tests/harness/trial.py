@@ -81,7 +81,9 @@ class Trial:
     """A running deployment with its fault points."""
 
     def __init__(self, running: Running, points: Points, device: str = "cpu") -> None:
-        self.running, self.points, self._device = running, points, device
+        self.running = running
+        self.points = points
+        self._device = device
         self._pids = running.state.pids
         self._epochs = self._current_epochs()
 
@@ -144,11 +146,13 @@ class Trial:
             for reply in replies:
                 await reply.check()
         await asyncio.to_thread(self.running.wait_until_idle, LIMIT_S)
-        pids, epochs = self.running.state.pids, self._current_epochs()
+        pids = self.running.state.pids
+        epochs = self._current_epochs()
         for process in self._pids.keys() - {*restarted, *resumed}:
             assert pids[process] == self._pids[process], f"{process} has restarted"
             assert epochs.get(process) == self._epochs.get(process), f"{process} has restarted"
-        self._pids, self._epochs = pids, epochs
+        self._pids = pids
+        self._epochs = epochs
 
     def busy(self, role: str) -> str:
         """Return the only worker of a role with a lease, or with a running sequence."""

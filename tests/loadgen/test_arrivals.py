@@ -50,7 +50,9 @@ def test_constant_times_do_not_drift() -> None:
 @pytest.mark.parametrize(("low", "high"), [(5.0, 60.0), (60.0, 5.0), (20.0, 20.0)])
 def test_ramp_changes_the_rate_linearly(low: float, high: float) -> None:
     """Request counts per second, summed over many seeds, match the linear rate."""
-    ramp, seeds, seconds = Ramp(low, high, 10.0), 200, 10
+    ramp = Ramp(low, high, 10.0)
+    seeds = 200
+    seconds = 10
     counts = np.zeros(seconds + 2)
     for seed in range(seeds):
         times = [at for at in islice(ramp.times(seed), 2000) if at < seconds + 2]

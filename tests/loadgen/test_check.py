@@ -58,7 +58,8 @@ class Reference:
         self.in_flight += 1
         self.sent += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
-        record.sent, record.text = clock(), str(scheduled.spec.prompt)
+        record.sent = clock()
+        record.text = str(scheduled.spec.prompt)
         assert scheduled.cancel_after is None
         if scheduled.spec.prompt == "broken":
             record.failure = Failure.RESET
@@ -77,8 +78,11 @@ async def test_every_answer_is_compared_with_the_reference() -> None:
     records = [record(prompt) for prompt in prompts]
     records[1].text = "another"
     records[3].failure = Failure.TIMEOUT
-    records[4].cancelled, records[4].text = True, "canc"
-    records[5].cancelled, records[5].text, records[5].times = True, "", []
+    records[4].cancelled = True
+    records[4].text = "canc"
+    records[5].cancelled = True
+    records[5].text = ""
+    records[5].times = []
     reference = Reference()
     found = await check(records, schedule, reference)
     assert (found.equal, len(found.different), found.missing) == (32, 1, 3)

@@ -61,7 +61,8 @@ def test_paired_ratio_interval_of_two_pairs() -> None:
 
 
 def test_unpaired_ratio_interval_covers_the_true_ratio() -> None:
-    draws, hits = np.random.default_rng(3), 0
+    draws = np.random.default_rng(3)
+    hits = 0
     for _ in range(2000):
         a, b = draws.lognormal(0.0, 0.3, 4), draws.lognormal(0.5, 0.1, 5)
         found = ratio_interval(list(a), list(b), paired=False)
@@ -72,7 +73,8 @@ def test_unpaired_ratio_interval_covers_the_true_ratio() -> None:
 
 @pytest.mark.parametrize(("statistic", "truth"), [("mean", 1.0), ("p50", np.log(2)), ("p90", 2.3)])
 def test_bootstrap_interval_covers_the_true_statistic(statistic: str, truth: float) -> None:
-    draws, hits = np.random.default_rng(4), 0
+    draws = np.random.default_rng(4)
+    hits = 0
     for number in range(200):
         groups = [[float(value)] for value in draws.exponential(1.0, 300)]
         found = bootstrap(groups, statistic, seed=number)

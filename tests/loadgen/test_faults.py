@@ -63,7 +63,8 @@ def state(pid: int) -> str:
 
 async def test_faults_happen_at_their_times(processes: dict[str, int]) -> None:
     faults = [Fault("kill", "prefill", 4.0), Fault("stop", "decode-0", 0.1, 3.0)]
-    clock, injector = Clock(), FaultInjector.for_target(faults, TARGET, None)
+    clock = Clock()
+    injector = FaultInjector.for_target(faults, TARGET, None)
     running = asyncio.create_task(injector.run(clock))
     async with asyncio.timeout(30):
         await _until_state(processes["decode-0"], psutil.STATUS_STOPPED)

@@ -20,8 +20,10 @@ pytestmark = pytest.mark.slow
 def refused() -> tuple[list[Record], dict[str, Any]]:
     records = records_of(5, 5)
     for record in records:
-        record.times, record.counts = [], []
-        record.failure, record.detail = Failure.REFUSED, "no connection"
+        record.times = []
+        record.counts = []
+        record.failure = Failure.REFUSED
+        record.detail = "no connection"
     return records, document_of(records, Window(0, 5))
 
 

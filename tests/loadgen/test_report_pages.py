@@ -242,7 +242,8 @@ def test_sweep_report_shows_invalid_points_with_reason_and_remedy() -> None:
 def test_counts_have_singular_and_plural(count: int) -> None:
     records = records_of(1, 30)[:count]
     for record in records:
-        record.failure, record.detail = Failure.TIMEOUT, f"message {record.number}"
+        record.failure = Failure.TIMEOUT
+        record.detail = f"message {record.number}"
     page = run_page(records, document_of(records, Window(0, 60), objectives={}))
     assert f"{count} {'request' if count == 1 else 'requests'} due" in page
     assert ("and 1 other message<" in page) == (count == 2)

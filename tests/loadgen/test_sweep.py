@@ -29,7 +29,8 @@ def queue(config: RunConfig) -> Outcome:
     """Simulate a server that completes ten requests per second, one at a time."""
     rate = config.arrivals.rate
     assert rate is not None
-    records, free = [], 0.0
+    records = []
+    free = 0.0
     for number, due in enumerate(Poisson(rate).times(config.seed)):
         if due >= RUN_S:
             break

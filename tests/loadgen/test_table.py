@@ -30,7 +30,8 @@ def overloaded() -> Summary:
     records = records_of(150, 20, slots=10)
     for number, failure in enumerate(Failure):
         records[number].failure = failure
-        records[number].times, records[number].counts = [], []
+        records[number].times = []
+        records[number].counts = []
     return Summary.of(records, Window(0, 20), [Objective(BY_NAME["ttft"], 0.5)])
 
 

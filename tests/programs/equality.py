@@ -122,7 +122,9 @@ async def _ask(stub: "InferenceAsyncStub", case: Case) -> Answer:
 
 def compare(reference: dict[str, Answer], other: dict[str, Answer]) -> Comparison:
     """Compare the answers of two deployments to the same cases."""
-    equal, close, different = 0, [], []
+    equal = 0
+    close = []
+    different = []
     for name, expected in reference.items():
         found = other[name]
         if found.tokens == expected.tokens:

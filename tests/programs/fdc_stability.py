@@ -102,7 +102,8 @@ def measure(
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table, its head first."""
     source = resolve_model(model)
-    checkpoint, tokenizer = load_checkpoint(source, dtype=torch.float32), load_tokenizer(source)
+    checkpoint = load_checkpoint(source, dtype=torch.float32)
+    tokenizer = load_tokenizer(source)
     train, held_out = (tokenizer.encode(part) for part in documentation())
     chat = chat_text(tokenizer)
     domains = {"documentation": train, "chats": chat[: -2 * HELD_OUT]}

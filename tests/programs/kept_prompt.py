@@ -94,7 +94,8 @@ class KeptPrompt(Engine):
         return StepOutput(started=ids)
 
     def compute(self) -> StepOutput:
-        output, token = StepOutput(), SampledToken(choice=0, index=0, token=1)
+        output = StepOutput()
+        token = SampledToken(choice=0, index=0, token=1)
         chunk = self._workload.chunk
         for request_id in self._pending:
             for first in range(0, self._workload.tokens, chunk):

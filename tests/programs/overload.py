@@ -89,7 +89,9 @@ class Run:
     @classmethod
     def of(cls, records: dict[str, list[Record]]) -> "Run":
         """Evaluate the records of a run after its warm-up, by tenant."""
-        run, lags, refusals = cls(), list[float](), list[float]()
+        run = cls()
+        lags = list[float]()
+        refusals = list[float]()
         for tenant, every in records.items():
             due = [record for record in every if record.due >= WARM_UP_S]
             answered = [record for record in due if record.succeeded]
@@ -101,7 +103,8 @@ class Run:
             run.percentiles[tenant] = p50, p90, p99
             lags += [record.sent - record.due for record in due if record.sent is not None]
             refusals += [(record.ended or 0.0) - (record.sent or 0.0) for record in refused]
-        run.lag_p99_s, run.refusal_p99_s = percentile(lags, 99), percentile(refusals, 99)
+        run.lag_p99_s = percentile(lags, 99)
+        run.refusal_p99_s = percentile(refusals, 99)
         return run
 
 
@@ -239,7 +242,8 @@ class Bench:
         Raises:
             AssertionError: if a refusal is not a 429 with ``Retry-After``.
         """
-        until, found = time.monotonic() + seconds, list[int]()
+        until = time.monotonic() + seconds
+        found = list[int]()
         while time.monotonic() < until:
             response = await self._post()
             if not response.is_success:

@@ -142,7 +142,9 @@ def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
     reference = peers.build(checkpoint).to(device)
     rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
     prompts = prompts_of(name, count)
-    ours, bf16, gaps = Agreement(), Agreement(), []
+    ours = Agreement()
+    bf16 = Agreement()
+    gaps = []
     for prompt, text in zip(prompts, continuations(model, prompts), strict=True):
         tokens = torch.tensor([text], device=device)
         expected = reference(tokens).logits[0].float()

@@ -22,7 +22,8 @@ def call(path, body=None):
 
 def wait_until_ready():
     """Wait until the gateway can serve requests; exit with its reason after `WAIT_S` seconds."""
-    reason, deadline = "no attempt", time.monotonic() + WAIT_S
+    reason = "no attempt"
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:
             return call("/ready")

@@ -53,7 +53,9 @@ class _LingeringTransport:
     """Transport of one response. `close` lingers if the request is incomplete."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class Connection(HttpToolsProtocol):

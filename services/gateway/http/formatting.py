@@ -177,7 +177,8 @@ class ResponseBuilder:
         )
 
     def _choice(self, index: int, output: _ChoiceOutput) -> dict[str, Any]:
-        info, text = self._info, "".join(output.text)
+        info = self._info
+        text = "".join(output.text)
         content = (
             {"message": {"role": "assistant", "content": text}} if info.chat else {"text": text}
         )

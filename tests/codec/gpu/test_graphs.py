@@ -47,7 +47,8 @@ def _calls(coder: PagedCodec, *tokens: int) -> list[SegmentCall]:
 def test_descriptors_of_a_call_do_not_depend_on_the_previous_call() -> None:
     planes = make_pages(40, num_planes=2, kv_heads=1).planes
     coder = PagedCodec(planes, [BOOK, None])
-    shape, cpu = coder._coded.shape, torch.device("cpu")
+    shape = coder._coded.shape
+    cpu = torch.device("cpu")
     used, fresh = (Descriptors(shape, 3, 3, cpu) for _ in range(2))
     used.write(_calls(coder, 48, 48, 17))
     for tokens in ((16, 40), (33, 33, 33), (1,)):
@@ -141,7 +142,8 @@ def test_large_calls_copy_their_descriptors_outside_of_the_graph(
 
 def test_raw_bytes_of_a_launch_are_those_of_its_largest_call() -> None:
     planes = make_pages(40, num_planes=2, kv_heads=3).planes
-    coder, cpu = PagedCodec(planes, [BOOK, None]), torch.device("cpu")
+    coder = PagedCodec(planes, [BOOK, None])
+    cpu = torch.device("cpu")
     launch = Launch(coder._coded.shape, 4, 3, cpu, Workspace(cpu))
     assert launch.raw_bytes == 4 * coder._coded.of(48).raw_bytes
 
@@ -150,7 +152,9 @@ class _FakeSlot:
     """A slot that is busy until a test changes `idle`."""
 
     def __init__(self, launch: Any, direction: graphs.Direction, _streams: None) -> None:
-        self.size, self.direction, self.idle = launch, direction, True
+        self.size = launch
+        self.direction = direction
+        self.idle = True
 
     def start(self, _segments: object) -> "_FakeSlot":
         self.idle = False
@@ -194,7 +198,9 @@ def test_calls_capture_slots_up_to_the_maximum_without_warm_up(slots: list[_Fake
 
 
 def test_prepared_calls_use_the_smallest_idle_slot_that_fits(slots: list[_FakeSlot]) -> None:
-    calls, encode, decode = _new_graphs(), graphs.Direction.ENCODE, graphs.Direction.DECODE
+    calls = _new_graphs()
+    encode = graphs.Direction.ENCODE
+    decode = graphs.Direction.DECODE
     for segments, pages in ((1, 2), (2, 2), (1, 3), (8, 1), (1, 8), (2, 8)):
         calls.prepare(encode, segments, pages)
     calls.prepare(decode, 1, 4)
@@ -205,7 +211,8 @@ def test_prepared_calls_use_the_smallest_idle_slot_that_fits(slots: list[_FakeSl
 
 
 def test_prepared_calls_wait_for_the_oldest_of_their_size(slots: list[_FakeSlot]) -> None:
-    calls, encode = _new_graphs(), graphs.Direction.ENCODE
+    calls = _new_graphs()
+    encode = graphs.Direction.ENCODE
     calls.prepare(encode, 1, 2, slots=2)
     calls.prepare(encode, 1, 4)
     first, second, larger = (_start(calls, 1, 2) for _ in range(3))
@@ -276,7 +283,8 @@ def test_calls_in_flight_on_two_streams(
     source = [torch.randn(600, 2, 16, 64, device=CUDA).bfloat16() for _ in range(2)]
     target = [torch.zeros_like(plane) for plane in source]
     coder, reader = codec.paged(source, [BOOK] * 2), codec.paged(target, [BOOK] * 2)
-    ids, used = torch.randperm(600).tolist(), 0
+    ids = torch.randperm(600).tolist()
+    used = 0
     bound = codec.max_segment_bytes(2, 2, 64, 240, 16)
     slab = torch.zeros(40 * bound, dtype=torch.uint8, device=CUDA)
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ class _Faults:
     """The control files of this process."""
 
     def __init__(self, folder: Path, process: str) -> None:
-        self._folder, self._process = folder, process
+        self._folder = folder
+        self._process = process
         self._slots: dict[int, int] = {}  # slot of each announced segment, by nonce
         self._slab: Any = None
         self._passed: Counter[tuple[str, int]] = Counter()
@@ -33,7 +34,8 @@ class _Faults:
         """Report that a point was reached and block while the test holds it."""
         held = self._folder / f"{self._process}.{point}.hold"
         try:
-            order, passes = (point, held.stat().st_mtime_ns), int(held.read_text())
+            order = (point, held.stat().st_mtime_ns)
+            passes = int(held.read_text())
         except FileNotFoundError:
             return
         self._passed[order] += 1
@@ -110,7 +112,8 @@ class _Faults:
             for _ in range(times):
                 notify(own, peer, message)
 
-        owner.read, owner.notify = held_read, sent
+        owner.read = held_read
+        owner.notify = sent
 
     def agent(self, module: ModuleType) -> None:
         """Hold a prefill worker when a segment is encoded; damage segments in the slab."""
@@ -141,7 +144,8 @@ class _Faults:
             return segment
 
         def opened(sender: Any, outgoing: Any) -> None:
-            self._slab, emit = sender._slab, outgoing.emit
+            self._slab = sender._slab
+            emit = outgoing.emit
 
             def damaged(event: Any) -> None:
                 if event.WhichOneof("event") == "segment":
@@ -220,7 +224,8 @@ def _process_name(command: list[str]) -> str | None:
 
 
 def _install() -> None:
-    folder, process = os.environ.get("HEADRACE_FAULT_POINTS"), _process_name(sys.orig_argv)
+    folder = os.environ.get("HEADRACE_FAULT_POINTS")
+    process = _process_name(sys.orig_argv)
     if folder is None or process is None:
         return
     faults = _Faults(Path(folder), process)

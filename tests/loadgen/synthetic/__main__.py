@@ -59,7 +59,9 @@ async def _main(behaviour: Behaviour) -> None:
     the behaviour from now on; the ports are written as the answer.
     """
     loop = asyncio.get_running_loop()
-    server, over, lines = _Server(behaviour), asyncio.Event(), b""
+    server = _Server(behaviour)
+    over = asyncio.Event()
+    lines = b""
     http = await loop.create_server(server.connect, "127.0.0.1", 0, backlog=4096)
     rpc = aio.server(options=[("grpc.so_reuseport", 0)])
     servicer = Servicer(lambda: server.schedule)

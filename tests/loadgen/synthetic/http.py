@@ -62,7 +62,8 @@ class Connection(asyncio.Protocol):
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
         length = int(headers.get("content-length", 0))
         if len(rest) >= length:
-            read, self._buffer = self._loop.time(), rest[length:]
+            read = self._loop.time()
+            self._buffer = rest[length:]
             method, path, _ = method_path.split(" ")
             answer = self._answer(read, f"{method} {path}", headers, rest[:length])
             self._answering = self._loop.create_task(answer)
@@ -149,7 +150,8 @@ class Connection(asyncio.Protocol):
                 await self._send_whole(truth, shape)
 
     async def _stream(self, truth: Truth, shape: AnswerFormat) -> None:
-        outcome, empty = truth.outcome, truth.outcome is Outcome.EMPTY
+        outcome = truth.outcome
+        empty = truth.outcome is Outcome.EMPTY
         spans = [] if empty else self._server.spans(truth.max_tokens)
         self._write(head_of(200, "text/event-stream", None) + chunk(shape.greeting()))
         if outcome is Outcome.SLOW:
@@ -191,7 +193,8 @@ class Connection(asyncio.Protocol):
 
         Outcomes that break off midway do so after half of the bytes.
         """
-        outcome, kind = truth.outcome, "application/json"
+        outcome = truth.outcome
+        kind = "application/json"
         empty = outcome is Outcome.EMPTY
         body = shape.whole(range(0 if empty else truth.max_tokens))
         if outcome is Outcome.SLOW:

@@ -47,7 +47,8 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
         server = self._current()
         await server.sleep(time.monotonic())
         limit = request.max_tokens or DEFAULT_MAX_TOKENS
-        id, prompt_tokens = request.request_id, self._count(request)
+        id = request.request_id
+        prompt_tokens = self._count(request)
         truth = server.arrive(time.monotonic(), id, prompt_tokens, limit)
         try:
             await self._answer(server, truth, context)

@@ -69,7 +69,8 @@ class LocalPod:
     """
 
     def __init__(self, cluster: Cluster, pod: Manifest, name: str) -> None:
-        self._cluster, self.name = cluster, name
+        self._cluster = cluster
+        self.name = name
         self.spec = pod["spec"]
         self.container = main_container(pod)
         ports = self.container["ports"]
@@ -106,7 +107,8 @@ class LocalPod:
         numbers = {str(inside): str(outside) for inside, outside in self.ports.values()}
         found = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         for entry in self.container["env"]:
-            name, value = entry["name"], self._value(entry)
+            name = entry["name"]
+            value = self._value(entry)
             if name.endswith("_ROUTERS"):
                 value = json.dumps([self._cluster.router_url(url) for url in json.loads(value)])
             elif name.endswith("_HOST"):

@@ -152,7 +152,8 @@ def _custom_errors(manifests: list[Manifest]) -> list[str]:
 
 def restricted_violations(pod: Manifest) -> list[str]:
     """Return what the Pod Security Standard "restricted" forbids in a pod."""
-    spec, found = pod["spec"], []
+    spec = pod["spec"]
+    found = []
     allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
     allowed |= {"persistentVolumeClaim", "projected", "secret"}
     for volume in spec.get("volumes", []):

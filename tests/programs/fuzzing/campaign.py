@@ -62,7 +62,8 @@ class Report:
 
 async def attack(name: str, messages: int, seed: int) -> Report:
     """Send ``messages`` messages to a port, and check it after each tenth of them."""
-    rng, began = Random(f"{name} {seed}"), time.perf_counter()
+    rng = Random(f"{name} {seed}")
+    began = time.perf_counter()
     sizes: list[int] = []  # resident bytes after each round
     async with PORTS[name]() as port:
         with watched() as watch:

@@ -35,7 +35,8 @@ class Connection:
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
         head = await reader.readuntil(b"\r\n\r\n")
-        status, headers = int(head.split(b" ", 2)[1]), head.lower()
+        status = int(head.split(b" ", 2)[1])
+        headers = head.lower()
         if b"\r\ntransfer-encoding: chunked" in headers:
             body = b""
             while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -50,7 +51,8 @@ class Connection:
 
     async def close(self) -> None:
         if self._streams is not None:
-            writer, self._streams = self._streams[1], None
+            writer = self._streams[1]
+            self._streams = None
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()

@@ -50,7 +50,8 @@ class Watch(logging.Handler):
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Watch this process and its running event loop."""
-    watch, loop = Watch(), asyncio.get_running_loop()
+    watch = Watch()
+    loop = asyncio.get_running_loop()
     logging.getLogger().addHandler(watch)
     loop.set_exception_handler(watch.in_loop)
     hooks = sys.unraisablehook, threading.excepthook

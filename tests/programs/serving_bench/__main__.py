@@ -21,7 +21,8 @@ WIDTH = 160
 def main() -> int:
     """Run the benchmark and return the exit code."""
     arguments = parser()
-    own, console = arguments.parse_args(), Console()
+    own = arguments.parse_args()
+    console = Console()
     if not console.is_terminal:
         console.width = WIDTH
     if own.merge:
@@ -33,7 +34,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        systems, cases = systems_of(own), cases_of(own)
+        systems = systems_of(own)
+        cases = cases_of(own)
         for model in models_of(own):
             console.print(f"model {model.name}: {model.ensure()}")
     except (ValueError, SettingsError) as error:

@@ -71,8 +71,12 @@ class Bench:
         warm_up: int = 8,
         keep_records: bool = False,
     ) -> None:
-        self._results, self._cases, self._console = results, cases, console
-        self._limits, self._warm_up, self._keep_records = limits, warm_up, keep_records
+        self._results = results
+        self._cases = cases
+        self._console = console
+        self._limits = limits
+        self._warm_up = warm_up
+        self._keep_records = keep_records
         self._out = results.file.parent
         self._started = time.monotonic()
 

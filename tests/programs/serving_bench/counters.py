@@ -69,7 +69,9 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], quantile: float) 
     Args:
         buckets: upper bound and cumulative count, in rising order; the last bound is infinite.
     """
-    rank, low, below = quantile * buckets[-1][1], 0.0, 0.0
+    rank = quantile * buckets[-1][1]
+    low = 0.0
+    below = 0.0
     for high, count in buckets:
         if count >= rank and count > below:
             if high == math.inf:

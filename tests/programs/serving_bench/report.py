@@ -85,7 +85,8 @@ def plots(document: Mapping[str, Any]) -> list[Plot]:
 
 def _plot(document: Mapping[str, Any], name: str, answer: int) -> Plot | None:
     measure, _, statistic = name.partition(":")
-    figure, form = Figure(measure, statistic or None), figure_format(name)
+    figure = Figure(measure, statistic or None)
+    form = figure_format(name)
     lines = []
     for number, system in enumerate(document["systems"]):
         values: dict[float, list[float]] = {}

@@ -69,7 +69,8 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
     systems = []
     for document in documents:
         for system in document["systems"]:
-            name, number = system["name"], 2
+            name = system["name"]
+            number = 2
             while system["name"] in names:
                 system["name"], number = f"{name} ({number})", number + 1
             names.add(system["name"])

@@ -40,7 +40,8 @@ def draw(seed: int, seconds: float, cut_command: str | None) -> list[Fault]:
         action = rng.choices(list(weights), list(weights.values()))[0]
         lasts_s = round(rng.uniform(*LASTS_S), 1) if action in ("stop", "cut") else None
         if action == "cut":
-            action, process = "run", f"{cut_command} {process}"
+            action = "run"
+            process = f"{cut_command} {process}"
         faults.append(Fault(action, process, round(at, 1), lasts_s))
         at += rng.uniform(*GAP_S)
     return faults

@@ -90,7 +90,8 @@ class Watch:
 @contextmanager
 def watched(running: Running) -> Iterator[Watch]:
     """Observe a deployment during the block."""
-    watch, stop = Watch(running), threading.Event()
+    watch = Watch(running)
+    stop = threading.Event()
 
     def observe() -> None:
         memory_at = 0.0

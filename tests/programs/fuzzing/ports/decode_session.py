@@ -21,7 +21,8 @@ class DecodeSessionPort(Port):
 
     def __init__(self, workers: Workers, channel: aio.Channel) -> None:
         super().__init__()
-        self._workers, self._channel = workers, channel
+        self._workers = workers
+        self._channel = channel
 
     @classmethod
     @asynccontextmanager
@@ -56,7 +57,8 @@ class DecodeSessionPort(Port):
         """Return a valid command."""
         if rng.random() < 0.2:
             return pb.DecodeCommand(cancel=pb.CancelStream(stream=rng.randrange(number + 1)))
-        workers, fetched = self._workers, rng.random() < 0.7
+        workers = self._workers
+        fetched = rng.random() < 0.7
         start = pb.StartStream(
             stream=number,
             epoch=workers.decode.worker.identity.epoch,

@@ -86,7 +86,8 @@ class NotificationPort(_ReplayPort):
     """NIXL notifications: forged and mutated ones before and between the events of a session."""
 
     def _steps(self, client: PrefillClient, sequence: int, rng: Random) -> list[Step]:
-        events, peer = self._events(sequence), client.welcome.agent_name
+        events = self._events(sequence)
+        peer = client.welcome.agent_name
         genuine = [event.ready for event in events if event.HasField("ready")]
         listener = self._replay.agent.listener
         assert listener is not None

@@ -21,7 +21,8 @@ class PrefillSessionPort(Port):
 
     def __init__(self, workers: Workers, channel: aio.Channel) -> None:
         super().__init__()
-        self._workers, self._channel = workers, channel
+        self._workers = workers
+        self._channel = channel
         compatibility = workers.prefill.loaded.identity.compatibility_message()
         self._hello = pb.Hello(
             worker_id="reader",
@@ -50,7 +51,8 @@ class PrefillSessionPort(Port):
         forged = rng.random() < 0.05
         call = RawCall(self._channel, METHOD, **({"token": "forged"} if forged else {}))
         hello = pb.PrefillCommand(hello=self._hello)
-        sent, started = 1, [1]
+        sent = 1
+        started = [1]
         alive = await call.write(self._message(hello, rng, 0.15))
         while alive and sent < count:
             command = self._command(rng, started)

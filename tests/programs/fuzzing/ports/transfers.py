@@ -49,7 +49,8 @@ class Recorded:
 
 async def record() -> Recorded:
     """Return a transfer between two real workers."""
-    site, events = Site(), []
+    site = Site()
+    events = []
     dispatch = PrefillClient._dispatch
 
     def keep(client: PrefillClient, event: pb.PrefillEvent) -> None:
@@ -75,7 +76,8 @@ class FakeAgent:
     """Runs everything at once on the calling thread, and READs from the recorded slab."""
 
     def __init__(self, recorded: Recorded) -> None:
-        self.slab, self._address = recorded.slab.clone(), recorded.welcome.slab_address
+        self.slab = recorded.slab.clone()
+        self._address = recorded.welcome.slab_address
         self._calls = CodecCalls(on_gpu=False)
         self.listener: NotificationListener | None = None
 
@@ -116,7 +118,8 @@ class Replay:
     """A receiver, whose sender is the recorded one."""
 
     def __init__(self, recorded: Recorded) -> None:
-        self.recorded, self.agent = recorded, FakeAgent(recorded)
+        self.recorded = recorded
+        self.agent = FakeAgent(recorded)
         loaded = load(codebooks=True)
         self._planes = list(loaded.engine.cache.planes)
         self._slab = Slab(8, SLOT_BYTES)

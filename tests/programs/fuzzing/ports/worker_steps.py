@@ -25,7 +25,8 @@ class WorkerStepsPort(Port):
 
     def __init__(self, site: Site) -> None:
         super().__init__()
-        self._site, self._sent = site, 0
+        self._site = site
+        self._sent = 0
         self._words = site.encode(TEXT)
 
     @classmethod
