@@ -181,7 +181,7 @@ def _exit_code(config: RunConfig, outcome: Outcome, console: Console) -> int:
             _say(console, f"fault not injected: {fault['what']}: {fault['failed']}", "red")
     missed = [one for one in config.requirements if not one.met_by(outcome.summary)]
     for requirement in missed:
-        value = requirement.figure.format.with_unit(requirement.value_in(outcome.summary))
+        value = requirement.figure.format.with_unit(requirement.measured_value(outcome.summary))
         _say(
             console,
             f"requirement not met: {requirement} ({requirement.words}), measured {value}",

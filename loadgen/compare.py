@@ -126,7 +126,7 @@ def _invalid(side: Side, load: float | None, axis: Axis) -> list[str]:
 
 
 def _row(figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
-    values = [[figure.value_in(one) for one in side.summaries] for side in (a, b)]
+    values = [[figure.measured_value(one) for one in side.summaries] for side in (a, b)]
     if any(value is None for side in values for value in side):
         return None
     found = [[value for value in side if value is not None] for side in values]

@@ -106,7 +106,7 @@ class Figure:
         """``less`` if smaller values are better, else ``more``."""
         return RUN_FIGURES[self.name][2] if self.statistic is None else "less"
 
-    def value_in(self, summary: Mapping[str, Any]) -> float | None:
+    def measured_value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the metric's value in a summary document, or None if it was not measured."""
         if self.statistic is not None:
             measured = summary["measures"][self.name]

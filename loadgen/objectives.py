@@ -65,13 +65,13 @@ class Requirement:
         """The bound in the unit of reports, such as "at most 500 ms"."""
         return f"{_WORDS[self.comparison]} {self.figure.format.with_unit(self.bound)}"
 
-    def value_in(self, summary: Summary) -> float | None:
+    def measured_value(self, summary: Summary) -> float | None:
         """Return the metric's value, or None if it was not measured."""
-        return self.figure.value_in(summary.as_json())
+        return self.figure.measured_value(summary.as_json())
 
     def met_by(self, summary: Summary) -> bool:
         """Return whether the metric was measured and its value satisfies the bound."""
-        value = self.value_in(summary)
+        value = self.measured_value(summary)
         return value is not None and _COMPARISONS[self.comparison](value, self.bound)
 
     def __str__(self) -> str:

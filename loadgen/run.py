@@ -67,8 +67,8 @@ class Outcome:
 def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookahead, Options]]:
     """Make the request schedule, or the first requests of a closed loop, before anything is sent.
 
-    Target and model of ``config`` are those that `locate` found. The tokenizer stays open during
-    the block, for the other requests of a closed loop.
+    Target and model of ``config`` are those that `with_found_api` found. The tokenizer stays open
+    during the block, for the other requests of a closed loop.
 
     Raises:
         UsageError: if the configuration cannot be run.
@@ -111,12 +111,12 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     Raises:
         UsageError: if the configuration cannot be run.
     """
-    config = locate(config, console)
+    config = with_found_api(config, console)
     with prepare(config) as (requests, options):
         return _run(config, requests, options, console, arguments)
 
 
-def locate(config: RunConfig, console: Console) -> RunConfig:
+def with_found_api(config: RunConfig, console: Console) -> RunConfig:
     """Return the configuration with the root of the target's API and its model.
 
     Raises:
@@ -173,7 +173,7 @@ def _run(
         **summary.as_json(),
         "objectives": {one.measure.name: one.seconds for one in config.objectives},
         "requirements": {
-            str(one): {"found": one.value_in(summary), "met": one.met_by(summary)}
+            str(one): {"found": one.measured_value(summary), "met": one.met_by(summary)}
             for one in config.requirements
         },
         "generator": generator,

@@ -168,7 +168,7 @@ def _point(axis: Axis, load: float, outcomes: Sequence[Outcome]) -> Point:
     documents = [outcome.document for outcome in outcomes]
 
     def mean(figure: Figure) -> float | None:
-        values = [value for one in documents if (value := figure.value_in(one)) is not None]
+        values = [value for one in documents if (value := figure.measured_value(one)) is not None]
         return sum(values) / len(values) if values else None
 
     growth = sum(one["in_flight"]["growth"] for one in documents) / len(documents)
@@ -187,7 +187,7 @@ def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> d
     seeds = range(seed, seed + len(outcomes))
     figures = {}
     for figure in REPORTED:
-        found = [figure.value_in(outcome.document) for outcome in outcomes]
+        found = [figure.measured_value(outcome.document) for outcome in outcomes]
         values = [value for value in found if value is not None]
         complete = len(values) == len(found)
         interval = Interval.of(values).clipped(0.0, figure.upper_bound) if complete else None

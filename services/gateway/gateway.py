@@ -28,7 +28,7 @@ from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.limits import ModelLimits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
-from services.gateway.prompts import PromptEncoder
+from services.gateway.prompts import PromptTokenizer
 from services.gateway.recent import RecentRequests
 from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
 from services.gateway.router_client import RouterClient
@@ -124,7 +124,7 @@ class Gateway:
         )
         self.clients = ClientAddresses(settings.trusted_proxies)
         self.buffers = Buffers(settings.max_buffered_bytes)
-        self.prompts = PromptEncoder(model.tokenizer, self.limits, settings.max_concurrent)
+        self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
         self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
         self._placer = Placer(
             self._router,

@@ -24,7 +24,7 @@ _M = TypeVar("_M")
 _T = TypeVar("_T")
 
 
-class PromptEncoder:
+class PromptTokenizer:
     """Encodes prompts for the model of a gateway.
 
     A request holds a slot while its body is parsed, rendered and tokenized, unless it is small.

@@ -5,7 +5,7 @@ import torch
 
 from runtime.kv.calibration import Artifact
 from runtime.kv.fdc import FdcOptions, calibrate
-from tests.programs.fdc_stability import added, overlap
+from tests.programs.fdc_stability import overlap, sum_of_moments
 from tests.runtime.kv.lowrank import CONFIG, QKV, activations, moments_of, orthonormal
 
 
@@ -35,7 +35,7 @@ def test_added_moments_are_those_of_both_texts() -> None:
     one, other, both = (
         [moments_of(CONFIG, *texts)] * 2 for texts in ((text(0),), (text(9),), (text(0), text(9)))
     )
-    total = added(one, other, CONFIG)
+    total = sum_of_moments(one, other, CONFIG)
     options = FdcOptions(rank=32)
     sum_of_both, together = (calibrate(layers, options, "") for layers in (total, both))
     assert overlap(sum_of_both, together, "k").least == pytest.approx(1)

@@ -102,7 +102,8 @@ def document_of(
         **summary.as_json(),
         "objectives": dict(named),
         "requirements": {
-            str(one): {"found": one.value_in(summary), "met": one.met_by(summary)} for one in parsed
+            str(one): {"found": one.measured_value(summary), "met": one.met_by(summary)}
+            for one in parsed
         },
         **more,
     }
@@ -110,7 +111,7 @@ def document_of(
 
 def figures_of(document: dict[str, Any]) -> dict[str, float | None]:
     """Return the metrics in `REPORTED` by name, from a summary document."""
-    return {str(figure): figure.value_in(document) for figure in REPORTED}
+    return {str(figure): figure.measured_value(document) for figure in REPORTED}
 
 
 def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:

@@ -58,7 +58,7 @@ def overlap(first: Artifact, second: Artifact, plane: str) -> Overlap:
     return Overlap(float(values.mean()), float(values.min()))
 
 
-def added(first: Layers, second: Layers, config: ModelConfig) -> Layers:
+def sum_of_moments(first: Layers, second: Layers, config: ModelConfig) -> Layers:
     """Return the moments of the texts of both."""
     layers = []
     for one, other in zip(first, second, strict=True):
@@ -92,7 +92,7 @@ def growing(
     for size in sizes:
         rows = cut_rows(ids[start:size], min(ROW, size - start), (size - start) // ROW or 1)
         piece = list(kv_moments(checkpoint, rows))
-        total = piece if total is None else added(total, piece, checkpoint.config)
+        total = piece if total is None else sum_of_moments(total, piece, checkpoint.config)
         start = size
         yield size, total
 
@@ -115,7 +115,7 @@ def measure(
             if domain == "documentation" or size == sizes[-1]:
                 moments[f"{domain}, {size:,}"] = layers
     reference = f"documentation, {sizes[-1]:,}"
-    both = added(moments[reference], moments[f"chats, {sizes[-1]:,}"], checkpoint.config)
+    both = sum_of_moments(moments[reference], moments[f"chats, {sizes[-1]:,}"], checkpoint.config)
     moments[f"both, {2 * sizes[-1]:,}"] = both
     options = FdcOptions(rank=rank)
     artifacts = {name: calibrate(layers, options, "") for name, layers in moments.items()}

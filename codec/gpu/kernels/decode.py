@@ -124,7 +124,7 @@ def load_nibbles(entries, rank, packed, here):
 
 
 @triton.jit
-def valid_places(lane, num_columns, length, ELEMENT_BYTES: tl.constexpr):
+def unpadded_places(lane, num_columns, length, ELEMENT_BYTES: tl.constexpr):
     """Return, for each column, the mask of the places that are not padding."""
     inside = tl.zeros_like(lane)
     for place in range(32):
@@ -216,7 +216,7 @@ def decode_kernel(
             listed = entry_words - packed
             if length < 1024:
                 wrong = any_lane(
-                    (mask & ~valid_places(lane, num_columns, length, ELEMENT_BYTES)) != 0
+                    (mask & ~unpadded_places(lane, num_columns, length, ELEMENT_BYTES)) != 0
                 )
             if (listed < 0) | (num_escapes > MAX_NIBBLES) | wrong:
                 wrong = True

@@ -92,7 +92,7 @@ def _plot(document: Mapping[str, Any], name: str, answer: int) -> Plot | None:
         values: dict[float, list[float]] = {}
         for row in system["cases"].get("load", ()):
             if row.get("answer") == answer:
-                value = figure.value_in(row["summary"])
+                value = figure.measured_value(row["summary"])
                 if value is not None:
                     values.setdefault(row["rate"], []).append(form.scaled(value))
         points = [Point(rate, sum(some) / len(some)) for rate, some in sorted(values.items())]

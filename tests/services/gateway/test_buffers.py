@@ -18,7 +18,7 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
 from services.common.errors import Overloaded, SettingsError
 from services.gateway.buffers import Buffers
-from services.gateway.prompts import PromptEncoder
+from services.gateway.prompts import PromptTokenizer
 from services.gateway.rpc import InferenceServicer
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import OpenSite, Site
@@ -136,7 +136,7 @@ async def test_refused_requests_are_freed_without_a_garbage_collection(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handled: list[weakref.ref[_Held]] = []
-    for owner, name in ((InferenceServicer, "_generate"), (PromptEncoder, "encode_prompt")):
+    for owner, name in ((InferenceServicer, "_generate"), (PromptTokenizer, "encode_prompt")):
         monkeypatch.setattr(owner, name, held_during(getattr(owner, name), handled))
     text = "hello " * 100_000
     stub = inference_pb2_grpc.InferenceStub(site.rpc)
