@@ -64,8 +64,11 @@ def cases(
 def _engine(device: str) -> Engine:
     settings = DecodeSettings.model_validate(
         {
-            **{"model": str(model_folder(device)), "device": device},
-            **{"codec": "raw", "colocated": True, "gpu_memory_utilization": GPU_SHARE},
+            "model": str(model_folder(device)),
+            "device": device,
+            "codec": "raw",
+            "colocated": True,
+            "gpu_memory_utilization": GPU_SHARE,
         }
     )
     return load_worker(settings, decodes=True).engine
