@@ -24,6 +24,7 @@ Address = Annotated[
 ]
 Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=64)]
 QueueTokens = Annotated[int, Field(ge=0, le=MAX_QUEUE_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]

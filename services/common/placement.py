@@ -46,6 +46,7 @@ from services.common.messages import (
     PlacementId,
     QueueTokens,
     Sequences,
+    TokenIds,
     Tokens,
     WorkerId,
 )
@@ -89,6 +90,8 @@ class ModelInfo(Message):
         context_length: maximum number of tokens of a prompt and its output. The worker that loads
             the model computes it; no other service derives it from the model's files.
         max_logprobs: maximum alternatives for each token in log probabilities.
+        eos_token_ids: tokens that end the output, in rising order: those of the model's files, and
+            of its tokenizer's. Gateways send them with every request.
         tokenizer_hash: `TokenizerIdentity.hash`; empty if the model's files have no tokenizer.
     """
 
@@ -96,7 +99,7 @@ class ModelInfo(Message):
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     max_logprobs: Annotated[int, Field(ge=0, le=1 << 24)]
-    eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
+    eos_token_ids: TokenIds = ()
     model_hash: Label
     tokenizer_hash: Label = ""
 
@@ -106,6 +109,7 @@ class Compatibility(Message):
 
     model_hash: Label
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    eos_token_ids: TokenIds = ()
     kv_format: Label
     kv_format_hash: Label
     kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
@@ -307,7 +311,7 @@ class Placement(Message):
     prefill: WorkerAddress | None
     decode: WorkerAddress
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    model: ModelInfo | None = None
+    model: ModelInfo
 
 
 class Release(Message):

@@ -31,7 +31,7 @@ from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.messages import MAX_TOKENS
 from services.common.model_source import resolve_model
-from services.common.placement import Placement, WorkerAddress
+from services.common.placement import ModelInfo, Placement, WorkerAddress
 from services.gateway.service import loop_factory, serve
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.loading import load_tokenizer
@@ -99,6 +99,9 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
 
 def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
     address = WorkerAddress(worker_id="w", epoch="e", address=f"{_ADDRESS}:{worker_port}")
+    model = ModelInfo(
+        name="m", context_length=MAX_TOKENS, vocab_size=1 << 24, max_logprobs=0, model_hash=""
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         call = b""
@@ -110,7 +113,9 @@ def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
         body = b"{}"
         if scope["path"] == "/v1/place":
             id = json.loads(call)["placement_id"]
-            placed = Placement(placement_id=id, prefill=None, decode=address, max_tokens=MAX_TOKENS)
+            placed = Placement(
+                placement_id=id, prefill=None, decode=address, max_tokens=MAX_TOKENS, model=model
+            )
             body = placed.model_dump_json().encode()
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -79,8 +79,7 @@ class Generator:
         """
         options = request.options
         text = TextAssembler(self._tokenizer, options.n, options.stop, options.min_tokens)
-        stop_token_ids = () if options.ignore_eos else self._tokenizer.eos_ids
-        progress = Progress(request, stop_token_ids)
+        progress = Progress(request)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         retries, siblings = Retries(), siblings or Siblings()
         span = generation_span(request, self._model)
@@ -94,7 +93,8 @@ class Generator:
                     break
                 with routed:
                     timeline.placed(routed.placement)
-                    progress.begin(routed.placement)
+                    ends = self._identity.stop_token_ids(routed.placement.model)
+                    progress.begin(routed.placement, ends)
                     attempt, stream = attempt_span(span, routed, retries.number), None
                     try:
                         stream = self._start(request, routed.placement, progress, retries, attempt)
@@ -137,7 +137,7 @@ class Generator:
         Raises:
             Unavailable: if the tokenizer does not fit the worker's model.
         """
-        if (model := placement.model) and (fault := self._identity.mismatch(model)):
+        if fault := self._identity.mismatch(placement.model):
             raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
         message = start_stream_message(
             request,

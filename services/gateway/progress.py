@@ -9,8 +9,6 @@ from services.gateway.requests import GenerationRequest
 from services.gateway.text import FINISH_REASONS, FinishReason
 from services.gateway.worker_failure import WorkerFailure
 
-_MAX_VOCAB_SIZE = 1 << 24
-
 
 class Progress:
     """Delivered tokens of one request. A new attempt replays them after the prompt.
@@ -19,19 +17,21 @@ class Progress:
 
     Attributes:
         max_tokens: maximum output tokens of each choice in the current attempt.
-        stop_token_ids: end-of-sequence tokens; none if the request ignores them.
+        stop_token_ids: tokens that end a choice in the current attempt; none if the request ignores
+            end-of-sequence tokens.
         delivered: token ids of each choice, in order.
         unfinished: indices of the choices that the worker decodes: it has not ended them, and they
             were not cancelled.
     """
 
-    def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.max_tokens = self._requested = request.max_tokens
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids: tuple[int, ...] = ()
+        self._ignores_ends = request.options.ignore_eos
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
         self._worker_id = ""
-        self._vocab_size = _MAX_VOCAB_SIZE
+        self._vocab_size = 0
         self._delivered_before = 0
 
     @property
@@ -54,11 +54,16 @@ class Progress:
         """Number of delivered tokens of all choices."""
         return sum(map(len, self.delivered))
 
-    def begin(self, placement: Placement) -> None:
-        """Begin an attempt on the workers of a placement, within its maximum of output tokens."""
+    def begin(self, placement: Placement, stop_token_ids: tuple[int, ...]) -> None:
+        """Begin an attempt on the workers of a placement, within its maximum of output tokens.
+
+        Args:
+            stop_token_ids: tokens that end the output of their model.
+        """
+        self.stop_token_ids = () if self._ignores_ends else stop_token_ids
         self.max_tokens = min(self._requested, len(self.replayed) + placement.max_tokens)
         self._worker_id = placement.decode.worker_id
-        self._vocab_size = placement.model.vocab_size if placement.model else _MAX_VOCAB_SIZE
+        self._vocab_size = placement.model.vocab_size
         self._delivered_before = self._count
 
     def accept(self, deltas: Sequence[decode_pb2.StreamDelta]) -> None:

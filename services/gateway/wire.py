@@ -29,7 +29,7 @@ def start_stream_message(
     Args:
         max_tokens: maximum output tokens of each choice, those of earlier attempts included.
         replayed: output tokens that earlier attempts delivered to the client.
-        stop_token_ids: end-of-sequence tokens.
+        stop_token_ids: tokens that end a choice.
         deadline_s: seconds from the receipt of the message.
         trace: headers of the span whose child the worker's span will be; empty without tracing.
     """

@@ -1,4 +1,4 @@
-"""Check that a tokenizer fits a model: same vocabulary and same end-of-sequence tokens."""
+"""What a tokenizer and the model of a worker have in common: vocabulary and end of the output."""
 
 import hashlib
 import re
@@ -39,6 +39,25 @@ class TokenizerIdentity:
             digest.update(len(piece).to_bytes(4, "little") + piece)
         return cls(len(pieces), frozenset(tokenizer.eos_ids), digest.hexdigest())
 
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read the tokenizer of a model's files; return None if there is no usable one."""
+        try:
+            return cls.of(load_tokenizer(path))
+        except TokenizerError:
+            return None
+
+    def stop_token_ids(self, model: ModelInfo) -> tuple[int, ...]:
+        """Return the tokens that end the output of a model.
+
+        These are the registered ones. A worker without a tokenizer knows only those of the model's
+        configuration, and a chat model may name the end of a turn in the tokenizer's files alone.
+        The ids of this tokenizer are then added.
+        """
+        if model.tokenizer_hash:
+            return model.eos_token_ids
+        return tuple(sorted(self.eos_ids.union(model.eos_token_ids)))
+
     def mismatch(self, model: ModelInfo) -> str | None:
         """Return why a model cannot be served with this tokenizer, or None."""
         if self.vocab_size > model.vocab_size:
@@ -48,11 +67,3 @@ class TokenizerIdentity:
         if model.tokenizer_hash and model.tokenizer_hash != self.hash:
             return "its vocabulary is not that of the workers' tokenizer"
         return None
-
-
-def tokenizer_hash(path: Path) -> str:
-    """Return the hash of a model's tokenizer; empty if the model has no usable one."""
-    try:
-        return TokenizerIdentity.of(load_tokenizer(path)).hash
-    except TokenizerError:
-        return ""

@@ -25,7 +25,7 @@ from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
-from services.tokenizer.identity import tokenizer_hash
+from services.tokenizer.identity import TokenizerIdentity
 from services.transfer import frame
 from services.transfer.codecs import Books, SegmentCodecs, group_tensors
 from services.transfer.slab import Slab
@@ -113,22 +113,15 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
     _log_capacity(engine, device)
-    config = model.config
+    info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)
     identity = Identity(
         worker_id=settings.worker_id,
         epoch=uuid.uuid4().hex,
-        model=ModelInfo(
-            name=settings.served_model_name or model_name(path),
-            context_length=config.context_length,
-            vocab_size=config.vocab_size,
-            max_logprobs=max_logprobs(config.vocab_size),
-            eos_token_ids=config.eos_token_ids,
-            model_hash=model_hash,
-            tokenizer_hash=tokenizer_hash(path),
-        ),
+        model=info,
         compatibility=Compatibility(
-            model_hash=model_hash,
-            context_length=config.context_length,
+            model_hash=info.model_hash,
+            context_length=info.context_length,
+            eos_token_ids=info.eos_token_ids,
             kv_format=model.kv_format.name,
             kv_format_hash=model.kv_format.artifact_hash,
             kv_format_version=model.kv_format.version,
@@ -141,7 +134,22 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_eviction=settings.kv_eviction,
         ),
     )
-    return Loaded(engine, codebooks, identity, config, device, sizes, model.weight_bytes)
+    return Loaded(engine, codebooks, identity, model.config, device, sizes, model.weight_bytes)
+
+
+def _model_info(name: str, path: Path, model: Model, model_hash: str) -> ModelInfo:
+    """Return what gateways and routers know about the model; no other process derives it."""
+    config, tokenizer = model.config, TokenizerIdentity.read(path)
+    ends = {*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+    return ModelInfo(
+        name=name,
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        max_logprobs=max_logprobs(config.vocab_size),
+        eos_token_ids=tuple(sorted(ends)),
+        model_hash=model_hash,
+        tokenizer_hash=tokenizer.hash if tokenizer else "",
+    )
 
 
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:

@@ -18,6 +18,9 @@ from services.common.messages import MAX_TOKENS
 from services.common.placement import ModelInfo, PlaceRequest, Release
 from services.common.token_ids import count_tokens
 
+MODEL = {"context_length": 8192, "vocab_size": 1 << 24, "max_logprobs": 100, "model_hash": "m"}
+"""The model of workers without a tokenizer: it fits every gateway."""
+
 STOP = sampling_pb2.FINISH_REASON_STOP
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
@@ -175,7 +178,8 @@ class FakeRouter:
         not_ready: reason why the model is not ready, if it is not.
         context_length: that of the workers, for readiness.
         outputs: output tokens that fit in the next placements; all, if there are no entries.
-        model_info: the model as the workers registered it, for readiness and placements.
+        model_info: fields of the model as the workers registered it that differ from `MODEL`, for
+            readiness and placements.
         abandoned: number of clients that disconnected from a blocked placement request.
         probes: number of health checks.
         listings: number of calls that list the workers.
@@ -196,7 +200,7 @@ class FakeRouter:
     not_ready: str | None = None
     context_length: int | None = 8192
     outputs: list[int] = field(default_factory=list)
-    model_info: dict[str, Any] | None = None
+    model_info: dict[str, Any] = field(default_factory=dict)
     abandoned: int = 0
     probes: int = 0
     listings: int = 0
@@ -275,7 +279,7 @@ class FakeRouter:
                 "prefill": prefill if self.prefill else None,
                 "decode": free[0].address,
                 "max_tokens": min(call.max_tokens, fitting),
-                "model": self.model_info,
+                "model": self.info.model_dump(mode="json"),
             }
         )
 
@@ -284,14 +288,18 @@ class FakeRouter:
         return web.json_response({})
 
     @property
+    def info(self) -> ModelInfo:
+        """The model as the workers registered it."""
+        return ModelInfo.model_validate(MODEL | {"name": self.model} | self.model_info)
+
+    @property
     def readiness(self) -> ModelReadiness:
         """Whether requests can be placed, as the router reports it."""
-        infos = [ModelInfo.model_validate(self.model_info)] if self.model_info else []
         return ModelReadiness(
             model=self.model,
             ready=self.not_ready is None,
             reason=self.not_ready,
-            infos=infos,
+            infos=[self.info] if self.not_ready is None else [],
             context_length=self.context_length,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import Overloaded, ServiceError, Unavailable
-from services.common.placement import Placement, WorkerAddress
+from services.common.placement import ModelInfo, Placement, WorkerAddress
 from services.common.tracing import NO_SPAN
 from services.gateway import recent, timeline
 from services.gateway.keys import ApiKeys, Tenant
@@ -15,13 +15,14 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.recent import MAX_ENDED, MAX_RUNNING, UNPLACED_S, RecentRequests
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from tests.services.gateway.conftest import OpenSite, Site
-from tests.services.gateway.fakes import hang, say
+from tests.services.gateway.fakes import MODEL, hang, say
 
 PLACED = Placement(
     placement_id="p",
     prefill=None,
     decode=WorkerAddress(worker_id="d0", epoch="e", address="127.0.0.1:1"),
     max_tokens=8,
+    model=ModelInfo.model_validate(MODEL | {"name": "m"}),
 )
 
 

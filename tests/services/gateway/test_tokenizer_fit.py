@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.model_source import resolve_model
-from services.tokenizer.identity import tokenizer_hash
+from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.failures import completion, outcomes
@@ -23,7 +23,7 @@ def model_of(site: Site, **changes: Any) -> dict[str, Any]:
         "max_logprobs": 20,
         "eos_token_ids": list(site.model.tokenizer.eos_ids),
         "model_hash": "m",
-        "tokenizer_hash": tokenizer_hash(resolve_model("smollm2-135m")),
+        "tokenizer_hash": site.model.identity.hash,
         **changes,
     }
 
@@ -64,15 +64,38 @@ async def test_fitting_tokenizer_is_ready(site: Site, changes: dict[str, Any]) -
     assert (await completion(site)).status_code == 200
 
 
+@pytest.mark.parametrize("count", [0, 1])
+async def test_output_ends_with_the_tokens_that_the_workers_registered(
+    site: Site, count: int
+) -> None:
+    """The gateway does not derive them from its own files, which may have more."""
+    ends = list(site.model.tokenizer.eos_ids[:count])
+    site.worker.script = say(5)
+    site.router.model_info = model_of(site, eos_token_ids=ends)
+    assert (await completion(site)).status_code == 200
+    assert list(site.worker.streams[0].start.request.stop_token_ids) == ends
+
+
+async def test_ends_of_the_tokenizer_are_added_if_the_workers_have_none(site: Site) -> None:
+    ends = site.model.tokenizer.eos_ids
+    site.worker.script = say(5)
+    site.router.model_info = model_of(site, eos_token_ids=ends[:1], tokenizer_hash="")
+    assert (await completion(site)).status_code == 200
+    assert tuple(site.worker.streams[0].start.request.stop_token_ids) == ends
+
+
 def test_hash_is_that_of_the_vocabulary(tmp_path: Path) -> None:
-    packaged = resolve_model("smollm2-135m")
-    load_tokenizer(packaged).save(tmp_path)
-    assert tokenizer_hash(tmp_path) == tokenizer_hash(packaged)
+    packaged = TokenizerIdentity.read(resolve_model("smollm2-135m"))
+    load_tokenizer(resolve_model("smollm2-135m")).save(tmp_path)
+    assert TokenizerIdentity.read(tmp_path) == packaged
+    assert packaged is not None
     file = tmp_path / "tokenizer.json"
     description = json.loads(file.read_text())
     vocab = description["model"]["vocab"]
     vocab["Ġthe"], vocab["Ġof"] = vocab["Ġof"], vocab["Ġthe"]
     file.write_text(json.dumps(description))
-    assert tokenizer_hash(tmp_path) not in ("", tokenizer_hash(packaged))
+    changed = TokenizerIdentity.read(tmp_path)
+    assert changed is not None
+    assert changed.hash != packaged.hash
     file.unlink()
-    assert tokenizer_hash(tmp_path) == ""
+    assert TokenizerIdentity.read(tmp_path) is None

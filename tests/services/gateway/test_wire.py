@@ -2,11 +2,13 @@
 
 from headrace.v1 import inference_pb2, sampling_pb2
 from services.common.messages import MAX_TOKENS
-from services.common.placement import Placement, WorkerAddress
+from services.common.placement import ModelInfo, Placement, WorkerAddress
 from services.common.token_ids import unpack_tokens
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from services.gateway.wire import start_stream_message
+from tests.services.gateway.fakes import MODEL
 
+MODEL_INFO = ModelInfo.model_validate(MODEL | {"name": "m"})
 NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
 
 
@@ -31,7 +33,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
     decode = WorkerAddress(worker_id="d", epoch="e2", address="h:2")
     message = start_stream_message(
         request,
-        Placement(placement_id="x", prefill=prefill, decode=decode, max_tokens=7),
+        Placement(placement_id="x", prefill=prefill, decode=decode, max_tokens=7, model=MODEL_INFO),
         attempt=2,
         max_tokens=9,
         replayed=[4, 5],
@@ -52,7 +54,9 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         logit_bias={7: -2.0},
         logprobs=3,
     )
-    colocated = Placement(placement_id="x", prefill=None, decode=decode, max_tokens=9)
+    colocated = Placement(
+        placement_id="x", prefill=None, decode=decode, max_tokens=9, model=MODEL_INFO
+    )
     message = start_stream_message(
         request, colocated, attempt=0, max_tokens=9, replayed=(), stop_token_ids=(), deadline_s=1.0
     )
@@ -63,7 +67,13 @@ def test_largest_placement_fits_the_fields_of_the_start_message() -> None:
     largest = GenerationOptions(n=1, max_tokens=9, seed=0)
     request = GenerationRequest(RequestContext("r", None, 0.0, 1.0), (1,), 9, 0, largest)
     decode = WorkerAddress(worker_id="d" * 64, epoch="e" * 64, address="h:1")
-    placement = Placement(placement_id="x" * 64, prefill=None, decode=decode, max_tokens=MAX_TOKENS)
+    placement = Placement(
+        placement_id="x" * 64,
+        prefill=None,
+        decode=decode,
+        max_tokens=MAX_TOKENS,
+        model=MODEL_INFO,
+    )
     sent = start_stream_message(
         request,
         placement,

@@ -9,15 +9,13 @@ from services.common.placement import Heartbeat, Placement, Role, WorkerAddress
 from services.router.fleet import Fleet, FleetLimits
 from services.router.settings import RouterSettings
 from tests.services.router.samples import COMPATIBLE, beat, registration
+from tests.services.router.test_unmatched import OTHER
 
 
 def test_mismatches_name_every_field_that_differs() -> None:
     assert COMPATIBLE.mismatches(COMPATIBLE.model_copy()) == []
     for name in type(COMPATIBLE).model_fields:
-        value = getattr(COMPATIBLE, name)
-        other = COMPATIBLE.model_copy(
-            update={name: value + "x" if isinstance(value, str) else value + 1}
-        )
+        other = COMPATIBLE.model_copy(update={name: OTHER[name]})
         assert COMPATIBLE.mismatches(other) == other.mismatches(COMPATIBLE) == [name]
 
 
@@ -45,8 +43,9 @@ def test_address_format(address: str, good: bool) -> None:
 
 def test_messages_survive_serialization() -> None:
     worker = WorkerAddress(worker_id="w", epoch="e", address="h:1")
+    model = registration("w", Role.DECODE).model
     for message in (
-        Placement(placement_id="a", prefill=None, decode=worker, max_tokens=1),
+        Placement(placement_id="a", prefill=None, decode=worker, max_tokens=1, model=model),
         beat("d0", admitted=["a", "b"], reason="why"),
     ):
         assert type(message).model_validate_json(message.model_dump_json()) == message

@@ -14,6 +14,7 @@ from tests.services.router.samples import COMPATIBLE, beat, place_request, regis
 OTHER: dict[str, Any] = {
     "model_hash": "m1",
     "context_length": 4096,
+    "eos_token_ids": (0, 2),
     "kv_format": "fp8",
     "kv_format_hash": "h1",
     "kv_format_version": 2,

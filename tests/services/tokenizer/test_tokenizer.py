@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from services.common.model_source import ModelSourceError, model_name, resolve_model
 from services.tokenizer.chat_template import ChatTemplateError
 from services.tokenizer.gguf_metadata import MetadataError, drop_tensors, read_metadata
-from services.tokenizer.identity import tokenizer_hash
+from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.pieces import TokenizerError
 from services.tokenizer.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -272,12 +272,13 @@ def test_damaged_gguf_is_an_error(tmp_path: Path) -> None:
 
 def test_file_without_its_tensors_has_the_same_tokenizer(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "smollm")
-    metadata, identity = path.read_bytes(), tokenizer_hash(path)
+    metadata, identity = path.read_bytes(), TokenizerIdentity.read(path)
     with_tensors = metadata[:8] + struct.pack("<Q", 3) + metadata[16:] + b"tensors" * 1000
     path.write_bytes(with_tensors)
     drop_tensors(path)
     assert path.read_bytes() == metadata
-    assert tokenizer_hash(path) == identity
+    assert identity is not None
+    assert TokenizerIdentity.read(path) == identity
     path.write_bytes(with_tensors[:100])
     with pytest.raises(MetadataError):
         drop_tensors(path)

@@ -23,6 +23,7 @@ from services.worker import loading as worker
 from services.worker.loading import load_worker
 from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
+from tests.services.tiny_model import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,20 @@ def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> 
     request = request_of("r", 30)
     expected = drive(engine_of(Model(load_checkpoint(model))), Add(request))
     assert drive(decode.engine, Add(request)).tokens == expected.tokens
+
+
+def test_tokens_that_end_the_output_are_registered_and_compared(tmp_path: Path) -> None:
+    """They are those of all files, also of files that are not part of the model's hash."""
+    folder = save_tiny_model(tmp_path / "tiny")
+    one = load_worker(settings_of(folder), decodes=True).identity
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "A"}')
+    other = load_worker(settings_of(folder), decodes=True).identity
+    letter = load_tokenizer(folder).encode("A")
+    assert (one.model.eos_token_ids, one.compatibility.eos_token_ids) == ((), ())
+    assert other.model.eos_token_ids == tuple(sorted([3, 7, *letter]))
+    assert list(other.compatibility_message().eos_token_ids) == [*other.model.eos_token_ids]
+    assert one.compatibility.mismatches(other.compatibility) == ["eos_token_ids"]
 
 
 def test_hash_of_the_tokenizer_is_registered(tmp_path: Path) -> None:
