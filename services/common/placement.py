@@ -105,7 +105,12 @@ class ModelInfo(Message):
 
 
 class Compatibility(Message):
-    """Properties that must be equal on two workers that exchange KV."""
+    """Properties that must be equal on two workers that exchange KV.
+
+    Attributes:
+        chunk_tokens: maximum prompt tokens of one sequence in a step. With chunks of another size,
+            the results of a prompt that is computed again may differ in rounding.
+    """
 
     model_hash: Label
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -119,6 +124,7 @@ class Compatibility(Message):
     codec: Label  # "raw", or "splitzip" if the worker supports both
     codebook_id: Label
     kernel_plan_hash: Label
+    chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of a prompt's tokens
 
     def mismatches(self, other: "Compatibility") -> list[str]:

@@ -258,6 +258,7 @@ def registration(name: str, role: Role) -> Registration:
             codec="raw",
             codebook_id="",
             kernel_plan_hash="",
+            chunk_tokens=512,
         ),
         pages_total=PAGES,
         max_running=MAX_RUNNING,

@@ -131,6 +131,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=model.kernel_plan_hash,
+            chunk_tokens=sizes.chunk_tokens,
             kv_eviction=settings.kv_eviction,
         ),
     )

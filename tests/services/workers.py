@@ -94,6 +94,7 @@ def load(
         codec="splitzip" if codebooks else "raw",
         codebook_id="normal" if codebooks else "",
         kernel_plan_hash="tiny",
+        chunk_tokens=CHUNK,
         kv_eviction=kv_eviction,
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)

@@ -98,7 +98,8 @@ async def test_state_describes_workers_router_and_requests(site: Site) -> None:
 
 def compatibility(**changes: Any) -> Compatibility:
     fields: dict[str, Any] = dict.fromkeys(Compatibility.model_fields, "x")
-    numbers = ("kv_format_version", "codec_version", "frame_version", "page_size", "context_length")
+    versions = ("kv_format_version", "codec_version", "frame_version")
+    numbers = (*versions, "page_size", "context_length", "chunk_tokens")
     others = {"kv_eviction": 0, "eos_token_ids": ()}
     return Compatibility(**fields | dict.fromkeys(numbers, 1) | others | changes)
 

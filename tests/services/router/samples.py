@@ -37,6 +37,7 @@ COMPATIBLE = Compatibility(
     codec="splitzip",
     codebook_id="b0",
     kernel_plan_hash="p0",
+    chunk_tokens=512,
 )
 
 

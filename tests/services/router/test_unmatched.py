@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {
     "codec": "raw",
     "codebook_id": "b1",
     "kernel_plan_hash": "p1",
+    "chunk_tokens": 256,
     "kv_eviction": 0.5,
 }
 

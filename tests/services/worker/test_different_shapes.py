@@ -46,11 +46,11 @@ async def test_slabs_of_other_sizes_are_served(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_running": 1}, {"chunk_tokens": 16, "step_tokens": 16}, {"pages": 9}, {"max_waiting": 1}],
+    [{"max_running": 1}, {"step_tokens": 32}, {"pages": 9}, {"max_waiting": 1}],
     ids=str,
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_other_batches_chunks_and_numbers_of_pages_are_served(
+async def test_other_batches_steps_and_numbers_of_pages_are_served(
     site: Site, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
 ) -> None:
     expected, loaded_of = await _tokens(site, {}, {}), workers.loaded_of

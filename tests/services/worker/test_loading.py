@@ -105,6 +105,21 @@ def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> 
     assert drive(decode.engine, Add(request)).tokens == expected.tokens
 
 
+def test_size_of_chunks_is_compared(model: Path) -> None:
+    """It is limited by ``step_tokens``, also if only one of two workers sets that."""
+    sizes: list[dict[str, Any]] = [
+        {},
+        {"step_tokens": 1024, "chunk_tokens": 512},
+        {"step_tokens": 256},
+    ]
+    default, larger, smaller = (
+        load_worker(settings_of(model, **given), decodes=True).identity.compatibility
+        for given in sizes
+    )
+    assert default.mismatches(larger) == []
+    assert default.mismatches(smaller) == ["chunk_tokens"]
+
+
 def test_tokens_that_end_the_output_are_registered_and_compared(tmp_path: Path) -> None:
     """They are those of all files, also of files that are not part of the model's hash."""
     folder = save_tiny_model(tmp_path / "tiny")
