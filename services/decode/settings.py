@@ -31,7 +31,7 @@ class DecodeSettings(WorkerSettings):
         gt=0,
         le=600,
         description="time without a completed READ from a prefill worker after which its pending "
-        "READs are overdue, seconds",
+        "READs are overdue, seconds; at most three quarters of the `lease_s` of that worker count",
     )
     handshake_s: float = Field(
         5.0,

@@ -19,7 +19,7 @@ class PrefillSettings(WorkerSettings):
         gt=0,
         le=3600,
         description="time without an acknowledgement or a credit from a decode worker after which "
-        "its leases on encoded segments expire, seconds",
+        "its leases on encoded segments expire, seconds; decode workers give up READs earlier",
     )
     decodes: bool | Literal["auto"] = Field(
         "auto",

@@ -17,6 +17,10 @@ from services.transfer.frame import HEADER_BYTES, FrameHeader
 from services.transfer.segment_decoder import SegmentDecoder, verified
 from services.transfer.slab import Slab, SlotRef
 
+_LEASE_SHARE = 0.75
+"""Share of a lease after which its READs are overdue. The rest is for the time by which a lease
+starts earlier than the READ."""
+
 
 @dataclass(frozen=True)
 class Pulled:
@@ -99,7 +103,7 @@ class Pull:
             pulls.landing.view(slot.slot, ready.length),
             kind=welcome.memory_kind,
             device=welcome.device,
-            deadline_s=pulls.read_timeout_s,
+            deadline_s=pulls.deadline_s(welcome),
         )
 
         def decode(reading: "Future[ReadDone]") -> None:
@@ -147,8 +151,7 @@ class PullContext:
 
     Attributes:
         landing: slab that segments are read into.
-        read_timeout_s: seconds without the end of any READ from a peer after which its READs are
-            overdue.
+        read_timeout_s: upper limit on `deadline_s`.
     """
 
     agent: TransferAgent
@@ -156,3 +159,11 @@ class PullContext:
     landing: Slab
     read_timeout_s: float
     announced: AnnouncedSegments
+
+    def deadline_s(self, welcome: pb.Welcome) -> float:
+        """Return the seconds without the end of any READ after which those of a peer are overdue.
+
+        They are overdue before the sender's lease expires. Otherwise its slot could be used again
+        during a READ, and a slow link would look like damaged data.
+        """
+        return min(self.read_timeout_s, _LEASE_SHARE * welcome.lease_s)

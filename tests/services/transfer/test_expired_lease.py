@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace.v1 import prefill_pb2 as pb
 from services.transfer import receiver
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.prefill_client import PrefillClient
+from services.transfer.pulls import PullContext
 from tests.services.workers import LIMIT_S, Site, open_stream, output_of, until
 
 
@@ -36,6 +38,31 @@ def _copy(to: "Future[ReadDone]", done: "Future[ReadDone]") -> None:
     to.set_result(done.result())
 
 
+class RecordedReads(TransferAgent):
+    """Records the deadlines of READs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.deadlines: set[float] = set()
+
+    def read(self, *args: Any, deadline_s: float, **kwargs: Any) -> "Future[ReadDone]":
+        self.deadlines.add(deadline_s)
+        return super().read(*args, deadline_s=LIMIT_S, **kwargs)
+
+
+@pytest.mark.parametrize(("lease_s", "read_timeout_s", "expected"), [(30, 10, 10), (4, 10, 3)])
+async def test_reads_are_overdue_before_the_lease_of_their_sender_expires(
+    site: Site, lease_s: float, read_timeout_s: float, expected: float
+) -> None:
+    prefill = await site.prefill(lease_s=lease_s)
+    decode = await site.decode(RecordedReads, read_timeout_s=read_timeout_s)
+    stream = open_stream(decode, prefill, 1, 20)
+    await until(lambda: decode.worker.idle)
+    assert not output_of(stream.session).HasField("error")
+    assert isinstance(decode.agent, RecordedReads)
+    assert decode.agent.deadlines == {expected}
+
+
 async def test_segment_of_an_expired_lease_is_no_integrity_failure(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +78,7 @@ async def test_segment_of_an_expired_lease_is_no_integrity_failure(
 
     monkeypatch.setattr(PrefillClient, "_dispatch", delay)
     prefill = await site.prefill(lease_s=0.01)
+    monkeypatch.setattr(PullContext, "deadline_s", lambda *_: LIMIT_S)
     late, other = await site.decode(LateReads), await site.decode()
     agent, sender = late.agent, prefill.worker.sender
     assert isinstance(agent, LateReads)

@@ -9,7 +9,7 @@ from headrace.v1 import decode_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.prefill_client import PrefillClient, PrefillClients
 from tests.services.transfer.protocol.agent import Agent, Stream
-from tests.services.transfer.protocol.parts import SLOT_BYTES
+from tests.services.transfer.protocol.parts import LEASE_S, SLOT_BYTES
 
 
 class Clients(PrefillClients):
@@ -35,6 +35,7 @@ class Clients(PrefillClients):
             slot_bytes=SLOT_BYTES,
             slots=self._slots,
             memory_kind="DRAM",
+            lease_s=LEASE_S,
         )
         client = PrefillClient(worker, welcome, self._sequences)
         name = f"{self._epoch}.{next(self._names)}"
