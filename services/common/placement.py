@@ -159,6 +159,8 @@ class Registration(Message):
         pages_total: number of pages; of exact pages with a compressed KV format.
         stored: stored pages; None if the KV format has none.
         max_running: number of batch slots.
+        heartbeat_s: time between two heartbeats, seconds. A router refuses workers that it would
+            take for lost between them.
         decodes: on a prefill worker, whether it can also decode prompts that it computes. Its
             address then serves the decode service too. Ignored for other roles.
         overflow_tokens: on a decode worker, number of queued tokens above which prefill workers
@@ -174,6 +176,7 @@ class Registration(Message):
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
     stored: StoredPages | None = None
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
+    heartbeat_s: Annotated[float, Field(gt=0, le=60)]
     decodes: bool = False
     overflow_tokens: QueueTokens | None = None
 

@@ -36,7 +36,7 @@ class RouterException(Exception):
 
 
 class InvalidBody(RouterException):
-    """The body does not match its model in `services.common.placement`."""
+    """The body does not match its model in `services.common.placement` or the settings."""
 
     status, code = 400, ErrorCode.INVALID
 

@@ -31,7 +31,7 @@ from services.common.placement import (
     WorkerAddress,
 )
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
-from services.router.errors import QueueFull, StaleEpoch
+from services.router.errors import InvalidBody, QueueFull, StaleEpoch
 from services.router.matching import unmatched
 from services.router.policy import Pair
 from services.router.roster import Roster
@@ -103,9 +103,15 @@ class Fleet:
         """Register a worker. It takes requests after its first heartbeat.
 
         Raises:
+            InvalidBody: if it would be suspect between its heartbeats, or after a late one.
             StaleEpoch: if the epoch has ended or was replaced.
             QueueFull: if ``max_workers`` are registered.
         """
+        if 2 * registration.heartbeat_s > self._limits.suspect_after_s:
+            raise InvalidBody(
+                f"heartbeat_s is {registration.heartbeat_s:g}, but at most half of suspect_after_s "
+                f"({self._limits.suspect_after_s:g}) of this router is allowed"
+            )
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
         if known := self._find(worker_id, epoch):

@@ -73,7 +73,8 @@ class RouterSettings(ServiceSettings):
         2.0,
         gt=0,
         le=600,
-        description="time without heartbeat after which a worker gets no requests, seconds",
+        description="time without heartbeat after which a worker gets no requests, seconds; at "
+        "least twice the `heartbeat_s` of the workers",
     )
     gone_after_s: float = Field(
         10.0,

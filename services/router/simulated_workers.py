@@ -262,4 +262,5 @@ def registration(name: str, role: Role) -> Registration:
         ),
         pages_total=PAGES,
         max_running=MAX_RUNNING,
+        heartbeat_s=HEARTBEAT_S,
     )

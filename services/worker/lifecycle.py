@@ -209,7 +209,6 @@ async def _start(
         worker.transfers,
         token=settings.token,
         tls=settings.tls,
-        period_s=settings.heartbeat_s,
     )
     worker.set_registrar(registrar)
     worker.metrics.secrets.observe(settings.secret_files, settings.token_check)
@@ -268,6 +267,7 @@ def _registration(
         pages_total=worker.engine.pages_total,
         stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,
+        heartbeat_s=settings.heartbeat_s,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
     )

@@ -38,14 +38,12 @@ class Registrar:
         transfers: TransferMetrics,
         *,
         token: str | None,
-        period_s: float,
         tls: MutualTls | None = None,
     ) -> None:
         self._registration = registration
         self._engine = engine
         self._routers = routers
         self._transfers = transfers
-        self._period_s = period_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -125,7 +123,7 @@ class Registrar:
                     log.warning("not registered", router=url, error=_reason(error))
                 known, complained = False, True
                 self._failures[url] = f"{url}: {_reason(error)}"
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self._registration.heartbeat_s)
 
     async def _register(self, url: str) -> None:
         response = await self._http.post(

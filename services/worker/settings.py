@@ -68,7 +68,12 @@ class WorkerSettings(ServiceSettings):
     routers: list[str] = Field(
         default_factory=list, description="base URLs of all routers to register with"
     )
-    heartbeat_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
+    heartbeat_s: float = Field(
+        0.25,
+        gt=0,
+        le=60,
+        description="seconds between heartbeats, at most half of the routers' `suspect_after_s`",
+    )
     model: str = Field("smollm2-135m", description="name or path of a checkpoint")
     served_model_name: str | None = Field(
         None, description="model name for clients; default: the checkpoint's name"

@@ -71,6 +71,7 @@ def registration(
         pages_total=pages_total,
         stored=stored,
         max_running=max_running,
+        heartbeat_s=0.25,
         decodes=decodes,
         overflow_tokens=overflow_tokens,
     )

@@ -36,6 +36,7 @@ def registration(loaded: Loaded) -> Registration:
         compatibility=loaded.identity.compatibility,
         pages_total=loaded.engine.pages_total,
         max_running=loaded.sizes.max_running,
+        heartbeat_s=0.25,
     )
 
 

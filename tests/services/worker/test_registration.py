@@ -67,10 +67,10 @@ def registrar_of(
     client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
     transfers = transfers or TransferMetrics(CollectorRegistry())
-    return Registrar(introduction_of(engine), engine, [URL], transfers, token=None, period_s=3600)
+    return Registrar(introduction_of(engine), engine, [URL], transfers, token=None)
 
 
-def introduction_of(engine: EngineThread) -> Registration:
+def introduction_of(engine: EngineThread, heartbeat_s: float = 60.0) -> Registration:
     identity = load().identity
     return Registration(
         worker_id=identity.worker_id,
@@ -81,6 +81,7 @@ def introduction_of(engine: EngineThread) -> Registration:
         compatibility=identity.compatibility,
         pages_total=engine.pages_total,
         max_running=16,
+        heartbeat_s=heartbeat_s,
     )
 
 
@@ -187,6 +188,23 @@ async def test_worker_says_how_a_router_refused_it(
     await registrar.stop()
 
 
+@pytest.mark.parametrize(("heartbeat_s", "refused"), [(1.0, False), (1.1, True)])
+async def test_worker_with_rare_heartbeats_is_refused_with_the_reason(
+    engine: EngineThread, heartbeat_s: float, refused: bool
+) -> None:
+    """By default, routers take a worker for lost after 2 s."""
+    async with router_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        introduction = introduction_of(engine, heartbeat_s)
+        transfers = TransferMetrics(CollectorRegistry())
+        registrar = Registrar(introduction, engine, [url], transfers, token=None)
+        registrar.start()
+        reason = "heartbeat_s is 1.1, but at most half of suspect_after_s (2)"
+        await until(lambda: not refused or reason in str(registrar.unregistered))
+        await until(lambda: refused or registrar.unregistered is None)
+        await registrar.stop()
+
+
 async def test_heartbeat_has_the_kv_bytes_sent_so_far(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,13 +254,12 @@ async def test_worker_says_why_no_router_knows_it_until_it_has_a_valid_certifica
     async with router_port(MutualTls(ours.files("router"))) as port:
         url = f"https://127.0.0.1:{port}"
         registrar = Registrar(
-            introduction_of(engine),
+            introduction_of(engine, heartbeat_s=0.01),
             engine,
             [url],
             TransferMetrics(CollectorRegistry()),
             token=None,
             tls=MutualTls(files),
-            period_s=0.01,
         )
         assert registrar.unregistered == f"not registered: {url}: not contacted yet"
         registrar.start()
@@ -288,12 +305,11 @@ async def test_worker_that_every_router_calls_unmatched_has_the_reason(
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
     registrar = Registrar(
-        introduction_of(engine),
+        introduction_of(engine, heartbeat_s=0.001),
         engine,
         ["http://a", "http://b"],
         TransferMetrics(CollectorRegistry()),
         token=None,
-        period_s=0.001,
     )
     registrar.start()
     await until(lambda: registrar.unregistered is None)
