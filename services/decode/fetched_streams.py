@@ -43,7 +43,7 @@ class FetchedStreams(StreamService):
     """
 
     def __init__(self, worker: Worker, receiver: Receiver, settings: DecodeSettings) -> None:
-        super().__init__(worker, max_deadline_s=settings.max_deadline_s)
+        super().__init__(worker)
         self._receiver, self._settings = receiver, settings
 
     def deliver(self, output: StepOutput) -> None:

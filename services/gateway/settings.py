@@ -8,6 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.common.clients import ClientAddresses
 from services.common.grpc_server import PING_TIMEOUT_S
+from services.common.messages import MAX_DEADLINE_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 
@@ -164,7 +165,10 @@ class GatewaySettings(ServiceSettings):
         description="maximum prompts in progress; further requests are refused with 429",
     )
     deadline_s: float = Field(
-        600.0, gt=0, le=86400, description="maximum time from arrival to the last token, seconds"
+        600.0,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="maximum time from arrival to the last token, seconds",
     )
     queue_wait_s: float = Field(
         60.0, ge=0, le=3600, description="maximum time in a router's queue, seconds"

@@ -64,7 +64,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.jobs: dict[str, Job] = {}
-        self.service = StreamService(self, max_deadline_s=settings.max_deadline_s)
+        self.service = StreamService(self)
         self._sessions: dict[str, PrefillSession] = {}
         self._reader_agents: Counter[str] = Counter()  # number of sessions by agent
 
@@ -98,7 +98,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.jobs,
             slot_bytes=hello.slot_bytes,
             max_sequences=self._max_sequences,
-            max_deadline_s=self._settings.max_deadline_s,
             is_draining=lambda: self.draining,
             on_admitted=self.report_admitted,
         )

@@ -83,7 +83,6 @@ class PrefillSession:
     Args:
         peer: id of the decode worker.
         agent: name of its NIXL agent.
-        max_deadline_s: upper limit on the deadline of a sequence, seconds.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class PrefillSession:
         *,
         slot_bytes: int,
         max_sequences: int,
-        max_deadline_s: float,
         is_draining: Callable[[], bool],
         on_admitted: Callable[[str], None],
     ) -> None:
@@ -111,7 +109,6 @@ class PrefillSession:
         self._newest = -1  # numbers of sequences rise
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
-        self._max_deadline_s = max_deadline_s
         self._is_draining = is_draining
         self._on_admitted = on_admitted
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
@@ -178,7 +175,7 @@ class PrefillSession:
             return
         request = request_from_message(key, message)
         sent = self._sender.sent_tokens(message)
-        deadline_s = min(deadline_from_message(start.deadline_s), self._max_deadline_s)
+        deadline_s = deadline_from_message(start.deadline_s)
         outgoing = Outgoing(
             key=key,
             reader=self._name,

@@ -129,9 +129,6 @@ class WorkerSettings(ServiceSettings):
     max_waiting: int = Field(
         256, ge=1, le=65536, description="maximum number of waiting sequences; more are refused"
     )
-    max_deadline_s: float = Field(
-        3600.0, gt=0, description="upper limit on the deadline of a request, seconds"
-    )
     step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
         description="maximum tokens of a step, those of running sequences included; auto: 1,024 "

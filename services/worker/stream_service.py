@@ -24,16 +24,12 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
     The worker computes the prompts and decodes them, as a colocated worker does. The decode worker
     extends it by prompts whose KV it fetches.
 
-    Args:
-        max_deadline_s: upper limit on the deadline of a request, seconds.
-
     Attributes:
         streams: open streams by the engine's id of the sequence.
     """
 
-    def __init__(self, worker: Worker, *, max_deadline_s: float) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._max_deadline_s = max_deadline_s
         self.streams: dict[str, Stream] = {}
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
@@ -58,7 +54,6 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         if refusal := self._refusal(stream):
             session.fail(stream, error_pb2.ERROR_CODE_INVALID, refusal, me.worker_id)
             return
-        stream.deadline_s = min(stream.deadline_s, self._max_deadline_s)
         stream.expiry = asyncio.get_running_loop().call_later(
             stream.deadline_s,
             session.fail,

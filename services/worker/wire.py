@@ -10,7 +10,7 @@ from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
-from services.common.messages import MAX_CHOICES, PLACEMENT_ID
+from services.common.messages import MAX_CHOICES, MAX_DEADLINE_S, PLACEMENT_ID
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import MAX_TEXT_CHARS, Attributes, Span, message_headers, resume
 
@@ -89,12 +89,14 @@ def token_to_message(token: SampledToken) -> pb.Token:
 def deadline_from_message(deadline_s: float) -> float:
     """Return the deadline of a message, in seconds; one that has passed may be negative.
 
+    Gateways set it. `MAX_DEADLINE_S`, which is the upper limit of their setting, bounds it here.
+
     Raises:
         InvalidRequest: it is not a number.
     """
     if math.isnan(deadline_s):
         raise InvalidRequest("deadline_s is not a number")
-    return deadline_s
+    return min(deadline_s, MAX_DEADLINE_S)
 
 
 def token_from_message(

@@ -15,6 +15,8 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, request_pb2, sam
 from headrace.v1 import prefill_pb2 as pb
 from runtime.errors import InvalidRequest
 from services.common.grpc_server import GrpcServer, open_channel
+from services.common.messages import MAX_DEADLINE_S
+from services.gateway.settings import GatewaySettings
 from services.transfer.fetch import FetchFailed
 from services.worker.stream_service import SERVICE
 from services.worker.wire import request_from_message, token_from_message
@@ -198,6 +200,26 @@ async def test_decode_worker_passes_the_remaining_deadline_on(site: Site) -> Non
     await until(lambda: bool(prefill.worker.jobs))
     (job,) = prefill.worker.jobs.values()
     assert 0 < job.deadline_s <= LIMIT_S
+
+
+@pytest.mark.parametrize("sent", [MAX_DEADLINE_S, math.inf])
+async def test_longest_deadline_of_a_gateway_is_that_of_both_workers(
+    site: Site, sent: float
+) -> None:
+    longest = GatewaySettings.model_validate({"deadline_s": MAX_DEADLINE_S}).deadline_s
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    start = decode_pb2.StartStream(
+        stream=1,
+        epoch=decode.worker.identity.epoch,
+        prefill=prefill.address,
+        deadline_s=sent,
+        request=message_of(TOKENS),
+    )
+    stream = start_stream(decode.worker.service, start).streams[1]
+    await until(lambda: bool(prefill.worker.jobs))
+    (job,) = prefill.worker.jobs.values()
+    assert stream.deadline_s == longest
+    assert longest - LIMIT_S < job.deadline_s <= longest
 
 
 async def test_address_with_another_workers_name_does_not_disturb_its_session(site: Site) -> None:

@@ -158,7 +158,7 @@ class PagedDecode:
             report_admitted=lambda placement_id: None,
             sizes=SimpleNamespace(max_running=SLOTS),
         )
-        settings = SimpleNamespace(max_deadline_s=DEADLINE_S, colocated=False, kv_digest=False)
+        settings = SimpleNamespace(colocated=False, kv_digest=False)
         self._service = FetchedStreams(
             cast(Any, worker), cast(Any, self._receiver), cast(Any, settings)
         )

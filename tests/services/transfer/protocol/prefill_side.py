@@ -181,7 +181,6 @@ class PrefillSide:
             self._jobs,
             slot_bytes=SLOT_BYTES,
             max_sequences=100,
-            max_deadline_s=1e6,
             is_draining=bool,
             on_admitted=IGNORE,
         )
