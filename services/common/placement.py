@@ -159,6 +159,7 @@ class Registration(Message):
         pages_total: number of pages; of exact pages with a compressed KV format.
         stored: stored pages; None if the KV format has none.
         max_running: number of batch slots.
+        max_waiting: maximum number of requests without a batch slot; the worker refuses more.
         heartbeat_s: time between two heartbeats, seconds. A router refuses workers that it would
             take for lost between them.
         decodes: on a prefill worker, whether it can also decode prompts that it computes. Its
@@ -176,6 +177,7 @@ class Registration(Message):
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
     stored: StoredPages | None = None
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
+    max_waiting: Annotated[int, Field(ge=1, le=1 << 20)]
     heartbeat_s: Annotated[float, Field(gt=0, le=60)]
     decodes: bool = False
     overflow_tokens: QueueTokens | None = None

@@ -31,8 +31,8 @@ class RouterSettings(ServiceSettings):
         1.25,
         ge=1,
         le=64,
-        description="maximum sequences on a worker, as a multiple of its batch slots; further ones "
-        "wait in the router's fair queue",
+        description="maximum sequences on a worker, as a multiple of its batch slots, within its "
+        "`max_waiting`; further ones wait in the router's fair queue",
     )
     prompt_backlog_s: float = Field(
         0.25,

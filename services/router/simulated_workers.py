@@ -262,5 +262,6 @@ def registration(name: str, role: Role) -> Registration:
         ),
         pages_total=PAGES,
         max_running=MAX_RUNNING,
+        max_waiting=256,
         heartbeat_s=HEARTBEAT_S,
     )

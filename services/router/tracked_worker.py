@@ -165,7 +165,7 @@ class TrackedWorker:
                 (load.stored_free if load else 0) - self.promised_stored,
             ),
             slots=(load.running + load.waiting if load else 0) + self.promised_slots,
-            max_slots=ceil(registration.max_running * backlog),
+            max_slots=self._max_slots(backlog),
             max_running=registration.max_running,
             decodes=registration.decodes,
             overflow_tokens=registration.overflow_tokens,
@@ -173,6 +173,11 @@ class TrackedWorker:
             reason=self.reason(health, unmatched),
         )
         return self.snapshot
+
+    def _max_slots(self, backlog: float) -> int:
+        """Return the number of slots above which the worker gets no more, or refuses requests."""
+        running = self.registration.max_running
+        return min(ceil(running * backlog), running + self.registration.max_waiting)
 
     def _max_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
         """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.

@@ -267,6 +267,7 @@ def _registration(
         pages_total=worker.engine.pages_total,
         stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,
+        max_waiting=settings.max_waiting,
         heartbeat_s=settings.heartbeat_s,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,

@@ -21,12 +21,12 @@ from services.worker.settings import WorkerSettings
 from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint
 from tests.services.router.samples import beat, place_request
-from tests.services.tiny_model import save_tokenizer
+from tests.services.tiny_model import save_tiny_model, save_tokenizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
 
 
-def registration(loaded: Loaded) -> Registration:
+def registration(loaded: Loaded, max_waiting: int = 256) -> Registration:
     return Registration(
         worker_id="c0",
         epoch="e1",
@@ -36,8 +36,24 @@ def registration(loaded: Loaded) -> Registration:
         compatibility=loaded.identity.compatibility,
         pages_total=loaded.engine.pages_total,
         max_running=loaded.sizes.max_running,
+        max_waiting=max_waiting,
         heartbeat_s=0.25,
     )
+
+
+def test_router_places_what_the_worker_queues(tmp_path: Path) -> None:
+    """A larger ``backlog`` of the router would end in refusals."""
+    settings = {"model": str(save_tiny_model(tmp_path / "tiny")), "device": "cpu", "codec": "raw"}
+    given = WorkerSettings.model_validate({**settings, "max_running": 2, "max_waiting": 3})
+    loaded = load_worker(given, decodes=True)
+    router = build_dispatcher(RouterSettings.model_validate({"backlog": 64}), 0.0)
+    router.register(registration(loaded, given.max_waiting), 0.0)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    answers = [router.submit(place_request(40, 8), 0.1).answer for _ in range(9)]
+    placed = [answer for answer in answers if isinstance(answer, Placement)]
+    record = drive(loaded.engine, *(Add(request_of(str(n), 40)) for n in range(len(placed))))
+    assert len(placed) == 2 + 3
+    assert not record.refused
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def introduction_of(engine: EngineThread, heartbeat_s: float = 60.0) -> Registra
         compatibility=identity.compatibility,
         pages_total=engine.pages_total,
         max_running=16,
+        max_waiting=16,
         heartbeat_s=heartbeat_s,
     )
 
