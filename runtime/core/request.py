@@ -138,6 +138,21 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     choices: int = 1
 
+    def limit(self, context_length: int) -> int:
+        """Return the maximum number of tokens of a choice, including the prompt."""
+        return min(self.prompt_tokens + self.max_tokens, context_length)
+
+    def finish_reason(self, token: int, length: int, limit: int) -> FinishReason | None:
+        """Return the reason if a choice ends with a token, else None.
+
+        Args:
+            length: number of tokens of the choice up to this one, including the prompt.
+            limit: maximum of ``length``; see `limit`.
+        """
+        if token in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if length >= limit else None
+
     def validate(self, config: ModelConfig) -> None:
         """Raise `InvalidRequest` if the request is invalid for a model."""
         if not 1 <= self.prompt_tokens <= len(self.tokens):

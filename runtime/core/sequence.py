@@ -81,9 +81,7 @@ class Sequence:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Reason if the sequence ends with its last token, else None."""
-        if self.tokens[-1] in self.request.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+        return self.request.finish_reason(self.tokens[-1], len(self.tokens), self.limit)
 
     def is_choice(self, request_id: str, choice: int) -> bool:
         """Return whether this is a choice of a request."""

@@ -126,7 +126,7 @@ class Scheduler:
         """
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
-        limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
+        limit = request.limit(self._context_length)
         evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self.pages.plan.page_size)
         group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
         self._rewind(group.sequences)

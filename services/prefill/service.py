@@ -96,6 +96,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.engine,
             self.sender,
             self.jobs,
+            context_length=self.identity.model.context_length,
             slot_bytes=hello.slot_bytes,
             max_sequences=self._max_sequences,
             is_draining=lambda: self.draining,

@@ -36,6 +36,7 @@ class Job:
 
     Attributes:
         samples_first: whether the engine samples first tokens after the tokens that it computes.
+        limit: maximum number of tokens of a choice, including the prompt.
         accepted: time of acceptance, in seconds of `time.perf_counter`.
         computing_since: start time of the first chunk, on the same clock; 0 until then.
         pages: pages with computed KV.
@@ -49,6 +50,7 @@ class Job:
     outgoing: Outgoing
     request: Request
     samples_first: bool
+    limit: int
     deadline_s: float
     expiry: asyncio.TimerHandle
     accepted: float = field(default_factory=time.perf_counter)
@@ -60,9 +62,8 @@ class Job:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether the next token is the last one by ``max_tokens``, so that no KV is sent."""
-        delivered = len(self.request.tokens) - self.request.prompt_tokens
-        return self.samples_first and self.request.max_tokens - delivered <= 1
+        """Whether the next token reaches the maximum length, so that no KV is sent."""
+        return self.samples_first and len(self.request.tokens) + 1 >= self.limit
 
     def end_span(self) -> None:
         """End the span, after one for each stage that was reached."""
@@ -83,6 +84,7 @@ class PrefillSession:
     Args:
         peer: id of the decode worker.
         agent: name of its NIXL agent.
+        context_length: maximum tokens of a prompt and its output.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class PrefillSession:
         sender: Sender,
         jobs: dict[str, Job],
         *,
+        context_length: int,
         slot_bytes: int,
         max_sequences: int,
         is_draining: Callable[[], bool],
@@ -107,6 +110,7 @@ class PrefillSession:
         self._jobs = jobs  # sequences of all sessions, by engine id
         self._own: set[str] = set()
         self._newest = -1  # numbers of sequences rise
+        self._context_length = context_length
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
         self._is_draining = is_draining
@@ -198,7 +202,8 @@ class PrefillSession:
             error_pb2.ERROR_CODE_DEADLINE,
             "the request's deadline passed",
         )
-        self._jobs[key] = Job(outgoing, request, samples_first, deadline_s, expiry)
+        limit = request.limit(self._context_length)
+        self._jobs[key] = Job(outgoing, request, samples_first, limit, deadline_s, expiry)
         self._own.add(key)
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))

@@ -80,13 +80,8 @@ class Stream:
 
     def ends_with(self, token: SampledToken, context_length: int) -> FinishReason | None:
         """Return the finish reason if a first token ends its choice, else None."""
-        if token.token in self.request.stop_token_ids:
-            return FinishReason.STOP
-        outputs = token.index + 1
-        resident = self.request.prompt_tokens + outputs
-        if outputs >= self.request.max_tokens or resident >= context_length:
-            return FinishReason.LENGTH
-        return None
+        length = self.request.prompt_tokens + token.index + 1
+        return self.request.finish_reason(token.token, length, self.request.limit(context_length))
 
     def start_decoding(self) -> None:
         """Record the start of decoding, and the stages before it if this worker did them."""

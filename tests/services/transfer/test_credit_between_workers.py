@@ -6,6 +6,7 @@ import pytest
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
+from tests.runtime.tiny import CONFIG
 from tests.services.workers import (
     LIMIT_S,
     Site,
@@ -37,16 +38,20 @@ async def test_queued_prompt_holds_no_landing_slot(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "expected"),
-    [(8, ["computing", "first_tokens"]), (1, ["first_tokens", "done"])],
-    ids=["KV follows", "no KV follows"],
+    ("tokens", "max_tokens", "expected"),
+    [
+        (20, 8, ["computing", "first_tokens"]),
+        (20, 1, ["first_tokens", "done"]),
+        (CONFIG.context_length - 1, 8, ["first_tokens", "done"]),
+    ],
+    ids=["KV follows", "no KV follows", "context is full"],
 )
 async def test_computing_is_sent_only_if_kv_will_follow(
-    site: Site, max_tokens: int, expected: list[str]
+    site: Site, tokens: int, max_tokens: int, expected: list[str]
 ) -> None:
     prefill = await site.prefill()
     async with session_with(prefill) as session:
-        await session.send(pb.PrefillCommand(start=start_of(20, max_tokens, sequence=1)))
+        await session.send(pb.PrefillCommand(start=start_of(tokens, max_tokens, sequence=1)))
         events = [await session.event() for _ in range(2)]
     assert [event.WhichOneof("event") for event in events] == expected
     first = next(e.first_tokens for e in events if e.WhichOneof("event") == "first_tokens")

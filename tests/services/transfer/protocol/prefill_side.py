@@ -179,6 +179,7 @@ class PrefillSide:
             cast(Any, self._engine),
             self._sender,
             self._jobs,
+            context_length=1 << 20,
             slot_bytes=SLOT_BYTES,
             max_sequences=100,
             is_draining=bool,
