@@ -23,10 +23,10 @@ Responses with status 429 or 503 have a ``Retry-After`` header in seconds.
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 from uuid import uuid4
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.messages import (
     MAX_ADMITTED,
@@ -134,6 +134,10 @@ class Compatibility(Message):
         ]
 
 
+_SHARED = ModelInfo.model_fields.keys() & Compatibility.model_fields.keys()
+"""Facts that gateways need to know, and that must be equal on two workers."""
+
+
 class StoredPages(Message):
     """Stored pages of a worker with a compressed KV format.
 
@@ -181,6 +185,13 @@ class Registration(Message):
     heartbeat_s: Annotated[float, Field(gt=0, le=60)]
     decodes: bool = False
     overflow_tokens: QueueTokens | None = None
+
+    @model_validator(mode="after")
+    def _does_not_contradict_itself(self) -> Self:
+        for name in sorted(_SHARED):
+            if getattr(self.model, name) != getattr(self.compatibility, name):
+                raise ValueError(f"{name} of the model is not that of the compatibility")
+        return self
 
 
 class StepPace(Message):

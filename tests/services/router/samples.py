@@ -54,7 +54,6 @@ def registration(
     compatibility: Compatibility = COMPATIBLE,
     decodes: bool = False,
     overflow_tokens: int | None = None,
-    model_hash: str = "m0",
 ) -> Registration:
     return Registration(
         worker_id=worker_id,
@@ -66,7 +65,8 @@ def registration(
             context_length=compatibility.context_length,
             vocab_size=49152,
             max_logprobs=20,
-            model_hash=model_hash,
+            eos_token_ids=compatibility.eos_token_ids,
+            model_hash=compatibility.model_hash,
         ),
         compatibility=compatibility,
         pages_total=pages_total,

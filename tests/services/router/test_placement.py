@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from services.common.errors import SettingsError
 from services.common.messages import MAX_TOKENS
-from services.common.placement import Heartbeat, Placement, Role, WorkerAddress
+from services.common.placement import Heartbeat, Placement, Registration, Role, WorkerAddress
 from services.router.fleet import Fleet, FleetLimits
 from services.router.settings import RouterSettings
 from tests.services.router.samples import COMPATIBLE, beat, registration
@@ -17,6 +17,14 @@ def test_mismatches_name_every_field_that_differs() -> None:
     for name in type(COMPATIBLE).model_fields:
         other = COMPATIBLE.model_copy(update={name: OTHER[name]})
         assert COMPATIBLE.mismatches(other) == other.mismatches(COMPATIBLE) == [name]
+
+
+@pytest.mark.parametrize("name", ["context_length", "eos_token_ids", "model_hash"])
+def test_registration_that_contradicts_itself_is_refused(name: str) -> None:
+    body = registration("w", Role.DECODE).model_dump()
+    body["model"][name] = OTHER[name]
+    with pytest.raises(ValidationError, match=f"{name} of the model is not that of"):
+        Registration.model_validate(body)
 
 
 @pytest.mark.parametrize(

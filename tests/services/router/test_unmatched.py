@@ -148,6 +148,6 @@ async def test_model_of_a_worker_without_a_partner_does_not_make_gateways_unread
     other = COMPATIBLE.model_copy(update={"model_hash": "m1"})
     await router.add("prefill-0", Role.PREFILL, COMPATIBLE)
     await router.add("decode-0", Role.DECODE, COMPATIBLE)
-    await router.add("decode-1", Role.DECODE, other, model_hash="m1")
+    await router.add("decode-1", Role.DECODE, other)
     (model,) = (await router.get("/v1/readiness"))["models"]
     assert [info["model_hash"] for info in model["infos"]] == ["m0"]
