@@ -1,7 +1,11 @@
 """Limits of requests that depend on the workers."""
 
+import structlog
+
 from services.common.listings import ModelReadiness
 from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger()
 
 
 class ModelLimits:
@@ -16,6 +20,7 @@ class ModelLimits:
         self._settings = settings
         self.context_length = settings.context_length
         self.max_logprobs = settings.max_logprobs
+        self._largest_prompt = 0
 
     def update(self, found: ModelReadiness) -> None:
         """Update the limits from a router's answer. Limits that it lacks are not changed."""
@@ -25,3 +30,21 @@ class ModelLimits:
         if found.infos:
             registered = min(info.max_logprobs for info in found.infos)
             self.max_logprobs = min(registered, self._settings.max_logprobs)
+            self._check_body(max(info.vocab_size for info in found.infos))
+
+    def _check_body(self, vocab_size: int) -> None:
+        """Warn if the limit on bodies excludes prompts that the workers accept.
+
+        The limit is a setting, because bodies must be bounded before any worker has registered.
+        """
+        digits_and_comma = len(str(vocab_size - 1)) + 1
+        largest = (self.context_length or 0) * digits_and_comma
+        limit = self._settings.max_body_bytes
+        if largest > max(limit, self._largest_prompt):
+            log.warning(
+                "max_body_bytes excludes prompts of token ids that fit the context",
+                max_body_bytes=limit,
+                context_length=self.context_length,
+                prompt_bytes=largest,
+            )
+        self._largest_prompt = largest

@@ -120,7 +120,11 @@ class GatewaySettings(ServiceSettings):
         description="time after which a client that reads nothing is disconnected, seconds",
     )
     max_body_bytes: int = Field(
-        1 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, bytes"
+        1 << 20,
+        ge=1024,
+        le=1 << 30,
+        description="maximum size of a request body, bytes; a warning says if it excludes prompts "
+        "that fit the context of the workers",
     )
     max_buffered_bytes: int = Field(
         1 << 27,

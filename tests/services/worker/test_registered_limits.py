@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from runtime.checkpoint.assemble import named_tensors
 from runtime.core.request import MAX_LOGPROBS, FinishReason
@@ -81,10 +82,15 @@ def test_gateway_limits_are_those_of_the_worker(
     router.register(registration(loaded), 0.0)
     router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
 
-    settings = GatewaySettings.model_validate({"model": str(folder), "max_logprobs": 100})
+    given = {"model": str(folder), "max_logprobs": 100, "max_body_bytes": 4 * 400}
+    settings = GatewaySettings.model_validate(given)
     limits = ModelLimits(settings)
     (found,) = readiness(router.fleet.snapshots(0.1), {"c0": loaded.identity.model})
-    limits.update(found)
+    with structlog.testing.capture_logs() as logs:
+        limits.update(found)
+        limits.update(found)
+    warnings = [line["prompt_bytes"] for line in logs]  # ids of up to 3 digits, and commas
+    assert warnings == ([4 * expected] if expected > 400 else [])
     assert (limits.context_length, limits.max_logprobs) == (expected, MAX_LOGPROBS)
     assert ServedModel.load(settings).identity.mismatch(loaded.identity.model) is None
 
