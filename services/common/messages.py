@@ -13,6 +13,7 @@ MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
 MAX_WEIGHT = 1000
 MAX_DEADLINE_S = 86_400.0  # maximum time of a request in all services, seconds
+MAX_WAIT_S = 3600.0  # maximum time in the queue of a router, seconds
 MAX_STEP_S = 86_400.0  # maximum duration of an engine step, seconds
 MAX_PRIORITY = 100
 PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"

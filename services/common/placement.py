@@ -36,6 +36,7 @@ from services.common.messages import (
     MAX_PRIORITY,
     MAX_STEP_S,
     MAX_TOKENS,
+    MAX_WAIT_S,
     MAX_WEIGHT,
     Address,
     Bytes,
@@ -307,7 +308,7 @@ class PlaceRequest(Message):
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
-    wait_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class WorkerAddress(Message):

@@ -8,7 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.common.clients import ClientAddresses
 from services.common.grpc_server import PING_TIMEOUT_S
-from services.common.messages import MAX_DEADLINE_S
+from services.common.messages import MAX_DEADLINE_S, MAX_WAIT_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 
@@ -175,7 +175,11 @@ class GatewaySettings(ServiceSettings):
         description="maximum time from arrival to the last token, seconds",
     )
     queue_wait_s: float = Field(
-        60.0, ge=0, le=3600, description="maximum time in a router's queue, seconds"
+        60.0,
+        ge=0,
+        le=MAX_WAIT_S,
+        description="maximum time in a router's queue, seconds; `max_wait_s` of the routers also "
+        "limits it",
     )
     max_attempts: int = Field(
         5,

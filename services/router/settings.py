@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.common.messages import MAX_WAIT_S
 from services.common.settings import ServiceSettings
 from services.router.admission import AdmissionLimits
 from services.router.fleet import FleetLimits
@@ -48,7 +49,7 @@ class RouterSettings(ServiceSettings):
         description="maximum placement requests in the queue; further ones get 429",
     )
     max_wait_s: float = Field(
-        120.0, ge=0, le=3600, description="maximum time of a request in the queue, seconds"
+        120.0, ge=0, le=MAX_WAIT_S, description="maximum time of a request in the queue, seconds"
     )
     shed_after_s: float = Field(
         2.0,

@@ -6,16 +6,13 @@ from collections import deque
 import httpx
 import structlog
 
+from services.common.messages import MAX_ADMITTED
 from services.common.placement import Heartbeat, Registration, WorkerState
 from services.common.tls import MutualTls
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
-
-MAX_UNREPORTED = 4096
-"""Maximum unreported placements kept for each router. Older ones are dropped; the router lets them
-expire."""
 
 _MAX_REASON = 300  # characters of a router's answer in logs
 
@@ -52,8 +49,10 @@ class Registrar:
             verify=tls.client_context if tls else True,
         )
         self._admitted: dict[str, deque[tuple[int, str]]] = {
-            url: deque(maxlen=MAX_UNREPORTED) for url in routers
+            url: deque(maxlen=MAX_ADMITTED) for url in routers
         }
+        """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
+        older ones are dropped, and the router lets them expire."""
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = {url: f"{url}: not contacted yet" for url in routers}

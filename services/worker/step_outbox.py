@@ -2,10 +2,12 @@
 
 from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import sampling_pb2
+from runtime.core.request import MAX_LOGPROBS
 from services.common.grpc_server import MAX_BATCH_BYTES
 
-_FEW_TOKENS = 2048
-"""Tokens that fit into one message with any alternatives, so that their size is not computed."""
+_FEW_TOKENS = MAX_BATCH_BYTES // (48 + 16 * MAX_LOGPROBS)
+"""Tokens that fit into one message, each with all alternatives and its own delta. Their size need
+not be computed."""
 
 
 class StepOutbox:

@@ -151,7 +151,7 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
 async def test_placements_dropped_during_a_heartbeat_do_not_hide_later_ones(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "MAX_UNREPORTED", 2)
+    monkeypatch.setattr(registration, "MAX_ADMITTED", 2)
     router = Router()
     registrar = registrar_of(engine, router, monkeypatch)
 
