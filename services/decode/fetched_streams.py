@@ -113,6 +113,7 @@ class FetchedStreams(StreamService):
             except TimeoutError:
                 if not stream.early.expired():
                     raise
+                self._worker.metrics.given_back.inc()
                 log.info("prefill given back: no pages are free", **stream.log_fields)
             finally:
                 stream.early = None

@@ -45,6 +45,11 @@ class WorkerMetrics:
         self.not_finite = make.counter(
             "worker_not_finite", "Requests that ended because their logits were NaN or infinite."
         )
+        self.given_back = make.counter(
+            "worker_prefills_given_back",
+            "Prefills that this decode worker gave back and requested again later, because a step "
+            "had no pages for their KV.",
+        )
         self.steps = make.counter("engine_steps", "Steps of the engine.")
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
         self.stalled = make.gauge(

@@ -221,3 +221,5 @@ async def test_early_prefill_is_given_back_if_the_next_step_reserves_no_pages(
     assert prefill.metric("headrace_worker_generation_tokens_total") == 3, (
         "one prompt is computed twice"
     )
+    value = decode.worker.metrics.registry.get_sample_value
+    assert value("headrace_worker_prefills_given_back_total") == 1
