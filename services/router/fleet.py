@@ -11,7 +11,7 @@ its time has come.
 There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -84,7 +84,7 @@ class Fleet:
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()  # ids of unknown placements
-        self._expiries: deque[tuple[float, str]] = deque()
+        self._expiries: OrderedDict[str, float] = OrderedDict()  # when promises expire, in order
         self._placements = 0
         self._unmatched: dict[str, str] | None = None  # None after a change of the registrations
         self._peers: dict[tuple[Role, str], list[TrackedWorker]] = {}  # by role and model; same
@@ -175,7 +175,7 @@ class Fleet:
             known.promise(placement_id, demand, role, self._placements, now)
             self._changed[worker.worker_id] = None
         self._records[placement_id] = record
-        self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
+        self._expiries[placement_id] = now + self._limits.placement_ttl_s
         if len(self._records) > self._limits.max_placements:
             self._forget_promises(self._records.popitem(last=False)[1])
         return placement
@@ -214,10 +214,11 @@ class Fleet:
 
     def expire(self, now: float) -> list[WorkerAddress]:
         """Drop expired promises. Remove workers without a recent heartbeat and return them."""
-        while self._expiries and self._expiries[0][0] <= now:
-            _, placement_id = self._expiries.popleft()
-            if record := self._records.get(placement_id):
-                self._forget_promises(record)
+        while self._expiries:
+            placement_id, expiry = next(iter(self._expiries.items()))
+            if expiry > now:
+                break
+            self._forget_promises(self._records[placement_id])
         gone = [
             worker_id
             for worker_id, worker in self._workers.items()
@@ -271,6 +272,7 @@ class Fleet:
         _store(self._retired, (worker_id, epoch), None)
 
     def _forget_promises(self, record: _PlacementRecord) -> None:
+        self._expiries.pop(record.placement.placement_id, None)
         for address in record.addresses:
             if worker := self._find(address.worker_id, address.epoch):
                 worker.forget(record.placement.placement_id)

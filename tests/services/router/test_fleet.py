@@ -67,6 +67,21 @@ def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
     assert has_capacity(snapshot(fleet, name), DEMAND, role), "an idle worker is slow, but free"
 
 
+def test_released_placements_are_not_remembered_until_they_would_expire() -> None:
+    limits = FleetLimits(placement_ttl_s=3600.0, max_placements=2)
+    fleet = fleet_of("p0", "d0", limits=limits)
+    for number in range(9):
+        placed = promise(fleet, str(number))
+        release = Release(placement_id=placed.placement_id, outcome=Outcome.CANCELLED)
+        fleet.release(release, 1.0)
+    assert not fleet._expiries
+    for number in range(9):
+        promise(fleet, f"dropped-{number}")
+    assert len(fleet._expiries) == limits.max_placements
+    fleet.expire(3600.0)
+    assert not fleet._expiries
+
+
 def test_promised_prompts_count_until_they_are_admitted() -> None:
     fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
     fleet.heartbeat(beat("p0", prompt_tokens_per_s=60), 0.1)
