@@ -72,7 +72,7 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
-        self._claimed = 0  # version of the roster to which the claims of queued calls belong
+        self._claimed = 0, 0  # version and changes of the roster when calls got their claims
 
     def is_settled(self, now: float) -> bool:
         """Return whether all live workers have registered."""
@@ -193,9 +193,9 @@ class Dispatcher:
         if not len(self.queue):
             return
         roster = self.fleet.roster(now)
-        if roster.version != self._claimed:
-            self.queue.reclaim(lambda call: roster.claim(call.demand))
-            self._claimed = roster.version
+        if (seen := (roster.version, roster.changes)) != self._claimed:
+            self.queue.reclaim(roster.claim, excluding=roster.version == self._claimed[0])
+            self._claimed = seen
         left = self._servable(roster)
         if not left:
             return

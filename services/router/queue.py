@@ -99,12 +99,17 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self.prompt_tokens -= item.demand.prompt_tokens
         return True
 
-    def reclaim(self, claim: Callable[[PendingPlacement], Claim]) -> None:
-        """Set the claim of every queued call anew."""
-        for call in self:
-            self._uncount(call)
-            call.claim, call.needs = claim(call), {}
-            self.claims[call.claim] += 1
+    def reclaim(self, claim: Callable[[Demand], Claim], *, excluding: bool = False) -> None:
+        """Set the claim of every queued call anew.
+
+        Args:
+            excluding: whether only of calls that exclude workers.
+        """
+        for call in self._by_id.values():
+            if call.demand.exclude or not excluding:
+                self._uncount(call)
+                call.claim, call.needs = claim(call.demand), {}
+                self.claims[call.claim] += 1
 
     def find(self, placement_id: str) -> PendingPlacement | None:
         """Return the queued call with this placement id, if there is one."""

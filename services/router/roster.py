@@ -4,11 +4,12 @@ Workers with the same model, role, compatibility and size have one `Shape`: the 
 pages of a request are computed once for all of them. The shapes of compatible workers of a model
 form a `Pool`. An event changes the entries of the workers that it concerns and no others.
 
-The `Claim` of a request, the workers that can serve it, depends on the registered and usable
-workers, not on their load. Claims are computed again only when `Roster.version` has changed.
+The `Claim` of a request names the shapes that can serve it, not their workers, and does not depend
+on the load. It remains valid while workers of a shape join and leave, except the last usable one.
+Claims are computed again only when `Roster.version` has changed.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -85,37 +86,50 @@ class Claim:
 
     Attributes:
         reason: why the request cannot be placed, or `BUSY` if it can be, now or later.
-        candidates: ids of the workers that may decode the request.
-        decoders: ids of the usable workers that could decode a request of another size.
-        pools: pools of the candidates.
+        shapes: shapes of the workers that may decode the request.
+        able: shapes of the workers that could decode a request of another size.
+        exclude: ids of workers that must not be used.
+        pools: pools of ``shapes``.
     """
 
     reason: Reason
-    candidates: frozenset[str] = frozenset()
-    decoders: frozenset[str] = frozenset()
+    shapes: tuple[Shape, ...] = ()
+    able: tuple[Shape, ...] = ()
+    exclude: frozenset[str] = frozenset()
     pools: tuple[Pool, ...] = ()
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Ids of the workers that may decode the request."""
+        return frozenset[str]().union(*map(self._usable, self.shapes))
 
     @property
     def is_open(self) -> bool:
         """Whether a worker may have capacity for the request."""
         return any(pool.is_open for pool in self.pools)
 
-    def is_blocked(self, reserved: Collection[str]) -> bool:
+    def is_blocked(self, reserved: Set[str]) -> bool:
         """Return whether all workers that could decode the request are reserved for others."""
-        if self.reason is Reason.BUSY:
-            return self.candidates.issubset(reserved)
-        return bool(self.decoders) and self.decoders.issubset(reserved)
+        shapes = self.shapes if self.reason is Reason.BUSY else self.able
+        names = [self._usable(shape) for shape in shapes]
+        return any(names) and all(each <= reserved for each in names)
+
+    def _usable(self, shape: Shape) -> Set[str]:
+        """Return the ids of the usable workers of a shape that are not excluded."""
+        names = shape.usable.keys()
+        return names - self.exclude if self.exclude else names
 
 
 class Roster:
     """The registered workers by shape.
 
     Attributes:
-        version: number of changes of the registered or usable workers.
+        version: number of changes of the shapes, or of which of them have usable workers.
+        changes: number of changes of the registered or usable workers.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = self.changes = 0
         self._shapes: dict[tuple[object, ...], Shape] = {}
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._by_worker: dict[str, tuple[tuple[object, ...], Shape]] = {}
@@ -135,11 +149,12 @@ class Roster:
         known = self._by_worker.get(name)
         shape = known[1] if known else self._add(worker)
         if (worker.health in USABLE) is not (name in shape.usable):
-            self._changed()
+            had_usable = bool(shape.usable)
             if worker.health in USABLE:
                 shape.usable[name] = None
             else:
                 del shape.usable[name]
+            self._changed(bool(shape.usable) is not had_usable)
         is_open = worker.is_open
         _keep(shape.open, worker, is_open)
         _keep(shape.ready, worker, is_open and not worker.has_prompt_backlog)
@@ -152,8 +167,8 @@ class Roster:
         """Remove a worker, if it is present."""
         if (known := self._by_worker.pop(worker_id, None)) is None:
             return
-        self._changed()
         key, shape = known
+        had_usable = bool(shape.usable)
         shape.members.discard(worker_id)
         shape.slow.discard(worker_id)
         for entries in (shape.usable, shape.open, shape.ready):
@@ -164,6 +179,7 @@ class Roster:
                 shape.pool.shapes[role].remove(shape)
             if not any(shape.pool.shapes.values()):
                 del self._pools[key[:_POOL_KEY]]
+        self._changed(not shape.members or bool(shape.usable) is not had_usable)
 
     @property
     def has_slow(self) -> bool:
@@ -200,12 +216,8 @@ class Roster:
         if (claim := self._claims.get(key)) is None:
             if len(self._claims) >= MAX_CLAIMS:
                 self._claims = {}
-            claim = self._claims[key] = Claim(
-                reason,
-                frozenset(name for shape in candidates for name in shape.usable) - exclude,
-                frozenset(name for shape in able for name in shape.usable) - exclude,
-                tuple({shape.pool: None for shape in candidates}),
-            )
+            pools = tuple({shape.pool: None for shape in candidates})
+            claim = self._claims[key] = Claim(reason, candidates, able, exclude, pools)
         return claim
 
     def _add(self, worker: WorkerSnapshot) -> Shape:
@@ -219,12 +231,14 @@ class Roster:
                 pool.shapes[role].append(shape)
         shape.members.add(worker.worker_id)
         self._by_worker[worker.worker_id] = (key, shape)
-        self._changed()
+        self._changed(len(shape.members) == 1)
         return shape
 
-    def _changed(self) -> None:
-        self.version += 1
-        self._claims = {}
+    def _changed(self, of_shapes: bool) -> None:
+        self.changes += 1
+        if of_shapes:
+            self.version += 1
+            self._claims = {}
 
 
 def _keep(entries: dict[str, WorkerSnapshot], worker: WorkerSnapshot, kept: bool) -> None:

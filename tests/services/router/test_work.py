@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from services.common.placement import Outcome, Placement, Release, Role
+from services.common.placement import Outcome, Placement, Release, Role, WorkerState
 from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
@@ -86,6 +86,34 @@ class Loaded:
 def test_work_of_an_event_does_not_grow_with_workers_and_queue(name: str) -> None:
     few, many = (calls_of(Loaded(*size).event(name)) for size in ((4, 16), (32, 256)))
     assert many <= 1.2 * few, f"{few} calls with 8 workers, {many} with 64"
+
+
+@pytest.mark.parametrize("name", ["registration", "removal", "not ready"])
+def test_work_of_a_change_of_the_workers_does_not_grow_with_the_queue(name: str) -> None:
+    """Equal workers remain, so that the same workers can serve each queued request."""
+
+    def calls(queued: int) -> int:
+        router = Loaded(4, queued).router
+        new = registration("d9", Role.DECODE, pages_total=1024, max_running=64)
+
+        def join() -> None:
+            router.register(new, 0.3)
+            router.heartbeat(beat("d9", pages_free=FREE), 0.3)
+
+        def leave() -> None:
+            router.fleet.deregister("d0", "e1")
+            router.advance(0.3)
+
+        blocked = beat("d0", state=WorkerState.NOT_READY, pages_free=FREE, reason="why")
+        events = {
+            "registration": join,
+            "removal": leave,
+            "not ready": lambda: router.heartbeat(blocked, 0.3),
+        }
+        return calls_of(events[name])
+
+    few, many = calls(16), calls(256)
+    assert many <= 1.2 * few, f"{few} calls with 16 queued requests, {many} with 256"
 
 
 def test_requests_that_wait_for_other_workers_are_not_examined() -> None:
