@@ -1,4 +1,4 @@
-"""deploy/README.md: links, names of settings, a section for each alert, and the worked example."""
+"""deploy/README.md and TROUBLESHOOTING.md: links, settings, alerts, and the worked example."""
 
 import re
 from importlib import import_module
@@ -13,8 +13,9 @@ from services.router.capacity import WorkerHealth
 from tests.deploy.images import DEPLOY
 
 SERVICES_FOLDER = DEPLOY.parent / "services"
-README = (DEPLOY / "README.md").read_text()
-HEADINGS = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+DOCUMENTS = ("README.md", "TROUBLESHOOTING.md")
+README, TROUBLESHOOTING = ((DEPLOY / name).read_text() for name in DOCUMENTS)
+TEXT = README + TROUBLESHOOTING
 NOT_SETTINGS = {"request_id", "credentials_file", "not_ready", "inter_token_s", "nr_throttled"}
 COMMANDS = ("docker ", "headrace ", "kubectl ", "make ")
 NOT_EVENTS = {"codec auto", "ping timeout"}  # a setting, and a message of gRPC
@@ -22,6 +23,10 @@ NOT_EVENTS = {"codec auto", "ping timeout"}  # a setting, and a message of gRPC
 
 def anchor(heading: str) -> str:
     return re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
 
 
 def settings() -> set[str]:
@@ -38,26 +43,27 @@ def test_each_alert_has_a_section() -> None:
         rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule
     ]
     assert alerts
-    assert [heading for heading in HEADINGS if heading.startswith("Headrace")] == alerts
+    described = headings(TROUBLESHOOTING)
+    assert [heading for heading in described if heading.startswith("Headrace")] == alerts
 
 
 def test_each_state_of_a_worker_is_explained() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", TROUBLESHOOTING, re.MULTILINE)
     assert set(rows) == {state.value for state in WorkerHealth}
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (DEPLOY / name).read_text()):
         path, _, fragment = target.partition("#")
-        text = (DEPLOY / path).read_text() if path.endswith(".md") else README
-        assert (DEPLOY / path).exists(), target
-        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        assert not fragment or fragment in map(anchor, headings), target
+        linked = DEPLOY / (path or name)
+        assert linked.exists(), target
+        assert not fragment or fragment in map(anchor, headings(linked.read_text())), target
 
 
 def test_named_settings_exist() -> None:
     """Each name with an underscore that is not a metric is a setting of a service."""
-    names = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", README))
+    names = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", TEXT))
     metrics = {name for name in names if name.startswith("headrace_")}
     assert names - metrics - NOT_SETTINGS <= settings()
     assert {"kv_format", "overflow_tokens"} <= names
@@ -65,7 +71,7 @@ def test_named_settings_exist() -> None:
 
 def test_named_log_events_exist() -> None:
     """Each phrase of words in code font that is not a command is an event that a service logs."""
-    phrases = set(re.findall(r"`([A-Za-z]+(?: [a-z]+)+)`", README.replace("\n", " ")))
+    phrases = set(re.findall(r"`([A-Za-z]+(?: [a-z]+)+)`", TEXT.replace("\n", " ")))
     events = {phrase for phrase in phrases if not phrase.startswith(COMMANDS)} - NOT_EVENTS
     assert {"process hangs", "API keys not reloaded"} <= events
     source = "\n".join(file.read_text() for file in SERVICES_FOLDER.rglob("*.py"))

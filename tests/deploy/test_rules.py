@@ -44,7 +44,7 @@ def test_alert_has_severity_texts_and_runbook(alert: str) -> None:
     assert set(rule["annotations"]) == {"summary", "description", "runbook"}
     assert rule["annotations"]["summary"].endswith(".")
     assert rule["annotations"]["description"].endswith(".")
-    assert rule["annotations"]["runbook"] == f"deploy/README.md#{alert.lower()}"
+    assert rule["annotations"]["runbook"] == f"deploy/TROUBLESHOOTING.md#{alert.lower()}"
 
 
 @pytest.mark.parametrize("alert", ALERTS)

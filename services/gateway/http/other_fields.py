@@ -3,7 +3,7 @@
 Many clients send such fields with values that change nothing. Each field is declared once, with the
 values that are accepted and ignored. All other values are refused with an error that names the
 field, because the client would get another answer than it asked for. The parser, the OpenAPI
-document and the table in the README of the gateway follow from the declarations.
+document and the table in FIELDS.md of the gateway follow from the declarations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -173,7 +173,7 @@ _PLACES = {
 
 
 def fields_by_accepted_values() -> dict[str, list[str]]:
-    """Return the paths of all declared fields by `OtherField.accepted`, as in the README."""
+    """Return the paths of all declared fields by `OtherField.accepted`, as in FIELDS.md."""
     grouped: dict[str, list[str]] = {}
     for place, others in _PLACES.items():
         for name, other in others.items():
@@ -182,5 +182,5 @@ def fields_by_accepted_values() -> dict[str, list[str]]:
 
 
 def table_rows(groups: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the rows of the README's table."""
+    """Return the rows of the table in FIELDS.md."""
     return [f"| {accepted} | {', '.join(fields)} |" for accepted, fields in groups.items()]

@@ -34,7 +34,7 @@ from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import say
 
 USER = {"role": "user", "content": "hi"}
-README = Path(__file__).parents[3] / "services/gateway/README.md"
+FIELDS = Path(__file__).parents[3] / "services/gateway/FIELDS.md"
 
 # What benchmarks and libraries send, beside the prompt, if they are not configured otherwise.
 CLIENTS: dict[str, tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = {
@@ -239,8 +239,8 @@ def test_no_field_is_both_implemented_and_declared_as_not_implemented() -> None:
         assert not body.model_fields.keys() & body.others.keys()
 
 
-def test_readme_lists_the_declared_fields() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_documentation_lists_the_declared_fields() -> None:
+    text = FIELDS.read_text(encoding="utf-8")
     table = text[text.index("| ignored values | fields |") :].split("\n\n")[0].splitlines()
     assert table[2:] == table_rows(fields_by_accepted_values())
 

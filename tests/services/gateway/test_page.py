@@ -72,12 +72,12 @@ def test_files_refer_to_each_other_and_to_the_gateway_only() -> None:
                 assert target in NAMES, (name, reference)
 
 
-def test_images_of_the_readme_exist_and_are_small() -> None:
-    readme = Path(str(PAGE)).parent / "README.md"
-    images = re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", readme.read_text())
+def test_images_of_the_documentation_exist_and_are_small() -> None:
+    document = Path(str(PAGE)).parent / "PAGE.md"
+    images = re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", document.read_text())
     assert images
     for image in images:
-        assert (readme.parent / image).stat().st_size < 150_000
+        assert (document.parent / image).stat().st_size < 150_000
 
 
 def test_html_has_no_inline_code_and_scripts_insert_no_html() -> None:
