@@ -64,7 +64,7 @@ class Lookahead:
         """Return the next request, or None after the last one; wait if it is not prepared yet."""
         request = await self._ready.get()
         if request is None:
-            self._ready.put_nowait(None)  # for the next caller
+            self._ready.put_nowait(None)  # the next caller gets None, too
         return request
 
     def _draw(self) -> list[ScheduledRequest]:

@@ -10,11 +10,13 @@ from runtime.checkpoint.family import LayerLayout
 class Allocation(StrEnum):
     """Ways to distribute ranks over linears."""
 
-    UNIFORM = "uniform"  # every linear keeps the same fraction of its parameters
-    # Minimal total loss over the whole model, see `ranks.allocate_ranks`. The loss of a linear is
-    # estimated from gradients; without gradients it is the relative error of its output.
+    UNIFORM = "uniform"
+    """Every linear keeps the same fraction of its parameters."""
     LOSS = "loss"
-    LOG_LOSS = "log-loss"  # by loss within each kind of linear, see `ranks.log_loss_ranks`
+    """Minimal total loss over the whole model, see `ranks.allocate_ranks`. The loss of a linear is
+    estimated from gradients; without gradients it is the relative error of its output."""
+    LOG_LOSS = "log-loss"
+    """Fractions depend on the losses of linears of the same kind, see `ranks.log_loss_ranks`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from runtime.errors import RuntimeFault
 MAX_CHUNKS = 32
 """Maximum number of prompt chunks in a step."""
 
-_OVERTAKING = 4  # near saturation, the lowest p99 of first tokens in simulations with 0 to 4
+_OVERTAKING = 4
+"""Weight of the prompt tokens left in the order of prompts. Of the values 0 to 4, this one had the
+lowest p99 of first tokens in simulations near saturation."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ _MAX_PROGRAMS = 256
 Attend = Callable[[Tensor], Tensor]
 """Attention of one layer, once K and V of the new tokens are in the pages. It gets queries after
 RoPE, bf16 `[n, heads, dim]`, and returns bf16 `[n, heads * dim]`."""
-_SENT = 1024  # values of a program of `send_kernel`
+_SENT = 1024
+"""Number of values that one program of `send_kernel` sends."""
 _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
 

@@ -9,8 +9,10 @@ from services.common.addresses import without_port
 
 FORWARDED_FOR = "x-forwarded-for"
 
-_IPV6_PREFIX = 64  # a subscriber has a whole network of this size
-_UNKNOWN = "unknown"  # name of peers without an IP address
+_IPV6_PREFIX = 64
+"""Bits of an IPv6 address that identify a client: a subscriber has a whole network of this size."""
+_UNKNOWN = "unknown"
+"""Name of peers without an IP address."""
 
 _Address = IPv4Address | IPv6Address
 

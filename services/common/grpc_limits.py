@@ -17,14 +17,21 @@ from services.common.fair_slots import FairSlots
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-_MAX_ARRIVING = 32  # requests that are received at the same time
+_MAX_ARRIVING = 32
+"""Maximum number of requests that are received at the same time."""
 _MAX_ARRIVING_OF_OWNER = 16
-_MAX_CHECKS = 64  # requests of Health/Check that are received at the same time
-_SLOT_S = 1.0  # time after which a request that has not arrived ends if another one waits
-_CHECK_TIMEOUT_S = 5.0  # maximum time until the request of Health/Check has arrived
-_MAX_OPEN_STREAMS = 64  # concurrent streams of health and reflection, which need no key
-_MIN_PING_INTERVAL_MS = 5_000  # a client that sends pings more often is disconnected
-_OPEN_STREAM_S = 600.0  # after this time such a stream ends; clients open it again
+_MAX_CHECKS = 64
+"""Maximum number of requests of Health/Check that are received at the same time."""
+_SLOT_S = 1.0
+"""Time in seconds after which a request that has not arrived ends, if another one waits."""
+_CHECK_TIMEOUT_S = 5.0
+"""Maximum time in seconds until the request of Health/Check has arrived."""
+_MAX_OPEN_STREAMS = 64
+"""Maximum number of concurrent streams of health and reflection, which need no key."""
+_MIN_PING_INTERVAL_MS = 5_000
+"""A client that sends pings at shorter intervals is disconnected."""
+_OPEN_STREAM_S = 600.0
+"""Time in seconds after which a stream of health or reflection ends. Clients open a new one."""
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
 Context = aio.ServicerContext[Any, Any]
@@ -98,7 +105,7 @@ class CallLimiter(aio.ServerInterceptor):
             )
             for _ in range(2)
         )
-        self._checks: deque[asyncio.Timeout] = deque()  # of requests that are being received
+        self._checks: deque[asyncio.Timeout] = deque()  # timeouts of checks that are being received
 
     async def intercept_service(
         self,

@@ -23,9 +23,12 @@ from services.common.tls import MutualTls
 
 log = structlog.get_logger()
 
-_TIMEOUT_S = 10.0  # of each read and write
-_DEADLINE_S = 30.0  # of a connection, which serves one request
-_MAX_CONNECTIONS = 128  # of each server; further ones are closed
+_TIMEOUT_S = 10.0
+"""Time limit of each read and write, in seconds."""
+_DEADLINE_S = 30.0
+"""Time limit of a connection in seconds; a connection serves one request."""
+_MAX_CONNECTIONS = 128
+"""Maximum number of open connections of a server. It closes new ones above this number."""
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 

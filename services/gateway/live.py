@@ -22,9 +22,10 @@ PERIOD_S = 0.9
 """Time for which the state of the workers is reused, seconds: shorter than the page's period."""
 MAX_WORKERS = 64
 """Workers that the state lists; totals include all of them."""
-_MIN_INTERVAL_S = 0.2  # between the measurements of a rate
-_MAX_INTERVAL_S = 10.0
-_SILENT_S = 2.0  # time without a heartbeat after which a worker's rate is unknown
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.2, 10.0
+"""Bounds on the time between the two measurements of a rate, in seconds."""
+_SILENT_S = 2.0
+"""Time in seconds without a heartbeat after which a worker's rate is unknown."""
 
 
 class Kv(NamedTuple):

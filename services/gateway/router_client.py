@@ -26,9 +26,11 @@ _RELEASE_ATTEMPTS = 3
 PROBE_PERIOD_S = 1.0
 """Time without an answer after which a router with a waiting call is probed, seconds."""
 _PROBE_TIMEOUT_S = 2.0
-_MAX_NAMED = 4  # models that a reason names
+_MAX_NAMED = 4
+"""Maximum number of models that a reason names."""
 _JSON = {"Content-Type": "application/json"}
-_KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
+_KEEP_ALIVE_S = 60.0
+"""Time in seconds after which this client closes an idle connection; shorter than the router's."""
 
 
 @dataclass(eq=False)

@@ -32,10 +32,10 @@ from services.common.tracing import NO_SPAN, Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationRequest
 
-_MAX_ATTEMPTS = 8  # of one request, the last ones
-_TIMER_S = (
-    1e-3  # resolution of uvloop's timers, which may end a request so much before its deadline
-)
+_MAX_ATTEMPTS = 8
+"""Maximum number of attempts of a request that are kept: the last ones."""
+_TIMER_S = 1e-3
+"""Resolution of uvloop's timers in seconds. A request may end this long before its deadline."""
 
 RUNNING, OK, CANCELLED = "running", "ok", "cancelled"
 
@@ -90,7 +90,7 @@ class RequestTimeline:
         self._metrics = metrics
         self._span = span
         self._trace = span.ids.get("trace_id")
-        self._streaming_since = 0.0  # in the clock of spans
+        self._streaming_since = 0.0  # time of the first token, in the clock of spans
         self._first: float | None = None
         self._last: dict[int, float] = {}  # time of the last token of each choice
         self._ended: float | None = None
@@ -164,7 +164,7 @@ class RequestTimeline:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """End the request with the ``with`` block; an exception decides its status."""
-        status = InternalFault.code  # of any exception that is not handled below
+        status = InternalFault.code  # status of an exception that is not handled below
         try:
             yield
             status = OK

@@ -44,7 +44,7 @@ def start_in_background(options: UpOptions) -> int:
         command = headrace_command("up", *_flags(options))
         shown_command = shlex.join(command)
         with log_file.open("wb", buffering=0) as log:
-            with naming(log_file):  # on a full disk, the child could not tell
+            with naming(log_file):  # on a full disk, the child could not report the failure
                 log.write(f"{shown_command}\n".encode())
             child = subprocess.Popen(
                 command,

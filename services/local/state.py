@@ -218,7 +218,7 @@ def ports_in_use() -> list[int]:
 def _runs_on(port: int) -> bool:
     try:
         return lock_holder(port) is not None or Deployment.find(port) is not None
-    except StateUnreadable:  # of another version, which runs
+    except StateUnreadable:  # a deployment of another version runs
         return True
 
 

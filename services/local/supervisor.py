@@ -22,10 +22,14 @@ EXIT_SETTINGS_ERROR = 2
 MAX_START_FAILURES = 3
 """All processes are stopped if one exits this many times before the deployment is ready."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
-STABLE_S = 30.0  # a process that ran longer than this restarts after the first backoff
-GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by default
-RETRY_S = 5.0  # time after which `on_change` is called again if it failed
-MAX_LOG_BYTES = 64 << 20  # size above which a log is rotated
+STABLE_S = 30.0
+"""A process that ran longer than this time, in seconds, restarts after the first backoff."""
+GRACE_S = 35.0
+"""Time in seconds for a process to stop; longer than the default of the services' `drain_s`."""
+RETRY_S = 5.0
+"""Time in seconds after which `on_change` is called again if it failed."""
+MAX_LOG_BYTES = 64 << 20
+"""Size above which a log is rotated."""
 ROTATE_PERIOD_S = 10.0
 
 

@@ -30,7 +30,8 @@ Choice = TypeVar("Choice", bound=StrEnum)
 ROW_TOKENS, ROWS = 512, 32
 CHATS, HELD_OUT_CHATS = 80, 40
 ANSWER_TOKENS = 96
-HELD_OUT_ANSWER_TOKENS = 192  # long enough to see loops
+HELD_OUT_ANSWER_TOKENS = 192
+"""Maximum tokens of a held-out answer: enough for loops to show."""
 
 
 def compress(

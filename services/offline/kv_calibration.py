@@ -258,7 +258,7 @@ def _search(
         model = Model(checkpoint, device=on, dtype=dtype, page_size=PAGE_SIZE)
         evaluator = Evaluator(model, held_out)
 
-    @lru_cache(maxsize=1)  # of the rate that is evaluated, for the report
+    @lru_cache(maxsize=1)  # the report uses the calibration that was evaluated
     def made(rate: float) -> Calibrated:
         with_rate = replace(options, of_format=replace(options.of_format, removal_rate=rate))
         artifact = _artifact(name, moments, with_rate, checkpoint, on)

@@ -17,9 +17,11 @@ import tokenizers
 from services.common.errors import InvalidRequest
 from services.tokenizer.tracked_text import mask_of
 
-_ESCAPE = "\ufdd0"  # a Unicode noncharacter
+_ESCAPE = "\ufdd0"
+"""Escape character, a Unicode noncharacter."""
 _MARK = _ESCAPE + "0"
-_LITERAL = _ESCAPE + "1"  # stands for the escape character itself
+_LITERAL = _ESCAPE + "1"
+"""Escape sequence for the escape character itself."""
 _UNESCAPE = [
     {"type": "Replace", "pattern": {"String": _MARK}, "content": ""},
     {"type": "Replace", "pattern": {"String": _LITERAL}, "content": _ESCAPE},
@@ -52,7 +54,7 @@ class ContentGuard:
         description["normalizer"] = {"type": "Sequence", "normalizers": steps}
         names = sorted((name for name in reserved if len(name) > 1), key=len, reverse=True)
         self._longest = max(map(len, names), default=1)
-        self._names: dict[str, list[str]] = {}  # by their first two characters
+        self._names: dict[str, list[str]] = {}  # keys: the first two characters of the names
         for name in names:
             self._names.setdefault(name[:2], []).append(name)
         _exclude_pieces(description["model"], frozenset(names))

@@ -13,7 +13,8 @@ from services.tokenizer.pieces import TokenizerError, flat_decoders, pieces_for
 from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _TOKENIZER = "tokenizer.json"
-_CANONICAL_CONFIG = "headrace.json"  # replaces config.json in a canonical checkpoint
+_CANONICAL_CONFIG = "headrace.json"
+"""File that replaces config.json in a canonical checkpoint."""
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -22,7 +22,8 @@ CACHE = _REPOSITORY / ".operate"
 
 _STATUS = Path("/var/lib/dpkg/status")
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-_TIMEOUT_S = 240.0  # of one apt or dpkg command
+_TIMEOUT_S = 240.0
+"""Time limit of one command of apt or dpkg, in seconds."""
 
 
 class DebianError(Exception):

@@ -18,8 +18,10 @@ from tests.harness.deployment import Running, deployed
 from tests.operate.browser import ENTER, Browser, chromium
 
 IMAGES = Path(__file__).parents[2] / "deploy" / "images"
-WARM_UP_S = 45.0  # until the charts of the figures are filled
-OVERLOAD_S = 20.0  # until requests are refused
+WARM_UP_S = 45.0
+"""Time in seconds in which the charts of the figures are filled."""
+OVERLOAD_S = 20.0
+"""Time in seconds after which an overloaded deployment refuses requests."""
 CLIENTS, MANY_CLIENTS = 3, 160
 PROMPTS = (
     "Write a short story about a mill on a river.",

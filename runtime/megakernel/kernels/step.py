@@ -122,7 +122,7 @@ def compute(
     """Compute warps: run all passes, reading tiles from the ring.
 
     Args:
-        ring: see the module `ring`.
+        ring: shared-memory ring of weight tiles, see `runtime.megakernel.kernels.ring`.
         kept: shared memory, bf16 `[SHARED_COLUMNS / MAX_DIM, N, MAX_DIM]`, the input of tall tiles.
         sums: shared memory, fp32 `[WARPS, ROWS, N]`, for sums over warps.
 

@@ -16,7 +16,8 @@ from services.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
-_MIN_LOGPROB = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0
+"""Lowest log probability in a response, in place of minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)

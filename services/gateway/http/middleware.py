@@ -26,7 +26,8 @@ log = structlog.get_logger()
 
 _T = TypeVar("_T")
 
-_POLLED = frozenset({"/health", "/ready", "/metrics", "/page/state"})  # logged at debug level
+_POLLED = frozenset({"/health", "/ready", "/metrics", "/page/state"})
+"""Paths of periodic requests, which are logged at debug level."""
 
 
 class RequestTimeout(ServiceError):

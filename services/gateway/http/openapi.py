@@ -33,9 +33,10 @@ _DESCRIPTIONS = {
     503: "No worker is available, or the service is shutting down; see `Retry-After`.",
     504: "The deadline of the request passed.",
 }
-# Statuses with which the connection may answer any request before a route is called.
 CONNECTION_ERRORS = (400, 403, 408, 429, 431, 500)
-READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # for routes that need a key and refuse during drain
+"""Statuses with which the connection may answer any request before a route is called."""
+READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)
+"""Statuses of routes that need a key and refuse requests during a drain."""
 BODY_ERRORS = (*READ_ERRORS, 404, 413, 415)
 GENERATION_ERRORS = (*BODY_ERRORS, 504)
 

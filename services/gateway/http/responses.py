@@ -19,7 +19,8 @@ from services.gateway.http.formatting import (
 from services.gateway.http.middleware import cancel_on_disconnect
 from services.gateway.requests import GenerationRequest
 
-_SEND_ERROR_TIMEOUT_S = 1.0  # the client may not be reading
+_SEND_ERROR_TIMEOUT_S = 1.0
+"""Maximum time to send an error, in seconds. The client may not be reading."""
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -21,7 +21,8 @@ import yaml
 from tests.operate.debian import CACHE
 
 CHART = Path(__file__).parents[3] / "helm" / "headrace"
-_TIMEOUT_S = 240.0  # of one download
+_TIMEOUT_S = 240.0
+"""Time limit of one download, in seconds."""
 
 
 class ToolError(Exception):

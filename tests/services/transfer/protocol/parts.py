@@ -22,7 +22,8 @@ from services.transfer.slab import Slab
 
 T = TypeVar("T")
 
-PAYLOAD_BYTES = 16  # of one page of one layer, which is one segment
+PAYLOAD_BYTES = 16
+"""Bytes of one page of one layer, which is one segment."""
 SLOT_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 LEASE_S = 10.0
 DEADLINE_S = 100.0
