@@ -1,4 +1,10 @@
-"""Sessions with decode workers: one bidirectional call per worker carries all streams."""
+"""Sessions with decode workers: one bidirectional call per worker carries all streams.
+
+A step of a worker produces a token for each of its running streams, and the time of a gRPC message
+in Python hardly depends on the number of tokens in it. The worker therefore sends all tokens of a
+step that belong to one gateway in one message, instead of one for each request. The end of the call
+is the end of all its streams, so that one keepalive detects the loss of the worker for all of them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,10 @@
-"""One decode worker's session with a prefill worker."""
+"""One decode worker's session with a prefill worker.
+
+First tokens are sent as soon as they are sampled, before the KV of the last chunk is encoded. The
+client gets its first token without waiting for the transfer, and the decode worker needs the KV
+only for the second one. Segments of earlier chunks are sent while later ones are computed. A
+sequence that `max_tokens` ends with its first token sends no KV (`Job.ends_at_once`).
+"""
 
 import asyncio
 import time

@@ -1,4 +1,11 @@
-"""Leases: bounded claims on encoded KV. Every lease ends, by release or by expiry."""
+"""Leases: bounded claims on encoded KV. Every lease ends, by release or by expiry.
+
+A lease keeps the pages and slots of a sequence for its reader. The end of the reader's session
+releases it. A reader may also hang while its connection is open, and a sender cannot tell that from
+a slow link, so the time without progress is bounded. In the opposite case, a sender restarts, and
+its slots then hold the KV of other sequences. It has a new *epoch* (one life of a worker process),
+which the handshake and every frame carry. KV of a former epoch is therefore never used.
+"""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,12 @@
 
 The reader drives the transfer. It grants credits for free landing slots, prepares a pull for each
 announced segment, which is read as soon as it is ready, and acknowledges it. The pages join a page
-table only after all segments have verified.
+table only after all segments have been verified.
+
+The reader pulls (READ), and the sender does not push (WRITE). The reader knows when it has pages
+and a landing slot. A READ completes on the worker that uses the KV, so that no further message is
+needed. And only READs that the reader has started write to its landing slots, so that it knows when
+a slot may be reused. A sender that hangs, or acts on a request that has ended, cannot overwrite it.
 """
 
 import asyncio

@@ -1,4 +1,13 @@
-"""A registered memory region of equal slots, and the bookkeeping of their use."""
+"""A registered memory region of equal slots, and the bookkeeping of their use.
+
+KV is copied twice on its way, besides the transfer itself. The sender encodes pages into a slot of
+its slab; the reader READs the slot into a landing slot and decodes that into pages. Pages are not
+registered with NIXL, for three reasons. A segment is one contiguous range and one READ, although
+its pages are scattered over all layers. The length of encoded KV is unknown before its encode. And
+nothing but verified KV is written to a page: a READ from a stopped peer may write long after it was
+given up, but only to a landing slot, which is quarantined until the READ has ended. With SplitZip,
+the copies are the passes over the data that the codec makes in any case.
+"""
 
 from collections import deque
 from dataclasses import dataclass
