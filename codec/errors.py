@@ -66,7 +66,7 @@ class InvalidPlanes(ArgumentError):
 
 
 class InvalidPages(ArgumentError):
-    """Page ids are out of range, repeated, or more or fewer than the tokens need."""
+    """Page ids are out of range or repeated, or their number does not fit the number of tokens."""
 
 
 class ShapeMismatch(ArgumentError):

@@ -115,7 +115,7 @@ def compare(a: Side, b: Side) -> dict[str, Any]:
 
 
 def _invalid(side: Side, load: float | None, axis: Axis) -> list[str]:
-    """Return a statement on the invalid runs of a side at a rate or concurrency, if any."""
+    """Return a message if some runs of ``side`` at ``load`` are invalid, else an empty list."""
     runs = side.runs[load].summaries
     found = [run for run in runs if run["invalid"]]
     if not found:

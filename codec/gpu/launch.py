@@ -52,7 +52,7 @@ class Workspace:
 
 
 class Launch:
-    """Launches for any segments of planes of one shape, up to a number and a size.
+    """Launches of kernels for segments of planes of one shape, with limits on number and size.
 
     Args:
         shape: shape of the planes.

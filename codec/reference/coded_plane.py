@@ -11,9 +11,9 @@ from codec.errors import FormatError
 from codec.format import CHUNK, COLUMN, MAX_LISTED, MAX_NIBBLES, Mode, overflow_words, stream_widths
 from codec.reference.packing import (
     Columns,
+    index_in_group,
     join_remainder,
     pack,
-    ranks,
     split_remainder,
     starts_of,
     unpack,
@@ -78,13 +78,16 @@ class _Escapes:
     def write(self, entries: Tensor, start: Tensor, coded: Tensor) -> None:
         """Write the entries of the chunks where `coded` is true, at the chunks' `start` indices."""
         if bool(self.nibbles.any()):
-            rank = ranks(self.chunk, self.nibbles)
+            rank = index_in_group(self.chunk, self.nibbles)
             at, shift = start[self.chunk] + rank // _NIBBLES, 4 * (rank % _NIBBLES)
             listed = coded[self.chunk]
             entries.index_add_(0, at[listed], (self.nibble << shift)[listed])
         word = self.nibble == SECOND_CODES
         chunk = self.chunk[word]
-        at, listed = (start + self.nibble_words)[chunk] + ranks(chunk, self.words), coded[chunk]
+        at, listed = (
+            (start + self.nibble_words)[chunk] + index_in_group(chunk, self.words),
+            coded[chunk],
+        )
         entries[at[listed]] = (self.exponent << 16 | self.position)[word][listed]
 
 
@@ -130,7 +133,7 @@ def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Code
     total = int(checksum.columns(words, first + columns.chunk, columns.column, entry_words))
     owner = _owners(plane.entry_words)
     listed = ~uncoded[owner]
-    rank = ranks(owner, plane.entry_words)
+    rank = index_in_group(owner, plane.entry_words)
     entries = checksum.entries(plane.entries[listed], first + owner[listed], rank[listed])
     return total + int(entries)
 
@@ -208,7 +211,7 @@ def _read_levels(
 
     start = starts_of(plane.entry_words)
     owner = _owners(nibble_words)
-    number = ranks(owner, nibble_words)
+    number = index_in_group(owner, nibble_words)
     in_word = torch.arange(_NIBBLES, device=owner.device)
     nibbles = plane.entries[start[owner] + number, None] >> 4 * in_word & 0xF
     used = _NIBBLES * number[:, None] + in_word < count[owner, None]
@@ -222,7 +225,7 @@ def _read_levels(
     if bool((second > MAX_LISTED).any()) or bool((nibble_words + second != entry_words).any()):
         raise FormatError("the number of entries does not match the number of escapes")
 
-    at = (start + nibble_words)[chunk[listed]] + ranks(chunk[listed], second)
+    at = (start + nibble_words)[chunk[listed]] + index_in_group(chunk[listed], second)
     stated, exponent = _parsed(plane.entries[at], codebook)
     if not torch.equal(stated, position[listed]):
         raise FormatError("an entry's position does not match its escape")

@@ -37,7 +37,7 @@ class Columns:
         lengths = torch.tensor(geometry.chunk_lengths(), dtype=torch.int64, device=device)
         widths = (lengths + COLUMN - 1) // COLUMN
         chunk = torch.arange(len(lengths), device=device).repeat_interleave(widths)
-        return cls(lengths, widths, chunk, ranks(chunk, widths))
+        return cls(lengths, widths, chunk, index_in_group(chunk, widths))
 
     def indices(self, element: ElementType) -> Tensor:
         """Return the index of each element within its chunk, `[columns, 32]`."""
@@ -142,7 +142,7 @@ def starts_of(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def ranks(owner: Tensor, counts: Tensor) -> Tensor:
+def index_in_group(owner: Tensor, counts: Tensor) -> Tensor:
     """Return the index of each item within its group, for items sorted by group."""
     return torch.arange(len(owner), device=owner.device) - starts_of(counts)[owner]
 

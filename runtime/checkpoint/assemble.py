@@ -157,7 +157,7 @@ class _Shapes:
 
 
 class _Reader:
-    """Reads tensors and records which have not been read."""
+    """Reads tensors, each at most once, and records which ones are left."""
 
     def __init__(
         self,

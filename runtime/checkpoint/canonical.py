@@ -83,7 +83,7 @@ def write_checkpoint(
                     progress(stored_tensor.nbytes)
         stored = AliasedSource.of(SafetensorsDirectory(scratch), groups)
         ranks = {name: pair.rank for name, pair in pairs.items()}
-        model_hash = _stored_hash(checkpoint.config, stored)
+        model_hash = _hash_of(checkpoint.config, stored)
         text = json.dumps(_metadata(checkpoint, model_hash, ranks, groups), indent=1)
         (scratch / METADATA).write_text(text, encoding="utf-8")
         scratch.chmod(0o755)
@@ -113,7 +113,7 @@ def load_canonical(
     source = AliasedSource.of(files, groups)
     if missing := sorted(set(source.stored.values()) - files.names()):
         raise CheckpointError(f"{METADATA} has shared_bases without a tensor {missing[0]}")
-    stored_hash = _stored_hash(config, source)
+    stored_hash = _hash_of(config, source)
     if stored_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
@@ -126,7 +126,7 @@ def load_canonical(
     return replace(checkpoint, keep=keep, factorization=_factorization(metadata))
 
 
-def _stored_hash(config: ModelConfig, source: TensorSource) -> str:
+def _hash_of(config: ModelConfig, source: TensorSource) -> str:
     """Return the `canonical_hash` of a checkpoint with these tensors."""
     tensors = ((name, source.read(name)) for name in sorted(source.names()))
     return hash_tensors(_config_text(config), tensors)

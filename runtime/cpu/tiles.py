@@ -253,7 +253,7 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
 
 
 def _low(lane: int, distance: int) -> int:
-    """Return which lane of two concatenated rows becomes ``lane`` of the first row."""
+    """Return the lane, of two concatenated rows, whose value moves to ``lane`` of the first row."""
     return lane + _WIDTH - distance if lane & distance else lane
 
 

@@ -155,7 +155,7 @@ class FairQueue(Generic[_Item]):
         return True
 
     def earliest_ahead(self, item: _Item) -> Iterator[_Item]:
-        """Yield the earliest item of each urgency, of those of its tenant that precede an item."""
+        """Yield the first item of each urgency that the tenant of ``item`` has queued before it."""
         for rank in self._lines[item.tenant].until(item):
             first = next(iter(rank.items))
             if first is not item:

@@ -31,7 +31,7 @@ class MeasuredStep:
 
 
 class PaceMeter:
-    """Means over the last `RECENT_STEPS` steps, of which none is `RECENT_S` older than the last.
+    """Means over at most `RECENT_STEPS` steps, the last one and those in the `RECENT_S` before it.
 
     There is no clock: times are in seconds of a monotonic clock. One thread may add steps while
     another one reads the means.

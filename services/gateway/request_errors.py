@@ -31,7 +31,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 def check_message_count(count: int, context_length: int | None) -> None:
-    """Raise `ContextLengthExceeded` if each message of a chat cannot have one token."""
+    """Raise `ContextLengthExceeded` if a chat has more messages than the context has tokens."""
     if context_length is not None and count > context_length:
         raise ContextLengthExceeded(
             context_length, f"at least {count} tokens ({count} messages)", param="messages"

@@ -141,11 +141,11 @@ class Figures(_Part):
 
     @cached_property
     def square_s(self) -> float:
-        """Seconds per square of a prompt's tokens: attention, of which every chunk of a prompt
-        computes more than the one before.
+        """Seconds per squared prompt token, the part of attention in the time of a prompt.
 
-        It is that of the quadratic through the last three points. It is lower, down to 0, if the
-        rest of the measured times would decrease otherwise, and 0 for fewer than three points.
+        Each chunk of a prompt attends to more tokens than the one before. The value is that of the
+        quadratic through the last three points. It is lower, down to 0, if the rest of the measured
+        times would decrease otherwise, and 0 for fewer than three points.
         """
         points = [(p.tokens, p.first_ms / 1e3) for p in self.prefill]
         if len(points) < 3:
