@@ -45,13 +45,17 @@ FLOOD, OTHER = "flood", "other"
 KEYS = {FLOOD: "sk-flood", OTHER: "sk-other"}
 OTHER_LOAD = 0.1
 WARM_UP_S = 10.0
-SEARCH_S = 60.0  # of each run that searches for the capacity
-SATURATED = 0.05  # refused share
+SEARCH_S = 60.0
+"""Seconds of each run that searches for the capacity."""
+SATURATED = 0.05
+"""Fraction of refused requests above which a deployment is saturated."""
 BISECTIONS = 3
 MAX_RATE = 1024.0
-PROBES = 5  # requests on the idle deployment
+PROBES = 5
+"""Number of probes whose median latency is that of the idle deployment."""
 PROBE_GAP_S = 0.25
-RECOVERED = 1.5  # latency of a probe, relative to the idle deployment
+RECOVERED = 1.5
+"""Latency of a probe, relative to the idle deployment, at which the deployment has recovered."""
 RECOVERY_LIMIT_S = 60.0
 VOCABULARY = range(1000, 20_000)  # token ids of prompts
 console = Console(width=120, highlight=False)

@@ -19,7 +19,8 @@ from tests.programs.fuzzing.ports.worker_steps import WorkerStepsPort
 from tests.programs.fuzzing.watch import resident_bytes, watched
 
 ROUNDS = 10  # an ordinary request is checked after each
-MAX_GROWTH_BYTES = 64 << 20  # of the resident memory, after the first round
+MAX_GROWTH_BYTES = 64 << 20
+"""Maximum growth of the resident memory after the first round."""
 
 PORTS: dict[str, Callable[[], AbstractAsyncContextManager[Port]]] = {
     "gateway-http": GatewayHttpPort.opened,

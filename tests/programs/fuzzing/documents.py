@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.programs.fuzzing.messages import mutated_bytes
 
-_TEXT_SHARE = 0.15  # of the mutations are of the encoded text
+_TEXT_SHARE = 0.15
+"""Fraction of the mutations that change the encoded text."""
 
 # JSON text that replaces a value, since `json` does not write all of these.
 _TEXTS = (

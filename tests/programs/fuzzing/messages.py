@@ -11,7 +11,8 @@ from google.protobuf.message import Message
 
 _MAX_DEPTH = 4
 _MAX_REPEATED = 40
-_WIRE_SHARE = 0.07  # of the mutations are of encoded bytes
+_WIRE_SHARE = 0.07
+"""Fraction of the mutations that change encoded bytes."""
 
 _FLOATS = (
     *(0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 1e-300, 5e-324, 1e38, 1e300),

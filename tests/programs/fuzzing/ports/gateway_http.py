@@ -13,7 +13,8 @@ from tests.programs.fuzzing.ports.gateways import check_gateway, gateway
 from tests.services.gateway.conftest import Site
 
 CONNECTIONS = 32
-RAW_SHARE = 0.2  # of the requests have a mutated head or framing
+RAW_SHARE = 0.2
+"""Fraction of the requests that have a mutated head or framing."""
 TYPED = {200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 426, 429, 431, 501, 503, 504, 505}
 CHAT = {"role": "user", "content": "hi"}
 SAMPLING = {"max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "n": 1}

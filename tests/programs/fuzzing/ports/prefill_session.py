@@ -13,7 +13,8 @@ from tests.programs.fuzzing.ports.workers import REFUSED, RawCall, Workers, chan
 from tests.services.workers import SLOT_BYTES, start_of
 
 METHOD = "/headrace.v1.Prefill/Session"
-COMMANDS = 40  # of one session, unless it ends earlier
+COMMANDS = 40
+"""Number of commands in a session, unless it ends earlier."""
 
 
 class PrefillSessionPort(Port):

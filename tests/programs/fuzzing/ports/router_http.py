@@ -20,7 +20,8 @@ from tests.services.router.samples import beat, place_request, registration
 
 TOKEN = "token-of-the-cluster"
 CONNECTIONS = 16
-RAW_SHARE = 0.2  # of the requests have a mutated head or framing
+RAW_SHARE = 0.2
+"""Fraction of the requests that have a mutated head or framing."""
 TYPED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 426, 429, 431, 501, 503, 505}
 _AUTHORIZED = (b"Authorization: Bearer " + TOKEN.encode(),)
 

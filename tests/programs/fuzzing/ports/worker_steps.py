@@ -16,7 +16,8 @@ from tests.programs.fuzzing.ports.gateways import TEXT, check_gateway, gateway
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import STOP, FakeStream, Script
 
-REQUESTS = 32  # at the same time
+REQUESTS = 32
+"""Number of requests at the same time."""
 TYPED = {200, 400, 408, 429, 500, 503, 504}  # 500: the worker violated the protocol, or said so
 
 

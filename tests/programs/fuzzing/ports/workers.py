@@ -18,7 +18,8 @@ from tests.services.workers import LIMIT_S, Decode, Prefill, Site, open_stream, 
 
 TOKEN = "token-of-the-cluster"
 START_S = 120.0  # the first request in a new environment compiles kernels
-PROMPT = 100  # tokens of an ordinary request: several chunks and segments
+PROMPT = 100
+"""Prompt tokens of an ordinary request: several chunks and segments."""
 TYPED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.CANCELLED,  # by the client
@@ -33,7 +34,8 @@ REFUSED = {
     grpc.StatusCode.CANCELLED,  # by the client
     grpc.StatusCode.ABORTED,
 }
-_PACE_S = 5e-4  # in which a worker ends a session, so that few messages follow in vain
+_PACE_S = 5e-4
+"""Pause after each message, in seconds, so that few are sent after a worker has ended a session."""
 _LOST = "Internal error from Core"  # replaces the status of a call that ends during a write
 
 
