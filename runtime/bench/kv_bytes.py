@@ -27,7 +27,7 @@ from runtime.kv.format import KVFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.rotation import PageRotation
 from runtime.kv.windowed import WindowedFormat
-from runtime.pages.plan import PageCount, PagePlan, pages_for
+from runtime.pages.plan import PageCount, PagePlan, compressed_plan, pages_for
 
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 """Ratios that Shard's accounting gives: 352 B per token and layer, 196,992 B per sequence."""
@@ -107,7 +107,10 @@ def occupied(prompt: int, decoded: int, *, compressed: bool, page_size: int = PA
     The sequence has received its prompt's KV and has then run ``decoded`` decode steps. The exact
     pages are the most that it held in one of the last ``page_size`` steps.
     """
-    pages = SequencePages(PagePlan(page_size, compressed), PageCount(_CAPACITY, _CAPACITY))
+    pages = SequencePages(
+        compressed_plan(page_size) if compressed else PagePlan(page_size),
+        PageCount(_CAPACITY, _CAPACITY),
+    )
     tokens = [0] * prompt
     request = Request("r", tuple(tokens), prompt, SamplingParams(), decoded + 1)
     sequence = Sequence(request, 0, 0, tokens, prompt + decoded + 1)

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Self
 
 from runtime.core.request import FinishReason, Request
+from runtime.pages.window import SINK_PAGES
 
 
 class Purpose(Enum):
@@ -72,6 +73,11 @@ class Sequence:
     def kv_length(self) -> int:
         """Number of tokens in the pages of each KV head: ``length`` without evicted tokens."""
         return self.length - self.evicted
+
+    @property
+    def page_tables(self) -> list[list[int]]:
+        """Pages of each page group, by the index of the page in the sequence."""
+        return [self.pages, [FREED] * SINK_PAGES + self.stored]
 
     @property
     def known(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.errors import KVFormatError
 from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
-from runtime.pages.plan import PagePlan
+from runtime.pages.plan import PagePlan, compressed_plan
 
 _ALIGNMENT = 16
 """Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
@@ -218,7 +218,7 @@ class CacheLayout:
     @cached_property
     def plan(self) -> PagePlan:
         """Counts of the pages that sequences need."""
-        return PagePlan(self.page_size, compressed=self.has_stored)
+        return compressed_plan(self.page_size) if self.has_stored else PagePlan(self.page_size)
 
     def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(

@@ -1,52 +1,35 @@
 """Numbers of KV pages that sequences need.
 
-Without a compressed KV format, all pages are exact. A compressed format has two pools. A prompt is
-computed over exact pages; in the step that completes it, those that are not recent are encoded into
-stored pages. A decode step encodes the page that has just left the window of recent tokens.
+A sequence has pages of each page group. A prompt is computed over all of its pages in the groups of
+`Part.ALL` and `Part.ENDS`. When it is complete, the pages that have left the window are encoded
+into pages of `Part.MIDDLE`, if the cache has such a group, and freed in `Part.ENDS`. A decode step
+does the same with the page that has just left the window.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Protocol, TypeVar
 
-from runtime.pages.window import SINK_PAGES, WINDOW, first_recent
+from runtime.pages.count import PageCount as PageCount
+from runtime.pages.groups import PageGroup as PageGroup
+from runtime.pages.groups import Part as Part
+from runtime.pages.groups import pages_for as pages_for
+from runtime.pages.window import SINK_PAGES, WINDOW
 
 PAGE_SIZE = 16
 """Tokens in a page of all workers."""
-
-
-class PageCount(NamedTuple):
-    """Numbers of exact and of stored pages."""
-
-    exact: int
-    stored: int = 0
-
-    def fits(self, free: "PageCount") -> bool:
-        """Return whether there are enough pages of both kinds."""
-        return self.exact <= free.exact and self.stored <= free.stored
-
-    def times(self, count: int) -> "PageCount":
-        """Return ``count`` times as many pages."""
-        return PageCount(self.exact * count, self.stored * count)
-
-    def minus(self, other: "PageCount") -> "PageCount":
-        """Return the difference of both kinds; it may be negative."""
-        return PageCount(self.exact - other.exact, self.stored - other.stored)
-
-    @classmethod
-    def total(cls, counts: Iterable["PageCount"]) -> "PageCount":
-        """Return the sum of page counts."""
-        exact = stored = 0
-        for count in counts:
-            exact, stored = exact + count.exact, stored + count.stored
-        return cls(exact, stored)
+UNBOUNDED = 1 << 31
+"""Result of `PagePlan.max_tokens` if the pages do not limit the length of a sequence."""
+_MAX_PAGE_SIZE = 4096
+_MAX_GROUPS = 64
 
 
 class Paged(Protocol):
     """A sequence in the decode batch; see `runtime.core.sequence.Sequence`."""
 
-    pages: list[int]
-    stored: list[int]
+    @property
+    def page_tables(self) -> list[list[int]]: ...
 
     @property
     def kv_length(self) -> int: ...
@@ -55,51 +38,74 @@ class Paged(Protocol):
 _Paged = TypeVar("_Paged", bound=Paged)
 
 
-def pages_for(tokens: int, page_size: int) -> int:
-    """Return the number of pages that hold ``tokens`` tokens."""
-    return -(-tokens // page_size)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagePlan:
-    """Number and kind of the pages of sequences on one worker.
+    """Numbers of pages of sequences on one worker.
+
+    Methods take a group as its index in ``groups``.
 
     Attributes:
         page_size: tokens in a page.
-        compressed: whether the KV format has stored pages.
-        sink_pages, window: pages and tokens that stay exact; see `runtime.pages.window`.
+        groups: page groups of the cache.
+
+    Raises:
+        ValueError: there is no group, two have the same name, or a value is out of bounds.
     """
 
     page_size: int
-    compressed: bool = False
-    sink_pages: int = SINK_PAGES
-    window: int = WINDOW
+    groups: tuple[PageGroup, ...] = (PageGroup("kv"),)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_size <= _MAX_PAGE_SIZE:
+            raise ValueError(f"pages of {self.page_size} tokens; the maximum is {_MAX_PAGE_SIZE}")
+        if not 1 <= len(self.groups) <= _MAX_GROUPS:
+            raise ValueError(f"{len(self.groups)} page groups; the maximum is {_MAX_GROUPS}")
+        if len({group.name for group in self.groups}) < len(self.groups):
+            raise ValueError(f"page groups need distinct names: {self.groups}")
+
+    def count(self, pages: Mapping[str, int]) -> PageCount:
+        """Return numbers of pages that are given by the name of the group.
+
+        Raises:
+            ValueError: the names are not those of the groups.
+        """
+        names = [group.name for group in self.groups]
+        if pages.keys() != set(names):
+            raise ValueError(f"pages of {', '.join(pages)} instead of {', '.join(names)}")
+        return PageCount(*(pages[name] for name in names))
+
+    def by_name(self, pages: PageCount) -> dict[str, int]:
+        """Return numbers of pages by the name of the group."""
+        return {group.name: count for group, count in zip(self.groups, pages, strict=True)}
+
+    @cached_property
+    def encodes(self) -> bool:
+        """Whether pages that leave a window are encoded.
+
+        Decode then attends to other KV than the computation of a prompt does.
+        """
+        return any(group.part is Part.MIDDLE for group in self.groups)
 
     def pages(self, tokens: int) -> int:
-        """Return the pages of a sequence, exact and stored ones."""
+        """Return the number of pages of a sequence, those that left a window included."""
         return pages_for(tokens, self.page_size)
 
-    def stored(self, tokens: int) -> int:
-        """Return how many of the `pages` are stored once the tokens' KV is encoded."""
-        return self.first_recent(tokens) - self.sink_pages if self.compressed else 0
+    def span(self, first_token: int, end: int) -> range:
+        """Return the pages with tokens ``first_token … end - 1``, as indices within a sequence."""
+        return range(first_token // self.page_size, pages_for(end, self.page_size))
 
-    def first_recent(self, tokens: int) -> int:
-        """Return the index of the first page after the stored ones; see `window.first_recent`."""
-        return first_recent(tokens, self.page_size, self.sink_pages, self.window)
+    def page_bytes(self, pages: PageCount) -> int:
+        """Return the bytes of pages."""
+        return sum(g.page_bytes * count for g, count in zip(self.groups, pages, strict=True))
 
-    @property
+    @cached_property
     def step(self) -> PageCount:
         """Pages that a sequence lacks at most for its next decode step."""
-        return PageCount(1, int(self.compressed))
+        return PageCount(*(1 for _ in self.groups))
 
-    @property
-    def max_window(self) -> int:
-        """Maximum number of exact pages that a decode step of one sequence uses.
-
-        With a compressed format, these are the sinks, the pages of the window, and the page that
-        has just left it, which the step encodes.
-        """
-        return self.sink_pages + pages_for(self.window, self.page_size) + 1
+    def ends(self, tokens: int) -> PageCount:
+        """Return, for each group, the index after the last page of a sequence that it holds."""
+        return PageCount(*(group.end(tokens, self.page_size) for group in self.groups))
 
     def computed(self, tokens: int, evicted: int = 0) -> PageCount:
         """Return the pages of a prompt that is computed, and then held or decoded.
@@ -107,25 +113,29 @@ class PagePlan:
         Args:
             evicted: number of the tokens that are evicted once the prompt is complete.
         """
-        return PageCount(self.pages(tokens), self.stored(tokens - evicted))
+        pages = self.pages(tokens)
+        if self._dense:
+            return PageCount(pages)
+        return PageCount(
+            *(
+                g.middle(tokens - evicted, self.page_size) if g.part is Part.MIDDLE else pages
+                for g in self.groups
+            )
+        )
 
     def received(self, tokens: int) -> PageCount:
         """Return the pages into which the KV of a prompt is received, without evicted tokens."""
-        stored = self.stored(tokens)
-        return PageCount(self.pages(tokens) - stored, stored)
+        sent = (self.sent(tokens, group) for group in range(len(self.groups)))
+        return PageCount(*(sum(map(len, ranges)) for ranges in sent))
 
-    def sent(self, tokens: int, *, stored: bool) -> tuple[range, ...]:
-        """Return which exact or stored pages of a sequence have KV, as indices within it.
+    def sent(self, tokens: int, group: int = 0, *, stored: bool | None = None) -> tuple[range, ...]:
+        """Return which pages of a prompt are sent in a group, as indices within the sequence.
 
-        Every page is either exact or stored.
+        ``stored`` is deprecated: it selects the group of an index.
         """
-        pages = self.pages(tokens)
-        if not self.compressed:
-            return () if stored else (range(pages),)
-        recent = self.first_recent(tokens)
-        if stored:
-            return (range(self.sink_pages, recent),)
-        return range(min(self.sink_pages, pages)), range(recent, pages)
+        if stored is not None:
+            group = int(stored)
+        return self.groups[group].held(tokens, self.page_size) if group < len(self.groups) else ()
 
     def admission(
         self,
@@ -139,7 +149,7 @@ class PagePlan:
     ) -> PageCount:
         """Return the free pages that choices of a request need to run their first decode step.
 
-        Stored pages are counted for forced tokens, too, as sequences keep them.
+        Pages of `Part.MIDDLE` are counted for forced tokens, too, as sequences keep them.
 
         Args:
             tokens: tokens of the prompt.
@@ -150,80 +160,150 @@ class PagePlan:
         """
         kept, longest = tokens - evicted, limit - 1
         held, most = (kept, longest - evicted) if received else (tokens, longest)
-        exact = self._shared(held, min(held + 1, most), choices)
+        first_step = self._shared(held, min(held + 1, most), choices)
         length = min(known + 1, limit - 1) - evicted
-        if not self.compressed:
-            return PageCount(max(exact, self._shared(kept, length, choices)))
-        if received:  # the others arrive as stored pages
-            exact -= self.stored(held)
-        if known > tokens:
-            exact = max(exact, choices * min(self.pages(length), self.max_window))
-        shared = self.stored(kept)
-        return PageCount(exact, shared + choices * (self.stored(length) - shared))
+
+        def need(group: PageGroup) -> int:
+            match group.part:
+                case Part.ALL:
+                    return max(first_step, self._shared(kept, length, choices))
+                case Part.MIDDLE:
+                    return self._encoded(group, kept, length, choices)
+                case Part.ENDS:
+                    arriving = group.middle(held, self.page_size) if received else 0
+                    forced = choices * self._recent(group, length) if known > tokens else 0
+                    return max(first_step - arriving, forced)
+
+        return PageCount(*map(need, self.groups))
 
     def decode(
         self, prompt: int, length: int, *, choices: int = 1, computed: bool = False
     ) -> PageCount:
         """Return the pages that choices of a request occupy at most up to a length.
 
-        Choices share the stored pages of the prompt, and its full exact pages.
+        Choices share full pages of the prompt, except those in their windows.
 
         Args:
             prompt: tokens of the prompt.
             length: tokens of each choice with KV, including the prompt.
             computed: whether this worker also computes the prompt.
         """
-        if not self.compressed:
+        if self._dense:
             return PageCount(self._shared(prompt, length, choices))
-        full, stored = prompt // self.page_size, self.stored(prompt)
-        sinks = min(full, self.sink_pages)
-        window = min(self.pages(length), self.max_window)
-        exact = sinks + choices * (window - sinks)
-        if computed:  # the first decode step, before exact pages of the prompt are free
-            exact = max(exact, self._shared(prompt, min(prompt + 1, length), choices))
-        return PageCount(exact, stored + choices * (self.stored(length) - stored))
+
+        def need(group: PageGroup) -> int:
+            match group.part:
+                case Part.ALL:
+                    return self._shared(prompt, length, choices)
+                case Part.MIDDLE:
+                    return self._encoded(group, prompt, length, choices)
+                case Part.ENDS:
+                    sinks = min(prompt // self.page_size, group.sink_pages)
+                    pages = sinks + choices * (self._recent(group, length) - sinks)
+                    if computed:  # the first decode step, before pages of the prompt are free
+                        first_step = self._shared(prompt, min(prompt + 1, length), choices)
+                        pages = max(pages, first_step)
+                    return pages
+
+        return PageCount(*map(need, self.groups))
 
     def max_tokens(self, pages: PageCount) -> int:
         """Return the KV tokens of the longest sequence that these pages hold in decode."""
-        exact = pages.exact * self.page_size
-        if not self.compressed:
-            return exact
-        stored = (pages.stored + self.sink_pages + 1) * self.page_size - 1 + self.window
-        return stored if pages.exact >= self.max_window else min(exact, stored)
+        longest = UNBOUNDED
+        for group, count in zip(self.groups, pages, strict=False):
+            if group.part is Part.MIDDLE:
+                tokens = (count + group.sink_pages + 1) * self.page_size - 1 + group.window
+            elif group.part is Part.ENDS and count >= group.max_held(self.page_size):
+                continue
+            else:
+                tokens = count * self.page_size
+            longest = min(longest, tokens)
+        return longest
 
     def lacking(self, sequences: Iterable[_Paged]) -> list[_Paged]:
         """Return the sequences that lack a page for their next decode step.
 
-        Called in every step with the whole batch, so it is fast.
+        Called in every step with the whole batch, so it is fast: the page tables of all groups but
+        those of `Part.MIDDLE` have the same length.
         """
-        size = self.page_size
-        if not self.compressed:
-            return [s for s in sequences if s.kv_length > size * len(s.pages)]
-        unstored = self.sink_pages + 1
+        size, growing, encoded = self.page_size, self._growing, self._middles
+        if not encoded:
+            return [s for s in sequences if s.kv_length > size * len(s.page_tables[growing])]
         return [
             s
             for s in sequences
-            if (length := s.kv_length) > size * len(s.pages)
-            or length - self.window >= size * (unstored + len(s.stored))
+            if (length := s.kv_length) > size * len(s.page_tables[growing])
+            or any(length - window >= size * (1 + len(s.page_tables[at])) for at, window in encoded)
         ]
 
     def missing(self, sequence: Paged) -> PageCount:
         """Return the pages that a sequence lacks for its next decode step, at most `step`."""
-        length = sequence.kv_length
-        return PageCount(
-            max(0, self.pages(length) - len(sequence.pages)),
-            max(0, self.stored(length) - len(sequence.stored)),
-        )
+        ends = zip(self.ends(sequence.kv_length), sequence.page_tables, strict=False)
+        return PageCount(*(max(0, end - len(pages)) for end, pages in ends))
 
-    def batch(self, sequences: int, prompt: int) -> int:
-        """Return the exact pages of a full batch, and of one prompt, with a compressed format.
+    def batch(self, sequences: int, prompt: int) -> PageCount:
+        """Return the pages of `Part.ENDS` that a full batch and one prompt use; 0 for other groups.
 
         A sequence keeps one page more than its last step used, until that step has completed. The
         engine waits for this step if no page is free (`Scheduler.must_preempt`).
         """
-        return sequences * self.max_window + self.pages(prompt)
+        return PageCount(
+            *(
+                sequences * group.max_held(self.page_size) + self.pages(prompt)
+                if group.part is Part.ENDS
+                else 0
+                for group in self.groups
+            )
+        )
+
+    def stored(self, tokens: int) -> int:
+        """Return the pages of the first group that left its window. Deprecated."""
+        return self.groups[0].middle(tokens, self.page_size)
+
+    def first_recent(self, tokens: int) -> int:
+        """Return `PageGroup.first_recent` of the first group. Deprecated."""
+        return self.groups[0].first_recent(tokens, self.page_size)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether there is more than one group. Deprecated."""
+        return len(self.groups) > 1
+
+    @cached_property
+    def _dense(self) -> bool:
+        """Whether there is one group with all pages."""
+        return len(self.groups) == 1 and self.groups[0].part is Part.ALL
+
+    @cached_property
+    def _growing(self) -> int:
+        """First group that gets a page for new tokens."""
+        return next(at for at, group in enumerate(self.groups) if group.part is not Part.MIDDLE)
+
+    @cached_property
+    def _middles(self) -> tuple[tuple[int, int], ...]:
+        """Groups of `Part.MIDDLE`, and their windows."""
+        groups = enumerate(self.groups)
+        return tuple((at, group.window) for at, group in groups if group.part is Part.MIDDLE)
+
+    def _recent(self, group: PageGroup, length: int) -> int:
+        """Return the pages of `Part.ENDS` that a sequence uses at most up to a length."""
+        return min(self.pages(length), group.max_held(self.page_size))
+
+    def _encoded(self, group: PageGroup, prompt: int, length: int, choices: int) -> int:
+        """Return the pages of `Part.MIDDLE` of choices, which share those of a prompt."""
+        shared = group.middle(prompt, self.page_size)
+        return shared + choices * (group.middle(length, self.page_size) - shared)
 
     def _shared(self, prompt: int, length: int, choices: int) -> int:
         """Return the pages of choices that share the full pages of a prompt."""
         full = prompt // self.page_size
         return full + choices * (self.pages(length) - full)
+
+
+def compressed_plan(
+    page_size: int = PAGE_SIZE, sink_pages: int = SINK_PAGES, window: int = WINDOW
+) -> PagePlan:
+    """Return the plan of a compressed format. Deprecated: formats declare their groups."""
+    parts = ("full_precision", Part.ENDS), ("compressed", Part.MIDDLE)
+    groups = (PageGroup(name, 0, part, sink_pages, window) for name, part in parts)
+    return PagePlan(page_size, tuple(groups))

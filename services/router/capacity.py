@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.plan import PageCount, PagePlan, compressed_plan
 from services.common.placement import Compatibility, Registration, Role
 
 
@@ -32,7 +32,7 @@ def page_plan(registration: Registration) -> PagePlan:
     page_size, stored = registration.compatibility.page_size, registration.stored
     if stored is None:
         return PagePlan(page_size)
-    return PagePlan(page_size, True, stored.sink_pages, stored.window)
+    return compressed_plan(page_size, stored.sink_pages, stored.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +225,10 @@ def with_space(
     """
     if role is Role.PREFILL:
         return list(workers)
-    exact, stored = need  # compared here instead of by `fits`, which takes most of the time
     slots = demand.slots(role)
     return [
         worker
         for worker in workers
-        if worker.pages_free.exact >= exact
-        and worker.pages_free.stored >= stored
+        if need.fits(worker.pages_free)
         and (worker.role is not Role.PREFILL or worker.max_running - worker.slots >= slots)
     ]

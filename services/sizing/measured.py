@@ -10,12 +10,12 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from runtime.pages.plan import PAGE_SIZE, PagePlan
+from runtime.pages.plan import compressed_plan
 from services.common.errors import SettingsError
 
 DENSE = "dense"
 FOLDER = Path(__file__).parent / "figures"
-_PLAN = PagePlan(PAGE_SIZE, compressed=True)
+_PLAN = compressed_plan()
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

@@ -271,7 +271,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         prompt = model.context_length
         if not settings.computes_prompts:
             prompt = min(prompt, PREEMPTED_TOKENS)
-        exact = layout.plan.batch(sizes.max_running, prompt)
+        exact = layout.plan.batch(sizes.max_running, prompt)[0]
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":
