@@ -10,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.pages.window import SINK_PAGES
-
 
 @dataclass(frozen=True)
 class SequenceSlice:
@@ -19,11 +17,13 @@ class SequenceSlice:
 
     Attributes:
         tokens: token ids at positions ``first``, ``first + 1``, ….
-        first: position of the first token. The KV of all earlier tokens is in ``pages``.
-        pages: page ids of the sequence, enough for its tokens up to the end of this slice.
+        first: position of the first token. The KV of all earlier tokens is in the pages.
+        pages: page ids of the sequence in the first page group, by the index of the page in the
+            sequence, enough for its tokens up to the end of this slice. Ids of pages that the group
+            does not hold are negative.
         want_logits: whether to compute logits at the last of these tokens.
-        stored: stored pages of a sequence to decode, in the order of its pages from the first one
-            that is not a sink; None for prompts and for formats without stored pages.
+        more_pages: the same for each further page group that the pass uses. A prompt does not use
+            those into which pages are encoded, which are the last; see `PagePlan.prompt_groups`.
         evicted: number of earlier tokens that are not in ``pages``; see `runtime.pages.eviction`.
     """
 
@@ -31,7 +31,7 @@ class SequenceSlice:
     first: int
     pages: Sequence[int]
     want_logits: bool = True
-    stored: Sequence[int] | None = None
+    more_pages: Sequence[Sequence[int]] = ()
     evicted: int = 0
 
 
@@ -55,7 +55,8 @@ class Batch:
     Attributes:
         tokens: int64 `[n]`, token ids, grouped by sequence.
         positions: int64 `[n]`, position of each token in its sequence, which RoPE depends on.
-        page_table: int32 `[s, p]`, page ids of each sequence, padded with 0.
+        page_table: int32 `[s, p]`, page ids of each sequence, padded with 0: those in the page
+            group of the layer that is computed (`of_group`), by default the first one.
         starts: int32 `[s + 1]`, index of each sequence's first token in ``tokens``, then `n`.
         lengths: int32 `[s]`, number of tokens in the pages of each sequence after this pass. It is
             the position of its last token plus 1, less the evicted tokens. The KV of the last token
@@ -63,8 +64,8 @@ class Batch:
         sequences: int32 `[n]`, index of each token's sequence.
         logit_rows: int64 `[m]`, indices of the tokens for which logits are computed.
         single: whether every sequence has exactly one token (a decode step).
-        stored_table: int32 `[s, p]`, stored pages of each sequence by the index of the page in the
-            sequence; None unless the batch decodes with a compressed format.
+        page_tables: such tables of all page groups that the pass uses; empty if that is one group.
+            Only a decode batch uses the groups into which pages are encoded.
         queries: log of queries to fill; None if none are needed.
     """
 
@@ -76,7 +77,7 @@ class Batch:
     sequences: Tensor
     logit_rows: Tensor
     single: bool
-    stored_table: Tensor | None = None
+    page_tables: tuple[Tensor, ...] = ()
     queries: QueryLog | None = None
 
     def kv_indices(self, rows: Tensor | None = None) -> Tensor:
@@ -104,18 +105,33 @@ class Batch:
         """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)
-        stored = self.stored_table
+        sequences = self.sequences[rows]
         return Batch(
             tokens=self.tokens[rows],
             positions=self.positions[rows],
-            page_table=self.page_table[self.sequences[rows]],
+            page_table=self.page_table[sequences],
             starts=count.int(),
             lengths=self.kv_indices(rows).int() + 1,
             sequences=count[:-1].int(),
             logit_rows=count[:-1],
             single=True,
-            stored_table=None if stored is None else stored[self.sequences[rows]],
+            page_tables=tuple(table[sequences] for table in self.page_tables),
         )
+
+    def of_group(self, group: int) -> "Batch":
+        """Return the batch for layers of a page group, with its table as ``page_table``."""
+        if not group:
+            return self
+        if group not in self._of_groups:
+            self._of_groups[group] = self._with_table(group)
+        return self._of_groups[group]
+
+    @cached_property
+    def _of_groups(self) -> dict[int, "Batch"]:
+        return {}
+
+    def _with_table(self, group: int) -> "Batch":
+        return replace(self, page_table=self.page_tables[group])
 
     @staticmethod
     def static(sequences: int, pages: int, device: torch.device | str) -> "Batch":
@@ -158,15 +174,13 @@ class Batch:
         """Build a batch of sequence slices, in their order.
 
         Raises:
-            ValueError: only some of the slices have stored pages.
+            ValueError: the slices use different page groups.
         """
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
         starts, lengths, rows = [0], [], []
-        width = max(len(piece.pages) for piece in slices)
-        table = [[*piece.pages, *[0] * (width - len(piece.pages))] for piece in slices]
-        stored_table = _stored_table(slices, width)
+        tables = _page_tables(slices)
         for number, piece in enumerate(slices):
             end = piece.first + len(piece.tokens)
             tokens += piece.tokens
@@ -180,31 +194,38 @@ class Batch:
         def ints(values: object, dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        page_tables = tuple(ints(table, torch.int32).clamp_(min=0) for table in tables)
         return Batch(
             tokens=ints(tokens, torch.int64),
             positions=ints(positions, torch.int64),
-            page_table=ints(table, torch.int32),
+            page_table=page_tables[0],
             starts=ints(starts, torch.int32),
             lengths=ints(lengths, torch.int32),
             sequences=ints(sequences, torch.int32),
             single=len(tokens) == len(slices),
             logit_rows=ints(rows, torch.int64),
-            stored_table=None if stored_table is None else ints(stored_table, torch.int32),
+            page_tables=page_tables if len(page_tables) > 1 else (),
         )
 
 
-def _stored_table(slices: Sequence[SequenceSlice], width: int) -> list[list[int]] | None:
-    """Return the rows of `Batch.stored_table`; None if no slice has stored pages."""
-    stored = [piece.stored for piece in slices if piece.stored is not None]
-    if not stored:
-        return None
-    if len(stored) < len(slices):
+def _page_tables(slices: Sequence[SequenceSlice]) -> list[list[list[int]]]:
+    """Return the rows of `Batch.page_tables`, all padded to one width with 0."""
+    groups = {len(piece.more_pages) for piece in slices}
+    if len(groups) > 1:
         raise ValueError(
-            f"{len(stored)} of {len(slices)} slices have stored pages: a batch with stored pages "
-            "decodes only, and prompts need a batch of their own"
+            "some slices have pages in more page groups than others: sequences that decode with "
+            "encoded pages, and prompts, need batches of their own"
         )
-    held = [[*[0] * SINK_PAGES, *pages] for pages in stored]
-    return [[*pages, *[0] * (width - len(pages))] for pages in held]
+    width = max(len(piece.pages) for piece in slices)
+    tables = [[_padded(piece.pages, width) for piece in slices]]
+    for at in range(groups.pop()):
+        more = (piece.more_pages[at] for piece in slices)
+        tables.append([_padded(pages, width) for pages in more])
+    return tables
+
+
+def _padded(pages: Sequence[int], width: int) -> list[int]:
+    return [*pages, *[0] * (width - len(pages))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +244,19 @@ class MixedBatch(Batch):
     chunks: Batch
     decode: Batch
     decoding: Tensor
+
+    @property
+    def decodes_other_groups(self) -> bool:
+        """Whether decode rows use page groups that prompt chunks do not use."""
+        return len(self.decode.page_tables) > len(self.page_tables)
+
+    def _with_table(self, group: int) -> "MixedBatch":
+        return replace(
+            self,
+            page_table=self.page_tables[group],
+            chunks=self.chunks.of_group(group),
+            decode=self.decode.of_group(group),
+        )
 
 
 class DenseAttention(Protocol):

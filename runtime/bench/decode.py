@@ -6,7 +6,6 @@ compiled.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,8 @@ from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
-from runtime.pages.window import SINK_PAGES, first_recent
+from runtime.pages.groups import Part
+from runtime.pages.plan import pages_for
 
 
 class DecodeBench:
@@ -46,21 +46,16 @@ class DecodeBench:
         Args:
             rate: bandwidth of a copy, in bytes per millisecond.
         """
-        pages = -(-(context + 1) // PAGE)  # pages of a sequence
+        pages = pages_for(context + 1, PAGE)  # pages of a sequence
         cache = self._cache(batch * pages)
         inputs = Batch.static(batch, pages, self._device)
-        stored = 0  # pages of a sequence
-        if any(plane.stored for _, plane in cache.layout.planes):
-            inputs = replace(inputs, stored_table=inputs.page_table)
-            stored = max(first_recent(context + 1, PAGE) - SINK_PAGES, 0)
+        plan = cache.layout.plan
+        if len(plan.groups) > 1:
+            inputs = replace(inputs, page_tables=(inputs.page_table,) * len(plan.groups))
         inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
         inputs.positions.fill_(context)
         inputs.lengths.fill_(context + 1)
-        counts = {False: pages - stored, True: stored}
-        kv_read = sum(
-            counts[plane.stored] * math.prod(plane.shape) * plane.dtype.itemsize
-            for _, plane in cache.layout.planes
-        )
+        kv_read = plan.page_bytes(plan.received(context + 1))
         read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
         megakernel = self._model.unsupported_by_megakernel is None
@@ -86,9 +81,10 @@ class DecodeBench:
         return run
 
     def _cache(self, pages: int) -> PagedCache:
-        cache = self._model.new_cache(pages, pages)
+        plan = self._model.layout.plan
+        cache = self._model.new_cache(plan.each(pages))
         for (_, plane), tensor in zip(cache.layout.planes, cache.planes, strict=True):
-            if not plane.stored:
+            if plane.group.part is not Part.MIDDLE:
                 tensor.normal_()
         return cache
 
@@ -97,7 +93,7 @@ def _most_sequences(cache: PagedCache) -> int:
     """Return the largest batch that the megakernel supports."""
     from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
 
-    return MAX_SEQUENCES_WITHOUT_ATTENTION if cache.layout.has_stored else MAX_SEQUENCES
+    return MAX_SEQUENCES_WITHOUT_ATTENTION if cache.layout.plan.encodes else MAX_SEQUENCES
 
 
 def figures(

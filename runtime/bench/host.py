@@ -22,6 +22,7 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
 from runtime.models.model import Backend, Model
+from runtime.pages.plan import PageCount, pages_for
 from runtime.replay.step import StepReplay
 from runtime.sampling.on_device import SamplingFeatures
 
@@ -47,8 +48,8 @@ class HostBench:
 
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)
-        pages = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // model.page_size)
-        self._engine = Engine(model, num_pages=streams * pages, limits=limits, replay=True)
+        pages = pages_for(PROMPT_TOKENS + OUTPUT_TOKENS, model.page_size)
+        self._engine = Engine(model, pages=PageCount(streams * pages), limits=limits, replay=True)
         steps = self._engine._steps
         assert isinstance(steps, StepReplay)
         sampled = steps._sampler.results[0]

@@ -23,9 +23,9 @@ from runtime.bench.device import Figure, captured, copy_rate, describe, millisec
 from runtime.bench.kv_formats import FORMATS, RANKS, measured_format
 from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
-from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
+from runtime.kv.windowed import compressed_cache
 from runtime.pages.window import SINK_PAGES, first_recent
 
 _SHORTEST, _LONGEST = 1.6 / 6.3, 14.1 / 6.3
@@ -125,7 +125,7 @@ class KVBench:
             (kernels, (*exact, *self._stored(planes)))
             for kernels, exact, planes in zip(made.kernels, self._exact, made.planes, strict=True)
         ]
-        batch = replace(self._inputs, stored_table=self._inputs.page_table)
+        batch = replace(self._inputs, page_tables=(self._inputs.page_table,) * 2)
         encoder = LayersEncoder(layers)
         encoded_ms = self._time([partial(encoder.encode, old, old, first)]) / self._layers
         attended_ms = self._time([partial(of.attend, self._q, x, batch) for of, x in layers])
@@ -144,7 +144,7 @@ class KVBench:
         return 4 * self._config.num_kv_heads * self._config.head_dim  # of a token
 
     def _stored(self, planes: Sequence[Plane]) -> tuple[Tensor, ...]:
-        return PagedCache.of_stored(planes, self._pages, self._device).layer(0)
+        return compressed_cache(planes, self._pages, self._device).layer(0)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device).normal_()

@@ -19,7 +19,7 @@ from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import SequencePages
 from runtime.kv import fdc, palu, shard
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import CacheLayout
 from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
@@ -27,7 +27,7 @@ from runtime.kv.format import KVFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.rotation import PageRotation
 from runtime.kv.windowed import WindowedFormat
-from runtime.pages.plan import PageCount, PagePlan, compressed_plan, pages_for
+from runtime.pages.plan import PageCount, PagePlan, pages_for
 
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 """Ratios that Shard's accounting gives: 352 B per token and layer, 196,992 B per sequence."""
@@ -77,58 +77,31 @@ def formats(config: ModelConfig) -> Mapping[str, KVFormat]:
     return {"dense": exact, **windowed}
 
 
-@dataclass(frozen=True)
-class PageBytes:
-    """Bytes of one page of each kind, as a cache allocates them."""
-
-    exact: int
-    stored: int
-
-    @classmethod
-    def of(cls, layout: CacheLayout) -> "PageBytes":
-        """Allocate a cache of 8 pages of each kind, and return the bytes of a page."""
-        pages = 8
-        cache = PagedCache(
-            layout, num_pages=pages, num_stored=pages * layout.has_stored, device="meta"
-        )
-        sizes = {False: 0, True: 0}
-        for (_, plane), tensor in zip(layout.planes, cache.planes, strict=True):
-            sizes[plane.stored] += tensor.nbytes // pages
-        return cls(sizes[False], sizes[True])
-
-    def total(self, pages: PageCount) -> int:
-        """Return the bytes of pages."""
-        return pages.exact * self.exact + pages.stored * self.stored
-
-
-def occupied(prompt: int, decoded: int, *, compressed: bool, page_size: int = PAGE) -> PageCount:
+def occupied(plan: PagePlan, prompt: int, decoded: int) -> PageCount:
     """Return the pages of a sequence on a decode worker.
 
-    The sequence has received its prompt's KV and has then run ``decoded`` decode steps. The exact
-    pages are the most that it held in one of the last ``page_size`` steps.
+    The sequence has received its prompt's KV and has then run ``decoded`` decode steps. Of each
+    group, these are the most pages that it held in one of the last ``page_size`` steps.
     """
-    pages = SequencePages(
-        compressed_plan(page_size) if compressed else PagePlan(page_size),
-        PageCount(_CAPACITY, _CAPACITY),
-    )
+    pages = SequencePages(plan, plan.each(_CAPACITY))
     tokens = [0] * prompt
     request = Request("r", tuple(tokens), prompt, SamplingParams(), decoded + 1)
     sequence = Sequence(request, 0, 0, tokens, prompt + decoded + 1)
     group = SequenceGroup(Purpose.RECEIVE, [sequence])
     pages.admit(group)
-    exact = [_exact(sequence)]
+    held = [_held(sequence)]
     sequence.tokens.append(0)  # the first output token
     for _ in range(decoded):
-        for lacking in pages.plan.lacking([sequence]):
-            pages.grow(lacking, pages.plan.missing(lacking))
-        exact.append(_exact(sequence))
+        for lacking in plan.lacking([sequence]):
+            pages.grow(lacking, plan.missing(lacking))
+        held.append(_held(sequence))
         sequence.tokens.append(0)
-        pages.release_encoded(sequence)
-    return PageCount(max(exact[-page_size:]), len(sequence.stored))
+        pages.release_left(sequence, len(sequence.tokens) - 1)
+    return PageCount(*map(max, zip(*held[-plan.page_size :], strict=True)))
 
 
-def _exact(sequence: Sequence) -> int:
-    return sum(page != FREED for page in sequence.pages)
+def _held(sequence: Sequence) -> list[int]:
+    return [sum(page != FREED for page in table) for table in sequence.page_tables]
 
 
 @dataclass(frozen=True)
@@ -156,17 +129,17 @@ def occupation(
 ) -> Occupation:
     """Return the bytes of a sequence with ``prompt`` received and ``decoded`` further tokens."""
     layout = CacheLayout.of(kv_format, num_layers=config.num_layers, page_size=PAGE)
-    pages = occupied(prompt, decoded, compressed=layout.has_stored)
+    pages = occupied(layout.plan, prompt, decoded)
     tokens = prompt + decoded
     dense = tokens * config.num_layers * 2 * 2 * config.num_kv_heads * config.head_dim
-    return Occupation(tokens, pages, PageBytes.of(layout).total(pages), dense)
+    return Occupation(tokens, pages, layout.plan.page_bytes(pages), dense)
 
 
-def per_stored_token(kv_format: KVFormat, config: ModelConfig) -> float:
-    """Return the compression ratio of tokens in stored pages; 1 for a format without them."""
+def per_compressed_token(kv_format: KVFormat, config: ModelConfig) -> float:
+    """Return the compression ratio of tokens in compressed pages; 1 for a format without them."""
     layout = CacheLayout.of(kv_format, num_layers=config.num_layers, page_size=PAGE)
-    size = PageBytes.of(layout)
-    return size.exact / (size.stored or size.exact)
+    sizes = [group.page_bytes for group in layout.plan.groups]
+    return sizes[0] / sizes[-1]
 
 
 def rows(config: ModelConfig, decoded: int) -> Iterator[tuple[str, ...]]:
@@ -177,9 +150,9 @@ def rows(config: ModelConfig, decoded: int) -> Iterator[tuple[str, ...]]:
         layout = CacheLayout.of(kv_format, num_layers=1, page_size=PAGE)
         ratios = [occupation(kv_format, config, tokens).ratio for tokens in CONTEXTS]
         ratios.append(occupation(kv_format, config, 8192, decoded).ratio)
-        size = layout.stored_bytes_per_token or layout.bytes_per_token
-        stored = per_stored_token(kv_format, config)
-        yield name, f"{size:,}", f"{stored:.2f}x", *(f"{ratio:.2f}x" for ratio in ratios)
+        size = layout.plan.groups[-1].page_bytes // PAGE
+        compressed = per_compressed_token(kv_format, config)
+        yield name, f"{size:,}", f"{compressed:.2f}x", *(f"{ratio:.2f}x" for ratio in ratios)
     published = [f"{ratio:.2f}x" for ratio in SHARD_PUBLISHED.values()]
     yield "Shard, published", "352", "11.64x", *published, f"{SHARD_PUBLISHED_DECODED:.1f}x"
 

@@ -21,7 +21,7 @@ from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, titl
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.weights import PackedWeights
 from runtime.models.model import Model
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.mixed import MixedReplay
 from runtime.replay.slots import BatchSlots
@@ -60,13 +60,13 @@ class MixedBench:
         device = model.device
         chunk, each = pages_for(tokens, PAGE), pages_for(context + 1, PAGE)
         null_page = chunk + sequences * each
-        cache = model.new_cache(null_page + 1)
+        cache = model.new_cache(PageCount(null_page + 1))
         for plane in cache.planes:
             plane.normal_()
-        slots = BatchSlots(sequences + 1, max(chunk, each), null_page, device)
+        slots = BatchSlots(sequences + 1, max(chunk, each), cache.null_pages, device)
         slots.positions[:sequences] = context
         pages = torch.randperm(null_page)
-        slots.page_table[:sequences, :each] = pages[chunk:].view(sequences, each)
+        slots.page_tables[0, :sequences, :each] = pages[chunk:].view(sequences, each)
         logits = torch.zeros(sequences + 1, model.config.vocab_size, device=device)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         passes = model, cache, slots, logits, pool

@@ -30,6 +30,7 @@ from runtime.gemm.plan import (
 )
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount, pages_for
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import GroupedGemm
@@ -90,12 +91,12 @@ def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
     layers = tuple(_copied(layer) for _ in range(_LAYERS))
     part = replace(checkpoint, config=config, layers=layers)
     model = Model(part, device="cuda", page_size=PAGE, backend="gemm")
-    pages = -(-(_CONTEXT + 1) // PAGE)
+    pages = pages_for(_CONTEXT + 1, PAGE)
     batch = Batch.static(1, pages, "cuda")
     batch.page_table.copy_(torch.arange(pages)[None])
     batch.positions.fill_(_CONTEXT)
     batch.lengths.fill_(_CONTEXT + 1)
-    return milliseconds(captured(model.static_step(batch, model.new_cache(pages))))
+    return milliseconds(captured(model.static_step(batch, model.new_cache(PageCount(pages)))))
 
 
 def _copied(layer: LayerWeights) -> LayerWeights:

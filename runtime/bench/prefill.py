@@ -26,6 +26,7 @@ from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import ServingBuilder
 from runtime.models.llama import LLAMA
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount, pages_for
 from runtime.replay.mixed import ROWS, MixedReplay
 from runtime.replay.slots import BatchSlots
 
@@ -110,8 +111,8 @@ def figures(
         if torch_backend:
             by_torch = Model(checkpoint, device=device, dtype=torch.bfloat16, page_size=PAGE)
         for length in lengths:
-            pages = -(-length // PAGE)
-            cache = model.new_cache(pages + 1)
+            pages = pages_for(length, PAGE)
+            cache = model.new_cache(PageCount(pages + 1))
             piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
             floor = operations(checkpoint, length) / rate
             name = f"{title(shape, keep)}, {length} tokens"
@@ -133,7 +134,7 @@ def figures(
 def _engine_prefill(model: Model, cache: PagedCache, piece: SequenceSlice) -> Callable[[], object]:
     """Return a function that computes one prompt as an engine does."""
     rows = min(len(piece.tokens), ROWS[-1])
-    slots = BatchSlots(1, len(piece.pages), len(cache.planes[0]) - 1, model.device)
+    slots = BatchSlots(1, len(piece.pages), cache.null_pages, model.device)
     logits = torch.zeros(1, model.config.vocab_size, device=model.device)
     pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
     replay = MixedReplay(model, cache, slots, logits, pool, max_rows=rows)

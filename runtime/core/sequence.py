@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Self
 
 from runtime.core.request import FinishReason, Request
-from runtime.pages.window import SINK_PAGES
 
 
 class Purpose(Enum):
@@ -18,7 +17,7 @@ class Purpose(Enum):
 
 
 FREED = -1
-"""Entry of `Sequence.pages` for a page that was encoded into a stored page and then freed."""
+"""Entry of a page table for a page that the page group does not hold."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,15 +29,14 @@ class Sequence:
         arrival: number of requests that arrived before the sequence's request.
         tokens: token ids so far, without those in ``forced``.
         limit: maximum length in tokens, including the prompt.
-        pages: exact pages by the index of the page in the sequence; `FREED` for freed ones.
-        stored: stored pages of a compressed KV format, in the order of the sequence's pages from
-            the first one that is not a sink.
+        page_tables: for each page group, page ids by the index of the page in the sequence. Pages
+            that the group does not hold are `FREED`. Empty for a sequence without pages.
         forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
-            take them in place of sampled tokens, because output tokens attend to stored pages or
+            take them in place of sampled tokens, because output tokens attend to encoded pages or
             what eviction has kept, which a prompt does not.
         evicts: number of prompt tokens to evict from each KV head, see `runtime.pages.eviction`.
         evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.
-        vacated: exact pages that eviction has left without tokens, to be released.
+        vacated: for each page group, pages that eviction has left without tokens, to be released.
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
@@ -53,12 +51,11 @@ class Sequence:
     arrival: int
     tokens: list[int]
     limit: int
-    pages: list[int] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
+    page_tables: list[list[int]] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)
     evicts: int = 0
     evicted: int = 0
-    vacated: list[int] = field(default_factory=list)
+    vacated: list[list[int]] = field(default_factory=list)
     running: bool = False
     lookahead: int = 0
     cancelled: bool = False
@@ -75,11 +72,6 @@ class Sequence:
         return self.length - self.evicted
 
     @property
-    def page_tables(self) -> list[list[int]]:
-        """Pages of each page group, by the index of the page in the sequence."""
-        return [self.pages, [FREED] * SINK_PAGES + self.stored]
-
-    @property
     def known(self) -> int:
         """Number of tokens that the host knows, including forced ones."""
         return len(self.tokens) + len(self.forced)
@@ -94,14 +86,16 @@ class Sequence:
         return self.choice == choice and self.request.id == request_id
 
     def evict(self, pages: range) -> None:
-        """Record an eviction that has left exact pages without tokens.
+        """Record an eviction that has left pages without tokens.
 
         Args:
-            pages: indices of these pages; a sequence without pages has none.
+            pages: indices of these pages; a sequence without pages has none. Page tables of groups
+                into which pages are encoded end before them.
         """
         self.evicted = self.evicts
-        self.vacated += self.pages[pages.start : pages.stop]
-        del self.pages[pages.start : pages.stop]
+        self.vacated = [table[pages.start : pages.stop] for table in self.page_tables]
+        for table in self.page_tables:
+            del table[pages.start : pages.stop]
 
     def rewind(self) -> None:
         """Return to the end of the prompt. All later tokens become forced ones."""

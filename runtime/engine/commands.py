@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runtime.core.request import FinishReason, Request, SampledToken
+from runtime.core.sequence import FREED
 from runtime.errors import RuntimeFault
 
 
@@ -86,8 +87,8 @@ class Computed:
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size. A prompt of
             which tokens are evicted is reported once, as one chunk of the tokens that are kept.
-        pages: ids of the pages that hold the chunk's KV, exact ones with a compressed KV format.
-        stored: stored pages of the chunk, in token order; see `runtime.pages.window`.
+        page_tables: for each page group, ids of the chunk's pages by their index in the chunk.
+            Pages that the group does not hold are `FREED`, or lack at the end.
         ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
             None if the KV is in the pages already.
         evicted: number of tokens that were evicted.
@@ -96,10 +97,19 @@ class Computed:
     id: str
     first_token: int
     num_tokens: int
-    pages: tuple[int, ...]
+    page_tables: tuple[tuple[int, ...], ...]
     ready: torch.cuda.Event | None = None
-    stored: tuple[int, ...] = ()
     evicted: int = 0
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of the first group. Deprecated."""
+        return self.page_tables[0]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Pages of the second group that the chunk has. Deprecated."""
+        return tuple(page for table in self.page_tables[1:] for page in table if page != FREED)
 
 
 @dataclass(frozen=True)
@@ -107,17 +117,25 @@ class Reserved:
     """Pages that were allocated for a request's tokens.
 
     Attributes:
-        pages: page ids, in token order. With a compressed KV format, the entries of pages that
-            arrive as stored pages are `runtime.core.sequence.FREED`.
+        page_tables: for each page group, page ids by the index of the page in the sequence. Pages
+            that are not sent in the group are `FREED`, or lack at the end.
         ready: CUDA event after which the engine's earlier work does not touch the pages; None on a
             CPU.
-        stored: stored pages of a compressed KV format, in token order.
     """
 
     id: str
-    pages: tuple[int, ...]
+    page_tables: tuple[tuple[int, ...], ...]
     ready: torch.cuda.Event | None = None
-    stored: tuple[int, ...] = ()
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of the first group. Deprecated."""
+        return self.page_tables[0]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Pages of the second group that are sent. Deprecated."""
+        return tuple(page for table in self.page_tables[1:] for page in table if page != FREED)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
-from runtime.core.sequence import FREED, Sequence
+from runtime.core.sequence import Sequence
 from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
@@ -37,6 +37,7 @@ class DirectSteps:
 
     def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
         self._model, self._cache, self._limits = model, cache, limits
+        self._prompt_groups = cache.layout.plan.prompt_groups
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptEncoder(model, cache)
 
@@ -52,7 +53,7 @@ class DirectSteps:
         slices = [self._next_token(sequence) for sequence in decode]
         groups = [[sequence] for sequence in decode]
         sequences, draws = self._compute(slices, groups)
-        slices = [slice_of(chunk) for chunk in chunks]
+        slices = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
         groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
         log = self._eviction.log(chunks)
         first, first_draws = self._compute(slices, groups, log)
@@ -64,13 +65,11 @@ class DirectSteps:
     def _next_token(self, sequence: Sequence) -> SequenceSlice:
         """Return the last token of a sequence, whose KV the step computes."""
         last = len(sequence.tokens) - 1
-        if not self._cache.layout.has_stored:
-            stored, pages = None, sequence.pages
-        else:
-            stored = sequence.stored
-            pages = [0 if page == FREED else page for page in sequence.pages]  # never attended
+        pages, *more_pages = sequence.page_tables
         evicted = sequence.evicted
-        return SequenceSlice(sequence.tokens[-1:], last, pages, stored=stored, evicted=evicted)
+        return SequenceSlice(
+            sequence.tokens[-1:], last, pages, more_pages=more_pages, evicted=evicted
+        )
 
     def _compute(
         self,

@@ -34,9 +34,7 @@ from runtime.errors import NotFinite, RuntimeFault
 from runtime.graphs.events import record_event
 from runtime.kv.eviction import check_eviction
 from runtime.models.model import Model
-from runtime.pages.plan import PageCount, pages_for
-from runtime.pages.window import SINK_PAGES
-from runtime.replay.prompts import stored_range
+from runtime.pages.plan import PageCount
 from runtime.replay.step import UNRESOLVED, StepReplay
 from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
@@ -50,8 +48,7 @@ class Engine:
     chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
-        num_pages: number of pages for sequences; exact pages with a compressed KV format.
-        num_stored: number of stored pages of a compressed KV format; otherwise 0.
+        pages: number of pages of each page group, for sequences.
         replay: whether to use `StepReplay` (CUDA graphs). Without it, the host takes longer to
             launch kernels than the device takes to run them. Replay does not change tokens, but
             they are reported one step later.
@@ -64,7 +61,7 @@ class Engine:
         planned: the step that `compute` will run, or None.
 
     Raises:
-        ValueError: there are stored pages without a compressed format, or none with one.
+        ValueError: a page group has no pages, or there are numbers of pages for other groups.
         KVFormatError: the KV format does not support eviction.
     """
 
@@ -72,9 +69,8 @@ class Engine:
         self,
         model: Model,
         *,
-        num_pages: int,
+        pages: PageCount,
         limits: Limits,
-        num_stored: int = 0,
         replay: bool = False,
         decodes: bool = True,
         by_layer: bool = False,
@@ -82,23 +78,21 @@ class Engine:
     ) -> None:
         if kv_eviction:
             check_eviction(model.kv_format)
-        if bool(num_stored) is not model.layout.has_stored:
-            name = model.kv_format.name
-            raise ValueError(f"{num_stored} stored pages with KV format {name}")
         self.model = model
-        self.cache = model.new_cache(num_pages + replay, num_stored)  # replay needs a null page
+        plan = model.layout.plan
+        self._scheduler = Scheduler(
+            limits,
+            plan=plan,
+            total=pages,
+            context_length=model.context_length,
+            kv_eviction=kv_eviction,
+        )
+        self.cache = model.new_cache(pages.plus(plan.null_pages) if replay else pages)
         self._steps: StepRunner
         if replay:
             self._steps = StepReplay(model, self.cache, limits, decodes=decodes, by_layer=by_layer)
         else:
             self._steps = DirectSteps(model, self.cache, limits)
-        self._scheduler = Scheduler(
-            limits,
-            plan=model.layout.plan,
-            total=PageCount(num_pages, num_stored),
-            context_length=model.context_length,
-            kv_eviction=kv_eviction,
-        )
         self.planned: StepPlan | None = None
         self._in_flight: LaunchedStep | None = None  # not read yet
 
@@ -113,24 +107,14 @@ class Engine:
         self._steps.warm_up(progress)
 
     @property
-    def num_pages(self) -> PageCount:
-        """Number of exact and of stored pages, without the null page."""
+    def pages_total(self) -> PageCount:
+        """Number of pages of each page group, without null pages."""
         return self._scheduler.pages.total
 
     @property
-    def pages_total(self) -> int:
-        """Number of pages; of exact pages with a compressed KV format."""
-        return self._scheduler.pages.total.exact
-
-    @property
-    def pages_free(self) -> int:
-        """Number of free pages; of exact pages with a compressed KV format."""
-        return self._scheduler.pages.free.exact
-
-    @property
-    def stored_free(self) -> int:
-        """Number of free stored pages; 0 without a compressed KV format."""
-        return self._scheduler.pages.free.stored
+    def pages_free(self) -> PageCount:
+        """Number of free pages of each page group."""
+        return self._scheduler.pages.free
 
     @property
     def num_running(self) -> int:
@@ -182,9 +166,8 @@ class Engine:
         if plan.reserved:
             ready = record_event(self.model.device)
             for group in plan.reserved:
-                first = group.sequences[0]
-                pages, stored = tuple(first.pages), tuple(first.stored)
-                output.reserved.append(Reserved(group.request.id, pages, ready, stored))
+                tables = tuple(map(tuple, group.sequences[0].page_tables))
+                output.reserved.append(Reserved(group.request.id, tables, ready))
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 
@@ -246,18 +229,17 @@ class Engine:
         """Launch a step and report its chunks. Choices of completed prompts start running."""
         step = self._steps.launch(plan.decode, plan.chunks)
         computed = list(plan.decode)
-        evicted: list[Sequence] = []
         for chunk in plan.chunks:
             self._report(chunk, step.ready, output)
             self._scheduler.computed(chunk)
-            evicted += [s for s in chunk.group.sequences if s.vacated]
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
                 computed += chunk.group.sequences
                 for sequence in chunk.group.sequences:
                     self._scheduler.run(sequence)
         self._scheduler.step_launched(step.sequences)
-        self._scheduler.pages.release_vacated(evicted)
+        for chunk in plan.chunks:
+            self._scheduler.pages.release_after_chunk(chunk.group)
         for sequence in computed:
             if sequence.forced:
                 self._scheduler.append_forced(sequence)
@@ -268,17 +250,16 @@ class Engine:
 
         Of a prompt with evicted tokens, all that is kept is added with the last chunk.
         """
-        group, size = chunk.group, self.model.page_size
-        sequence, encoded = group.sequences[0], stored_range(chunk, size)
+        sequence = chunk.group.sequences[0]
         first, end = chunk.first, chunk.first + chunk.count
         if sequence.evicts:
             if not chunk.completes:
                 return
             first, end = 0, end - sequence.evicted
-        pages = tuple(sequence.pages[first // size : pages_for(end, size)])
-        stored = tuple(sequence.stored[encoded.start - SINK_PAGES : encoded.stop - SINK_PAGES])
+        pages = self._scheduler.pages.plan.span(first, end)
+        tables = tuple(tuple(table[pages.start : pages.stop]) for table in sequence.page_tables)
         output.computed.append(
-            Computed(group.request.id, first, end - first, pages, ready, stored, sequence.evicted)
+            Computed(chunk.group.request.id, first, end - first, tables, ready, sequence.evicted)
         )
 
     def _can_launch_ahead(self, step: LaunchedStep) -> bool:
@@ -324,11 +305,13 @@ class Engine:
     def _fork(self, group: SequenceGroup) -> None:
         """Copy the partly filled last prompt page of the first choice to every other choice."""
         first, *others = group.sequences
-        if others and len(group.tokens) % self.model.page_size:
-            last = len(first.pages) - 1
-            self.cache.copy_pages(
-                [first.pages[last]] * len(others), [sequence.pages[last] for sequence in others]
-            )
+        plan = self._scheduler.pages.plan
+        if not others or not len(group.tokens) % plan.page_size:
+            return
+        for at in range(plan.prompt_groups):
+            last = first.page_tables[at][-1]
+            own = [sequence.page_tables[at][-1] for sequence in others]
+            self.cache.copy_pages(at, [last] * len(others), own)
 
     def _accept(self, sequence: Sequence, draw: Draw | None, output: StepOutput) -> None:
         """Append a sampled token and report it. Without a draw, refuse the request."""

@@ -1,8 +1,8 @@
 """Pages of sequences: the pools of one engine, the need for pages, and deferred release.
 
-A compressed KV format has two pools. A prompt is computed over exact pages. In the step that
-completes it, those that are not recent are encoded into stored pages. A decode step encodes the
-page that has just left the window of recent tokens. Encoded exact pages are freed.
+There is a pool for each page group. A prompt is computed over all of its pages. Pages that have
+left the window of their group are freed as soon as no step attends to them: after each chunk of a
+prompt, or after the complete prompt if they are encoded then, and after each decode step.
 
 A page released while steps are in flight becomes free when the latest of them has completed.
 """
@@ -12,38 +12,42 @@ from collections.abc import Iterable
 
 from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
 from runtime.errors import OutOfPages
+from runtime.pages.groups import Part
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.pool import PagePool
-from runtime.pages.window import SINK_PAGES
 
 
 class SequencePages:
     """Allocates pages to sequences.
 
     Args:
-        total: number of pages; of stored ones too with a compressed KV format.
+        total: number of pages of each group.
 
     Attributes:
         plan: counts of the pages that sequences need.
-        exact: pool of exact pages.
-        stored: pool of stored pages; None if the KV format has none.
+        pools: pool of each group.
+        total: number of pages of each group.
+        windows: whether pages leave the window of a group.
+
+    Raises:
+        ValueError: a group has no pages.
     """
 
     def __init__(self, plan: PagePlan, total: PageCount) -> None:
-        self.plan = plan
-        self.exact = PagePool(total.exact)
-        self.stored = PagePool(total.stored) if plan.compressed else None
-        self._deferred: deque[tuple[list[int], list[int]]] = deque()  # one for each in-flight step
+        if len(total) != len(plan.groups):
+            raise ValueError(f"{len(total)} numbers of pages for {len(plan.groups)} page groups")
+        self.plan, self.total = plan, total
+        self.pools = tuple(PagePool(pages) for pages in total)
+        ends = enumerate(plan.groups)
+        self._windows = [(at, group) for at, group in ends if group.part is Part.ENDS]
+        self.windows = bool(self._windows)
+        # Pages released while steps are in flight, by group; one item for each of these steps.
+        self._deferred: deque[list[list[int]]] = deque()
 
     @property
     def free(self) -> PageCount:
         """Number of free pages."""
-        return PageCount(self.exact.free, self.stored.free if self.stored else 0)
-
-    @property
-    def total(self) -> PageCount:
-        """Number of pages."""
-        return PageCount(self.exact.total, self.stored.total if self.stored else 0)
+        return PageCount(*(pool.free for pool in self.pools))
 
     def need(self, group: SequenceGroup) -> PageCount:
         """Return the number of free pages needed to admit a group and run one decode step."""
@@ -61,11 +65,11 @@ class SequencePages:
 
     def check_fits(self, group: SequenceGroup) -> None:
         """Raise `OutOfPages` if a group needs more pages than there are."""
-        need, total, tokens = self.need(group), self.total, group.sequences[0].known
-        if need.exact > total.exact:
-            raise OutOfPages(f"{tokens} tokens need {need.exact} of {total.exact} pages")
-        if need.stored > total.stored:
-            raise OutOfPages(f"{tokens} tokens need {need.stored} of {total.stored} stored pages")
+        need, tokens = self.need(group), group.sequences[0].known
+        for pages, total, kind in zip(need, self.total, self.plan.groups, strict=True):
+            if pages > total:
+                name = f"{kind.name} pages" if len(need) > 1 else "pages"
+                raise OutOfPages(f"{tokens} tokens need {pages} of {total} {name}")
 
     def suffice_for_step(self, running: int) -> bool:
         """Return whether the free pages suffice for a step of any ``running`` sequences."""
@@ -73,92 +77,91 @@ class SequencePages:
 
     def grow(self, sequence: Sequence, missing: PageCount) -> None:
         """Allocate the missing pages of a running sequence."""
-        sequence.pages += self.exact.allocate(missing.exact)
-        if self.stored:
-            sequence.stored += self.stored.allocate(missing.stored)
+        for table, pool, count in zip(sequence.page_tables, self.pools, missing, strict=True):
+            table += pool.allocate(count)
 
     def admit(self, group: SequenceGroup) -> None:
         """Allocate the pages of a group's prompt.
 
-        Choices share stored pages and full exact pages, but not a partly filled last page. A prompt
-        whose KV will be received has no exact pages beside its stored ones, and none for tokens
-        that the other worker evicts.
+        Choices share full pages, but not a partly filled last page. A prompt whose KV will be
+        received has pages for what is sent: none that left a window, and none for tokens that the
+        other worker evicts.
         """
         first, *others = group.sequences
         tokens = len(group.tokens)
-        if group.purpose is Purpose.RECEIVE:
+        received = group.purpose is Purpose.RECEIVE
+        if received:
             tokens -= first.evicts
             for sequence in group.sequences:
                 sequence.evict(range(0))
-            need = self.plan.received(tokens)
-        else:
-            need = self.plan.computed(tokens, first.evicts)
-        first.pages = self.exact.allocate(need.exact)
-        if self.stored:
-            first.stored = self.stored.allocate(need.stored)
+        for at, pool in enumerate(self.pools):
+            if received:
+                ranges = self.plan.sent(tokens, at)
+            else:
+                ranges = (self.plan.prompt(tokens, at, first.evicts),)
+            table = [FREED] * ranges[-1].stop
+            for pages in ranges:
+                table[pages.start : pages.stop] = pool.allocate(len(pages))
+            first.page_tables.append(table)
         if group.purpose is Purpose.HOLD:
             return
-        if group.purpose is Purpose.RECEIVE:
-            first.pages[SINK_PAGES:SINK_PAGES] = [FREED] * need.stored
-        full, count = first.pages[: tokens // self.plan.page_size], len(first.pages)
         for sequence in others:
-            self.exact.share([page for page in full if page != FREED])
-            sequence.pages = full + self.exact.allocate(count - len(full))
-            if self.stored:
-                self.stored.share(first.stored)
-                sequence.stored = first.stored.copy()
+            for table, pool in zip(first.page_tables, self.pools, strict=True):
+                full = table[: self.plan.full(tokens)]
+                pool.share([page for page in full if page != FREED])
+                sequence.page_tables.append(full + pool.allocate(len(table) - len(full)))
 
-    def release_encoded(self, sequence: Sequence) -> None:
-        """Release the exact pages that steps have encoded, with a compressed KV format.
+    def release_after_chunk(self, group: SequenceGroup) -> None:
+        """Release pages that no later step attends to.
 
-        Call it when the step that computes the KV of the last token but one was launched with the
-        right token: it encodes all pages that are not recent at that length.
+        Call it when the step that computes the chunk was launched and recorded in the group. These
+        are the pages that an eviction has left without tokens, and those that left a window, unless
+        they are encoded: then the complete prompt attends to them.
         """
-        pages = sequence.pages
-        if not self.stored or not pages:  # other choices of a held prompt have no pages
-            return
-        length = len(sequence.tokens) - sequence.evicted
-        first = end = self.plan.first_recent(length - 1)
-        while first > SINK_PAGES and pages[first - 1] != FREED:
-            first -= 1
-        if first < end:
-            self._release(pages[first:end], [])
-            pages[first:end] = [FREED] * (end - first)
-
-    def release_vacated(self, sequences: Iterable[Sequence]) -> None:
-        """Release the exact pages that an eviction has left without tokens.
-
-        Call it when the step that evicts was launched.
-        """
-        for sequence in sequences:
-            self._release(sequence.vacated, [])
+        for sequence in group.sequences:
+            for at, pages in enumerate(sequence.vacated):
+                self._release(at, pages)
             sequence.vacated = []
+            if not self.plan.encodes:
+                self.release_left(sequence, group.computed)
+
+    def release_left(self, sequence: Sequence, length: int) -> None:
+        """Release the pages that no step attends to after one with ``length`` tokens.
+
+        Call it when that step was launched with the right tokens. It encodes the pages that leave
+        the window, if they are encoded.
+        """
+        if not sequence.page_tables:  # other choices of a held prompt have no pages
+            return
+        for at, group in self._windows:
+            table = sequence.page_tables[at]
+            first = end = group.first_recent(length, self.plan.page_size)
+            while first > group.sink_pages and table[first - 1] != FREED:
+                first -= 1
+            if first < end:
+                self._release(at, table[first:end])
+                table[first:end] = [FREED] * (end - first)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Release all pages of sequences. Their prompts must be computed again."""
         for sequence in sequences:
             sequence.evicted = 0
-            held = [page for page in sequence.pages if page != FREED]
-            self._release(held, sequence.stored)
-            sequence.pages, sequence.stored = [], []
+            for at, table in enumerate(sequence.page_tables):
+                self._release(at, [page for page in table if page != FREED])
+            sequence.page_tables = []
 
     def step_launched(self) -> None:
         """Record the launch of a step. Pages released from now on may be used by it."""
-        self._deferred.append(([], []))
+        self._deferred.append([[] for _ in self.pools])
 
     def step_completed(self) -> None:
         """Record the completion of the oldest in-flight step and free its deferred pages."""
-        self._free(*self._deferred.popleft())
+        for pool, pages in zip(self.pools, self._deferred.popleft(), strict=True):
+            pool.release(pages)
 
-    def _release(self, exact: list[int], stored: list[int]) -> None:
-        """Release pages now, or when the latest in-flight step completes."""
+    def _release(self, at: int, pages: list[int]) -> None:
+        """Release pages of a group now, or when the latest in-flight step completes."""
         if self._deferred:
-            self._deferred[-1][0].extend(exact)
-            self._deferred[-1][1].extend(stored)
+            self._deferred[-1][at].extend(pages)
         else:
-            self._free(exact, stored)
-
-    def _free(self, exact: list[int], stored: list[int]) -> None:
-        self.exact.release(exact)
-        if self.stored:
-            self.stored.release(stored)
+            self.pools[at].release(pages)

@@ -12,9 +12,10 @@ the lengths of its sequences. Pages released in the meantime become free only wh
 completed, because it may still write to them. CUDA stream order does not protect these pages,
 because KV from another worker is written outside of the stream.
 
-With a compressed KV format or eviction, output tokens attend to stored pages or what eviction has
-kept, but a prompt attends to all of its exact pages. A preempted sequence is therefore prefilled to
-the end of its prompt. Its output tokens are then decoded again as forced ones (`Sequence.forced`).
+With a KV format that encodes pages, or eviction, output tokens attend to encoded pages or what
+eviction has kept, but a prompt attends to all of its tokens as computed. A preempted sequence is
+therefore prefilled to the end of its prompt. Its output tokens are then decoded again as forced
+ones (`Sequence.forced`).
 """
 
 from bisect import insort
@@ -223,8 +224,8 @@ class Scheduler:
     def append(self, sequence: Sequence, token: int) -> None:
         """Append a token that was sampled for a sequence."""
         sequence.tokens.append(token)
-        if self.pages.stored:
-            self.pages.release_encoded(sequence)
+        if self.pages.windows:
+            self.pages.release_left(sequence, len(sequence.tokens) - sequence.evicted - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
         """Append the next forced token, in place of the token that the launched step samples."""
@@ -307,7 +308,7 @@ class Scheduler:
     def _rewind(self, sequences: Iterable[Sequence]) -> None:
         """Make output tokens forced ones if decode steps attend other KV than a prompt does."""
         for sequence in sequences:
-            if self.pages.stored or sequence.evicts:
+            if self.pages.plan.encodes or sequence.evicts:
                 sequence.rewind()
 
     def _admit(self) -> list[SequenceGroup]:

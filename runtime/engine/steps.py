@@ -55,6 +55,6 @@ class StepRunner(Protocol):
 
         It samples a token for each decoded sequence and for all choices of completed prompts,
         except those whose next token is forced. With a compressed KV format, it also encodes the
-        pages of completed prompts that are not recent.
+        pages that complete prompts leave outside of their windows.
         """
         ...

@@ -13,7 +13,8 @@ from torch import Tensor
 from runtime.errors import KVFormatError
 from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
-from runtime.pages.plan import PagePlan, compressed_plan
+from runtime.pages.groups import PageGroup, Part
+from runtime.pages.plan import PageCount, PagePlan
 
 _ALIGNMENT = 16
 """Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
@@ -66,9 +67,9 @@ class CacheTensor:
         return self.planes[0].encodable
 
     @property
-    def stored(self) -> bool:
+    def group(self) -> PageGroup:
         """See `Plane`."""
-        return self.planes[0].stored
+        return self.planes[0].group
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Return the planes as views of the tensor."""
@@ -83,7 +84,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All tensors of a cache with equal dtype and shape, in pages of one kind.
+    """All tensors of a cache with equal dtype and shape, in pages of one page group.
 
     A transfer segment can contain several tensors of one group.
 
@@ -91,7 +92,8 @@ class PlaneGroup:
         dtype: dtype of the elements.
         kv_heads: KV heads of every tensor.
         dim: elements per KV head and token.
-        encodable, stored: see `Plane`.
+        encodable: see `Plane`.
+        page_group: index of the page group in `CacheLayout.plan`.
         members: for each layer, its tensors in this group, as (name, index in
             `PagedCache.tensors`).
         is_block: whether the tensors are blocks of several planes; see `CacheTensor`.
@@ -101,9 +103,14 @@ class PlaneGroup:
     kv_heads: int
     dim: int
     encodable: bool
-    stored: bool
+    page_group: int
     members: tuple[tuple[tuple[str, int], ...], ...]
     is_block: bool
+
+    @property
+    def stored(self) -> bool:
+        """Whether the page group is not the first one. Deprecated."""
+        return self.page_group > 0
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -127,8 +134,8 @@ class CacheLayout:
         layers: planes of each layer, in the order of `KVFormat.planes`.
 
     Raises:
-        KVFormatError: names repeat within a layer, or a shape is not ``(kv_heads, page_size,
-            dim)``.
+        KVFormatError: names repeat within a layer, a shape is not ``(kv_heads, page_size, dim)``,
+            or page groups with one name differ.
     """
 
     page_size: int
@@ -146,6 +153,8 @@ class CacheLayout:
                         f"layer {number}, plane {plane.name!r}: shape {plane.shape} is not "
                         f"(kv_heads, page_size, dim) with {expected}"
                     )
+        if len({group.name for group in self.page_groups}) < len(self.page_groups):
+            raise KVFormatError(f"page groups with the same name differ: {self.page_groups}")
 
     @classmethod
     def of(cls, kv_format: KVFormat, *, num_layers: int, page_size: int) -> Self:
@@ -167,13 +176,14 @@ class CacheLayout:
     def tensors(self) -> tuple[CacheTensor, ...]:
         """All tensors, in the order of `PagedCache.tensors`.
 
-        Stored planes that are not encodable differ in dtype and width, but are always sent
-        together. Those of a layer are a block, so that one segment can contain them, unless their
-        pages are not aligned. Every other plane is a tensor of its own.
+        Planes into which pages are encoded differ in dtype and width, but are always sent together.
+        Those of a layer are a block, so that one segment can contain them, unless they are
+        encodable or their pages are not aligned. Every other plane is a tensor of its own.
         """
         found = []
         for layer, planes in enumerate(self.layers):
-            block = tuple(plane for plane in planes if plane.stored and not plane.encodable)
+            encoded = (plane for plane in planes if plane.group.part is Part.MIDDLE)
+            block = tuple(plane for plane in encoded if not plane.encodable)
             if len(block) < 2 or any(_page_bytes(plane) % _ALIGNMENT for plane in block):
                 block = ()
             found += [CacheTensor(layer, (plane,)) for plane in planes if plane not in block]
@@ -184,60 +194,66 @@ class CacheLayout:
     @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
         """The groups of tensors, in the order of their first tensors."""
-        found: dict[tuple[torch.dtype, int, bool, bool, bool], list[list[tuple[str, int]]]] = {}
+        found: dict[tuple[torch.dtype, int, bool, int, bool], list[list[tuple[str, int]]]] = {}
         for index, tensor in enumerate(self.tensors):
-            key = tensor.dtype, tensor.dim, tensor.encodable, tensor.stored, tensor.is_block
+            group = self.page_groups.index(tensor.group)
+            key = tensor.dtype, tensor.dim, tensor.encodable, group, tensor.is_block
             members = found.setdefault(key, [[] for _ in self.layers])
             members[tensor.layer].append((tensor.name, index))
         return tuple(
             PlaneGroup(
-                *(dtype, self.kv_heads, dim, encodable, stored, tuple(map(tuple, members))),
+                *(dtype, self.kv_heads, dim, encodable, group, tuple(map(tuple, members))),
                 is_block=is_block,
             )
-            for (dtype, dim, encodable, stored, is_block), members in found.items()
+            for (dtype, dim, encodable, group, is_block), members in found.items()
         )
-
-    @cached_property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token occupies in a page of a sequence, summed over all planes.
-
-        For a compressed format, this is an exact page; see `stored_bytes_per_token`.
-        """
-        return self._bytes_per_token(stored=False)
-
-    @cached_property
-    def stored_bytes_per_token(self) -> int:
-        """Bytes that one token occupies in a stored page; 0 without a compressed format."""
-        return self._bytes_per_token(stored=True)
-
-    @cached_property
-    def has_stored(self) -> bool:
-        """Whether the format has stored pages."""
-        return any(plane.stored for _, plane in self.planes)
 
     @cached_property
     def plan(self) -> PagePlan:
-        """Counts of the pages that sequences need."""
-        return compressed_plan(self.page_size) if self.has_stored else PagePlan(self.page_size)
+        """Page groups of the planes, and counts of the pages that sequences need."""
+        sizes = dict.fromkeys(self.page_groups, 0)
+        for _, plane in self.planes:
+            sizes[plane.group] += _page_bytes(plane)
+        groups = (replace(group, page_bytes=size) for group, size in sizes.items())
+        return PagePlan(self.page_size, tuple(groups))
 
-    def _bytes_per_token(self, *, stored: bool) -> int:
-        return sum(
-            self.kv_heads * plane.shape[-1] * plane.dtype.itemsize
-            for _, plane in self.planes
-            if plane.stored is stored
-        )
+    @cached_property
+    def layer_groups(self) -> tuple[int, ...]:
+        """For each layer, the page group of its first plane, as its index in `plan`."""
+        return tuple(self.page_groups.index(planes[0].group) for planes in self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in a page of the first group. Deprecated."""
+        return self.plan.groups[0].page_bytes // self.page_size
+
+    @property
+    def stored_bytes_per_token(self) -> int:
+        """Bytes of a token in a page of the second group. Deprecated."""
+        return sum(group.page_bytes for group in self.plan.groups[1:]) // self.page_size
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether pages are encoded. Deprecated."""
+        return self.plan.encodes
+
+    @cached_property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """Page groups of the planes, in the order of `plan`: those that are encoded into last."""
+        groups = dict.fromkeys(plane.group for _, plane in self.planes)
+        return tuple(sorted(groups, key=lambda group: group.part is Part.MIDDLE))
 
 
 class PagedCache:
     """Memory for the KV of all sequences of one worker.
 
     Args:
-        num_pages: number of pages, exact ones with a compressed format.
-        num_stored: number of stored pages of a compressed format.
+        pages: number of pages of each page group of the layout.
 
     Attributes:
         layout: layout of the planes.
         page_size: token slots of a page.
+        pages: number of pages of each page group.
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
         planes: one view ``[page, kv_head, slot, dim]`` of them for each of ``layout.planes``. Each
             page is contiguous.
@@ -246,16 +262,18 @@ class PagedCache:
     def __init__(
         self,
         layout: CacheLayout,
-        *,
-        num_pages: int,
-        num_stored: int = 0,
+        pages: PageCount,
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
         self.page_size = layout.page_size
-        counts = {False: num_pages, True: num_stored}
+        self.pages = pages
+        groups = layout.page_groups
+        if len(pages) != len(groups):
+            raise ValueError(f"{len(pages)} numbers of pages for {len(groups)} page groups")
+        counts = dict(zip(groups, pages, strict=True))
         self.tensors: list[Tensor] = [
-            torch.zeros(counts[each.stored], *each.shape, dtype=each.dtype, device=device)
+            torch.zeros(counts[each.group], *each.shape, dtype=each.dtype, device=device)
             for each in layout.tensors
         ]
         views: dict[tuple[int, str], Tensor] = {}
@@ -266,28 +284,22 @@ class PagedCache:
         planes = iter(self.planes)
         self._layers = [tuple(next(planes) for _ in each) for each in layout.layers]
 
-    @classmethod
-    def of_stored(
-        cls, planes: Sequence[Plane], num_stored: int, device: torch.device | str = "cpu"
-    ) -> Self:
-        """Return a cache of one layer that has only the stored planes of a compressed format."""
-        layer = tuple(replace(plane, stored=True) for plane in planes)
-        kv_heads, page_size, _ = layer[0].shape
-        layout = CacheLayout(page_size, kv_heads, (layer,))
-        return cls(layout, num_pages=0, num_stored=num_stored, device=device)
+    @property
+    def null_pages(self) -> tuple[int, ...]:
+        """For each page group, the page of `PagePlan.null_pages`: the last; 0 if it has none."""
+        nulls = self.layout.plan.null_pages
+        return tuple((pages - 1) * null for pages, null in zip(self.pages, nulls, strict=True))
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return the planes of one layer."""
         return self._layers[index]
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy page ``sources[i]`` to page ``targets[i]``, in stream order.
-
-        Stored pages are never copied: they are not written again.
-        """
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy page ``sources[i]`` of a page group to page ``targets[i]``, in stream order."""
         read, written = to_device(np.array([sources, targets], np.int64), self.planes[0].device)
+        copied = self.layout.page_groups[group]
         for (_, plane), tensor in zip(self.layout.planes, self.planes, strict=True):
-            if not plane.stored:
+            if plane.group == copied:
                 tensor[written] = tensor[read]
 
 

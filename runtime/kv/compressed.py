@@ -1,28 +1,43 @@
-"""Interface of compressed KV formats, and which tokens of a sequence they leave exact.
+"""Interface of compressed KV formats, and which tokens of a sequence they do not compress.
 
-A model computes over exact pages: K (after RoPE) and V in bf16, as in format `dense`. A compressed
-format adds stored pages. A page of a sequence is encoded when it leaves the window of recent
-tokens, and its exact page becomes free. Prefill attends to exact pages only; the pages of a
-complete prompt are then encoded as if its tokens had been decoded one by one.
+A model computes over full-precision pages: K (after RoPE) and V in bf16, as in format `dense`. A
+compressed format adds compressed pages. A page of a sequence is encoded when it leaves the window
+of recent tokens, and its full-precision page becomes free. Prefill attends to full-precision pages
+only; the pages of a complete prompt are then encoded as if its tokens had been decoded one by one.
 
-The first page of a sequence stays exact, too: attention concentrates on the first tokens (sinks),
-and errors in their K and V cost far more than errors elsewhere.
+The first page of a sequence stays in full precision, too: attention concentrates on the first
+tokens (sinks), and errors in their K and V cost far more than errors elsewhere.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.kv.format import Plane
+from runtime.pages.groups import PageGroup, Part
 from runtime.pages.window import SINK_PAGES, WINDOW, first_recent
 
 __all__ = [
+    "COMPRESSED",
+    "FULL_PRECISION",
     "SINK_PAGES",
     "WINDOW",
     "CompressedFormat",
     "CompressedLayer",
+    "compressed_table",
     "first_recent",
 ]
+
+FULL_PRECISION = PageGroup("full_precision", 0, Part.ENDS, SINK_PAGES, WINDOW)
+"""Page group of K and V."""
+COMPRESSED = PageGroup("compressed", 0, Part.MIDDLE, SINK_PAGES, WINDOW)
+"""Page group of the planes of compressed formats."""
+
+
+def compressed_table(batch: Batch) -> Tensor | None:
+    """Return the page table of the compressed pages of a decode batch; None for prompts."""
+    return batch.page_tables[1] if batch.page_tables else None
 
 
 class CompressedLayer(Protocol):
@@ -30,8 +45,8 @@ class CompressedLayer(Protocol):
 
     A layer may also have
 
-    - a method ``attend_prompt(q, planes, batch)``, which replaces exact attention over the exact
-      planes of prompts unless it returns None;
+    - a method ``attend_prompt(q, planes, batch)``, which replaces exact attention over K and V of
+      prompts unless it returns None;
     - a method ``kernels(device)``, which returns its `runtime.kv.gpu.StoredPageKernels`, or None if
       they do not run on the device.
     """
@@ -51,7 +66,7 @@ class CompressedLayer(Protocol):
             first_positions: int64 `[p]`, position of the first token of each page.
             planes: the layer's planes, in the order of `CompressedFormat.planes`. Each page is
                 contiguous, a plane need not be.
-            targets: int64 `[p]`, stored pages to write, without repetition.
+            targets: int64 `[p]`, compressed pages to write, without repetition.
         """
         ...
 
@@ -61,7 +76,7 @@ class CompressedLayer(Protocol):
         """Return K (after RoPE) and V as attention reads them.
 
         Args:
-            pages: int64 `[p]`, stored pages.
+            pages: int64 `[p]`, compressed pages.
             first_positions: int64 `[p]`, position of the first token of each page.
 
         Returns:
@@ -88,7 +103,7 @@ class CompressedFormat(Protocol):
     artifact_hash: str
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        """Return the stored planes of one layer."""
+        """Return the compressed planes of one layer; their ``group`` is ignored."""
         ...
 
     def layer(self, index: int) -> CompressedLayer:

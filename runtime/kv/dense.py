@@ -12,6 +12,23 @@ from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 
 
+class DenseLayer:
+    """One layer of format `dense`; a `LayerKV` whose planes are K and V."""
+
+    def __init__(self, attention: DenseAttention) -> None:
+        self._attention = attention
+
+    def append(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
+    ) -> Tensor:
+        k_pages, v_pages = planes
+        return self._attention.write(qkv, rope, k_pages, v_pages, batch)
+
+    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        k_pages, v_pages = planes
+        return self._attention.attend(q, k_pages, v_pages, batch)
+
+
 class DenseFormat:
     """Implements `runtime.kv.format.KVFormat`. Planes are bf16 for any dtype of the model."""
 
@@ -24,6 +41,7 @@ class DenseFormat:
     def __init__(self, config: ModelConfig, attention: DenseAttention) -> None:
         self._config = config
         self._attention = attention
+        self._layer = DenseLayer(attention)
         # The reference reads sequence lengths on the host, which a CUDA graph cannot capture.
         self.graph_safe = not isinstance(attention, ReferenceAttention)
 
@@ -52,15 +70,5 @@ class DenseFormat:
         shape = (self._config.num_kv_heads, page_size, self._config.head_dim)
         return Plane("k", torch.bfloat16, shape), Plane("v", torch.bfloat16, shape)
 
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
-
-    def append(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
-    ) -> Tensor:
-        k_pages, v_pages = planes
-        return self._attention.write(qkv, rope, k_pages, v_pages, batch)
-
-    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        k_pages, v_pages = planes
-        return self._attention.attend(q, k_pages, v_pages, batch)
+    def layer(self, index: int) -> DenseLayer:  # noqa: ARG002 - all layers are alike
+        return self._layer

@@ -8,13 +8,17 @@ from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.config import ModelConfig
+from runtime.pages.groups import PageGroup
+
+KV = PageGroup("kv")
+"""Page group of formats whose planes hold all pages of a sequence."""
 
 
 @dataclass(frozen=True)
 class Plane:
     """Elements of one layer over all pages: a tensor ``[page, *shape]`` of ``dtype``.
 
-    Each page is contiguous. Consecutive pages of a stored plane may have other data between them.
+    Each page is contiguous. Consecutive pages may have other planes of their group between them.
 
     Attributes:
         name: name, unique within the layer. The codec has one codebook per layer and name.
@@ -22,15 +26,16 @@ class Plane:
             ``kv_heads`` and ``page_size``; ``dim`` may differ.
         encodable: whether the elements are floating-point values that a lossless codec may encode.
             Planes of integers, packed codes or scales set it to False and are sent as raw bytes.
-        stored: whether the plane belongs to the stored pages of a compressed format, which are
-            numbered separately; see `runtime.kv.compressed`.
+        group: page group of the plane, without its size. The pages of each group are numbered
+            separately. Batches have the page table of the group of the layer's first plane as
+            `Batch.page_table`.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, int, int]
     encodable: bool = True
-    stored: bool = False
+    group: PageGroup = KV
 
 
 class LayerKV(Protocol):

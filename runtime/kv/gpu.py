@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.parts import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
+from runtime.kv.compressed import compressed_table
 from runtime.kv.kernel_source import KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
@@ -20,8 +21,8 @@ from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
 from runtime.pages.window import SINK_PAGES, WINDOW
 
 _LOG2_E = math.log2(math.e)
-_EXACT = 2
-"""Number of exact planes of a layer, K and V; they come first."""
+_KV = 2
+"""Number of planes of K and V, which come first."""
 _MERGED_PARTS = 16
 """Parts of a head that are merged per iteration."""
 
@@ -139,13 +140,13 @@ class StoredPageKernels:
 
         These pages do not contain the new tokens. ``offsets`` is that of `encode`.
         """
-        k_pages, v_pages = planes[:_EXACT]
-        table, stored, source = batch.page_table, _stored_table(batch), self._source.encode
+        k_pages, v_pages = planes[:_KV]
+        table, stored, source = batch.page_table, _compressed_table(batch), self._source.encode
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, planes[_EXACT:] + self.inputs.planes,
-            offsets, **self._encoding(planes[_EXACT:], k_pages.shape[2]), WINDOW=WINDOW,
+            stored.stride(0), batch.lengths, planes[_KV:] + self.inputs.planes,
+            offsets, **self._encoding(planes[_KV:], k_pages.shape[2]), WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
             num_stages=source.stages, enable_fp_fusion=False,
         )  # fmt: skip
@@ -159,8 +160,8 @@ class StoredPageKernels:
         out = q.new_empty(len(q), self._heads * self._dim)
         if not len(q):
             return out
-        k_pages, v_pages = planes[:_EXACT]
-        table, stored, source = batch.page_table, _stored_table(batch), self._source
+        k_pages, v_pages = planes[:_KV]
+        table, stored, source = batch.page_table, _compressed_table(batch), self._source
         sequences, group = len(q), self._heads // self._kv_heads
         fragments = source.fragments_for(q, k_pages, group)
         if fragments is None:
@@ -171,8 +172,8 @@ class StoredPageKernels:
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
-        inputs = planes[_EXACT:] + self.inputs.planes
-        v_width = planes[_EXACT + 1].shape[-1]
+        inputs = planes[_KV:] + self.inputs.planes
+        v_width = planes[_KV + 1].shape[-1]
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
             "PAGE": k_pages.shape[2], "WINDOW": WINDOW, "SINK_PAGES": SINK_PAGES,
@@ -180,7 +181,7 @@ class StoredPageKernels:
             "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
         of_parts = {
-            "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
+            "K_WIDTH": planes[_KV].shape[-1], "V_WIDTH": v_width,
             "MIN_COST": self._costs.least, "SPLITS": splits,
         }  # fmt: skip
         arguments = (
@@ -191,13 +192,13 @@ class StoredPageKernels:
         if fragments is not None:
             windowed_fragments_kernel[grid](
                 *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
-                WARPS=fragments.warps, STRIDES=page_strides(planes[_EXACT:]),
+                WARPS=fragments.warps, STRIDES=page_strides(planes[_KV:]),
                 num_warps=fragments.warps, maxnreg=fragments.registers,
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](
                 *arguments, self._costs.prefix, **constants, **of_parts, ATTEND=source.attend,
-                STRIDES=page_strides(planes[_EXACT:]), EXACT_BLOCK=source.exact_tile,
+                STRIDES=page_strides(planes[_KV:]), EXACT_BLOCK=source.exact_tile,
                 ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
@@ -246,10 +247,11 @@ class StoredPageKernels:
         }
 
 
-def _stored_table(batch: Batch) -> Tensor:
-    if batch.stored_table is None:
-        raise ValueError("the batch has no stored pages")
-    return batch.stored_table
+def _compressed_table(batch: Batch) -> Tensor:
+    table = compressed_table(batch)
+    if table is None:
+        raise ValueError("the batch has no compressed pages")
+    return table
 
 
 def page_strides(planes: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""KV formats with stored pages: exact pages for prompts and recent tokens, stored ones between.
+"""KV formats with compressed pages, and full-precision pages for prompts, sinks and recent tokens.
 
-`WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over exact
-pages alone. `PageEncoder` then encodes those that are not recent. A decode step appends to an exact
-page, encodes the page that leaves the window, if any, and attends to both kinds of pages.
+`WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over
+full-precision pages alone. `PageEncoder` then encodes those that are not recent. A decode step
+appends to a full-precision page, encodes the page that leaves the window, if any, and attends to
+both kinds of pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +16,40 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
-from runtime.kv.compressed import CompressedFormat, CompressedLayer
-from runtime.kv.dense import DenseFormat
+from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.compressed import (
+    COMPRESSED,
+    FULL_PRECISION,
+    CompressedFormat,
+    CompressedLayer,
+    compressed_table,
+)
+from runtime.kv.dense import DenseFormat, DenseLayer
 from runtime.kv.format import LayerKV, Plane
+from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import StoredPageKernels
     from runtime.kv.layers_encoder import LayersEncoder
 
-_EXACT = 2
-"""Number of exact planes of a layer, K and V; they come first."""
+_KV = 2
+"""Number of planes of K and V, which come first."""
+
+
+def compressed_cache(
+    planes: Sequence[Plane], pages: int, device: torch.device | str = "cpu"
+) -> PagedCache:
+    """Return a cache of one layer that has only the planes of a compressed format."""
+    layer = tuple(replace(plane, group=COMPRESSED) for plane in planes)
+    kv_heads, page_size, _ = layer[0].shape
+    return PagedCache(CacheLayout(page_size, kv_heads, (layer,)), PageCount(pages), device)
 
 
 class WindowedLayer:
-    """One layer of a `WindowedFormat`; a `LayerKV` whose planes are K, V and the stored planes."""
+    """One layer of a `WindowedFormat`; a `LayerKV` with planes for K, V and compressed pages."""
 
-    def __init__(self, exact: DenseFormat, compressed: CompressedLayer) -> None:
+    def __init__(self, exact: DenseLayer, compressed: CompressedLayer) -> None:
         self._exact, self._compressed = exact, compressed
         self._reference = ReferenceAttention()
 
@@ -39,31 +57,32 @@ class WindowedLayer:
         self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
-        q = self._exact.append(qkv, rope, planes[:_EXACT], batch)
+        q = self._exact.append(qkv, rope, planes[:_KV], batch)
         self.encode_leaving(planes, batch.decode if isinstance(batch, MixedBatch) else batch)
         return q
 
     def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
         """Encode the pages that leave the windows of sequences being decoded."""
-        if batch.stored_table is None:
+        table = compressed_table(batch)
+        if table is None:
             return
         if kernels := self.kernels(planes[0].device):
             kernels.encode_leaving(planes, batch)
         else:
-            self._encode_leaving(planes, batch, batch.stored_table)
+            self._encode_leaving(planes, batch, table)
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        if batch.stored_table is None:
+        table = compressed_table(batch)
+        if table is None:
             projected = getattr(self._compressed, "attend_prompt", None)
-            found = projected(q, planes[:_EXACT], batch) if projected else None
-            return self._exact.attend(q, planes[:_EXACT], batch) if found is None else found
+            found = projected(q, planes[:_KV], batch) if projected else None
+            return self._exact.attend(q, planes[:_KV], batch) if found is None else found
         if kernels := self.kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
         for index, length in enumerate(batch.lengths.tolist()):
-            exact = batch.page_table[index].long()
-            stored = batch.stored_table[index].long()
-            k, v = self._gathered(planes, exact, stored, length)
+            full_precision, compressed = batch.page_table[index].long(), table[index].long()
+            k, v = self._gathered(planes, full_precision, compressed, length)
             pages = torch.arange(len(k), device=q.device, dtype=torch.int32)[None]
             alone = replace(
                 batch,
@@ -74,7 +93,7 @@ class WindowedLayer:
                 lengths=batch.lengths[index : index + 1],
                 sequences=batch.sequences[:1],
                 logit_rows=batch.logit_rows[:1],
-                stored_table=None,
+                page_tables=(),
             )
             outputs.append(self._reference.attend(q[index : index + 1], k, v, alone))
         return torch.cat(outputs)
@@ -86,30 +105,28 @@ class WindowedLayer:
         targets: Tensor,
         first_positions: Tensor,
     ) -> None:
-        """Encode exact pages into stored pages; see `PageEncoder.encode`."""
-        k_pages, v_pages = planes[:_EXACT]
-        stored = planes[_EXACT:]
+        """Encode full-precision pages; see `PageEncoder.encode`."""
+        k_pages, v_pages = planes[:_KV]
+        compressed = planes[_KV:]
         if kernels := self.kernels(k_pages.device):
-            kernels.encode(k_pages, v_pages, stored, targets, sources, first_positions)
+            kernels.encode(k_pages, v_pages, compressed, targets, sources, first_positions)
             return
         self._compressed.encode(
-            k_pages[sources], v_pages[sources], first_positions, stored, targets
+            k_pages[sources], v_pages[sources], first_positions, compressed, targets
         )
 
     def kernels(self, device: torch.device) -> "StoredPageKernels | None":
         find = getattr(self._compressed, "kernels", None)
         return find(device) if find else None
 
-    def _encode_leaving(
-        self, planes: tuple[Tensor, ...], batch: Batch, stored_table: Tensor
-    ) -> None:
+    def _encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch, table: Tensor) -> None:
         page_size = planes[0].shape[2]
         sources, targets, first = [], [], []
         for index, length in enumerate(batch.lengths.tolist()):
             page = first_recent(length, page_size) - 1
             if page >= first_recent(length - 1, page_size):  # it was recent one token ago
                 sources.append(batch.page_table[index, page])
-                targets.append(stored_table[index, page])
+                targets.append(table[index, page])
                 first.append(page * page_size)
         if sources:
             device = planes[0].device
@@ -121,17 +138,21 @@ class WindowedLayer:
             )
 
     def _gathered(
-        self, planes: tuple[Tensor, ...], exact: Tensor, stored: Tensor, length: int
+        self,
+        planes: tuple[Tensor, ...],
+        full_precision: Tensor,
+        compressed: Tensor,
+        length: int,
     ) -> tuple[Tensor, Tensor]:
         """Return K and V of all pages of a sequence, `[p, kv_heads, page_size, dim]`."""
         page_size = planes[0].shape[2]
-        count = -(-length // page_size)
+        count = pages_for(length, page_size)
         recent = first_recent(length, page_size)
-        k, v = (plane[exact[:count]].float() for plane in planes[:_EXACT])
-        pages = torch.arange(SINK_PAGES, recent, device=exact.device)
+        k, v = (plane[full_precision[:count]].float() for plane in planes[:_KV])
+        pages = torch.arange(SINK_PAGES, recent, device=compressed.device)
         if len(pages):
             k[pages], v[pages] = self._compressed.decode(
-                planes[_EXACT:], stored[pages], pages * page_size
+                planes[_KV:], compressed[pages], pages * page_size
             )
         return k, v
 
@@ -140,7 +161,7 @@ class WindowedFormat:
     """Implements `runtime.kv.format.KVFormat` with a compressed format.
 
     Attributes:
-        compressed: True; formats without stored pages lack this attribute.
+        compressed: True; formats without compressed pages lack this attribute.
         keeps_rope: see `CompressedFormat`.
     """
 
@@ -159,11 +180,14 @@ class WindowedFormat:
         return f"{self._exact.kernels}+{self.name}-{self.version}"
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        stored = (
-            replace(plane, name=f"{plane.name}_stored", stored=True)  # `k` and `v` are exact planes
+        full_precision = (
+            replace(plane, group=FULL_PRECISION) for plane in self._exact.planes(layer, page_size)
+        )
+        compressed = (
+            replace(plane, name=f"{plane.name}_stored", group=COMPRESSED)  # not `k` and `v`
             for plane in self._compressed.planes(layer, page_size)
         )
-        return (*self._exact.planes(layer, page_size), *stored)
+        return (*full_precision, *compressed)
 
     def layer(self, index: int) -> LayerKV:
         return self._layer(index)
@@ -181,7 +205,7 @@ class WindowedFormat:
     ) -> list[Callable[[Tensor], Tensor]]:
         """Return the attention of each layer for a decode batch, for the decode megakernel.
 
-        The functions expect that K and V of the new tokens are in the exact pages, and that
+        The functions expect that K and V of the new tokens are in their pages, and that
         `PageEncoder.encode_leaving` was called. They take q after RoPE, `[n, heads, dim]`, and
         return `[n, heads * dim]`.
 
@@ -199,7 +223,7 @@ class WindowedFormat:
 
 
 class PageEncoder:
-    """Encoding of exact pages into stored pages, in all layers of a cache.
+    """Encoding of full-precision pages into compressed pages, in all layers of a cache.
 
     Args:
         layers: the layers of a format and their planes.
@@ -213,8 +237,8 @@ class PageEncoder:
         """Encode pages.
 
         Args:
-            sources: int64 `[p]`, exact pages.
-            targets: int64 `[p]`, stored pages, without repetition.
+            sources: int64 `[p]`, full-precision pages.
+            targets: int64 `[p]`, compressed pages, without repetition.
             first_positions: int64 `[p]`, position of the first token of each page.
         """
         if self._fused:
@@ -228,7 +252,7 @@ class PageEncoder:
 
         They do not contain the new tokens, so this can be done before K and V of these are known.
         """
-        if batch.stored_table is None:
+        if compressed_table(batch) is None:
             return
         if self._fused:
             self._fused.encode_leaving(batch)

@@ -159,8 +159,8 @@ class DecoderLayer:
 def _attend_rows(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
     """Return the attention of the logit rows of a batch, `[m, heads * dim]`."""
     rows = batch.logit_rows
-    if isinstance(batch, MixedBatch) and batch.decode.stored_table is not None:
-        return _attend(kv, q, planes, batch)[rows]  # rows of prompts attend exact pages alone
+    if isinstance(batch, MixedBatch) and batch.decodes_other_groups:
+        return _attend(kv, q, planes, batch)[rows]
     return _attend(kv, q[rows], planes, batch.where_logits())
 
 

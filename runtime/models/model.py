@@ -23,6 +23,7 @@ from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
 from runtime.models.registry import model_family, unsupported_family
+from runtime.pages.plan import PageCount
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import GroupedGemm
@@ -255,11 +256,9 @@ class Model:
                 if isinstance(part, PackedProjection):
                     yield from part.gemms
 
-    def new_cache(self, num_pages: int, num_stored: int = 0) -> PagedCache:
+    def new_cache(self, pages: PageCount) -> PagedCache:
         """Allocate pages for this model's KV; see `PagedCache`."""
-        return PagedCache(
-            self.layout, num_pages=num_pages, num_stored=num_stored, device=self.device
-        )
+        return PagedCache(self.layout, pages, self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
@@ -291,7 +290,8 @@ class Model:
             last = index == len(self._layers) - 1
             layer, planes = self._layers[index], cache.layer(index)
             kv = self.kv_format.layer(index)
-            hidden = layer(hidden, self._rope, kv, planes, batch, last=last)
+            own = batch.of_group(self.layout.layer_groups[index])
+            hidden = layer(hidden, self._rope, kv, planes, own, last=last)
             return hidden
 
         def logits() -> Tensor:

@@ -57,10 +57,8 @@ class PageGroup:
         bounded = 0 <= self.page_bytes <= _MAX_BYTES and 0 <= min(sizes) <= max(sizes) < _MAX_TOKENS
         if not bounded or not 1 <= len(self.name) <= _MAX_NAME:
             raise ValueError(f"not a page group: {self}")
-        if (self.part is Part.ALL) != (self.window == 0) or self.sink_pages and not self.window:
-            raise ValueError(
-                f"groups of a part of a sequence, and no others, have a window: {self}"
-            )
+        if max(sizes) if self.part is Part.ALL else not self.window:
+            raise ValueError(f"groups of a part of a sequence alone have a window: {self}")
 
     def first_recent(self, tokens: int, page_size: int) -> int:
         """Return the index of the first page after the sinks that is in the window.

@@ -46,10 +46,11 @@ class PagePlan:
 
     Attributes:
         page_size: tokens in a page.
-        groups: page groups of the cache.
+        groups: page groups of the cache; those of `Part.MIDDLE` are the last.
 
     Raises:
-        ValueError: there is no group, two have the same name, or a value is out of bounds.
+        ValueError: there is no group, the order is wrong, two groups have the same name, or a value
+            is out of bounds.
     """
 
     page_size: int
@@ -62,6 +63,9 @@ class PagePlan:
             raise ValueError(f"{len(self.groups)} page groups; the maximum is {_MAX_GROUPS}")
         if len({group.name for group in self.groups}) < len(self.groups):
             raise ValueError(f"page groups need distinct names: {self.groups}")
+        middle = [group.part is Part.MIDDLE for group in self.groups]
+        if middle[0] or middle != sorted(middle):
+            raise ValueError(f"groups into which pages are encoded must be the last: {self.groups}")
 
     def count(self, pages: Mapping[str, int]) -> PageCount:
         """Return numbers of pages that are given by the name of the group.
@@ -79,16 +83,25 @@ class PagePlan:
         return {group.name: count for group, count in zip(self.groups, pages, strict=True)}
 
     @cached_property
+    def prompt_groups(self) -> int:
+        """Number of groups over which prompts are computed; those of `Part.MIDDLE` follow them."""
+        return sum(group.part is not Part.MIDDLE for group in self.groups)
+
+    @property
     def encodes(self) -> bool:
         """Whether pages that leave a window are encoded.
 
         Decode then attends to other KV than the computation of a prompt does.
         """
-        return any(group.part is Part.MIDDLE for group in self.groups)
+        return self.prompt_groups < len(self.groups)
 
     def pages(self, tokens: int) -> int:
         """Return the number of pages of a sequence, those that left a window included."""
         return pages_for(tokens, self.page_size)
+
+    def full(self, tokens: int) -> int:
+        """Return the number of full pages of a sequence."""
+        return tokens // self.page_size
 
     def span(self, first_token: int, end: int) -> range:
         """Return the pages with tokens ``first_token … end - 1``, as indices within a sequence."""
@@ -98,10 +111,19 @@ class PagePlan:
         """Return the bytes of pages."""
         return sum(g.page_bytes * count for g, count in zip(self.groups, pages, strict=True))
 
+    def each(self, pages: int) -> PageCount:
+        """Return the same number of pages of each group."""
+        return PageCount(*(pages for _ in self.groups))
+
     @cached_property
     def step(self) -> PageCount:
         """Pages that a sequence lacks at most for its next decode step."""
-        return PageCount(*(1 for _ in self.groups))
+        return self.each(1)
+
+    @property
+    def null_pages(self) -> PageCount:
+        """Pages, allocated to no sequence, for the padding of replayed passes."""
+        return PageCount(*(int(at < self.prompt_groups) for at in range(len(self.groups))))
 
     def ends(self, tokens: int) -> PageCount:
         """Return, for each group, the index after the last page of a sequence that it holds."""
@@ -113,20 +135,26 @@ class PagePlan:
         Args:
             evicted: number of the tokens that are evicted once the prompt is complete.
         """
-        pages = self.pages(tokens)
         if self._dense:
-            return PageCount(pages)
-        return PageCount(
-            *(
-                g.middle(tokens - evicted, self.page_size) if g.part is Part.MIDDLE else pages
-                for g in self.groups
-            )
-        )
+            return PageCount(self.pages(tokens))
+        groups = range(len(self.groups))
+        return PageCount(*(len(self.prompt(tokens, group, evicted)) for group in groups))
 
     def received(self, tokens: int) -> PageCount:
         """Return the pages into which the KV of a prompt is received, without evicted tokens."""
         sent = (self.sent(tokens, group) for group in range(len(self.groups)))
         return PageCount(*(sum(map(len, ranges)) for ranges in sent))
+
+    def prompt(self, tokens: int, group: int, evicted: int = 0) -> range:
+        """Return the pages of a group that a prompt needs while it is computed, as indices.
+
+        Args:
+            evicted: see `computed`.
+        """
+        found = self.groups[group]
+        if found.part is Part.MIDDLE:
+            return range(found.sink_pages, found.end(tokens - evicted, self.page_size))
+        return range(self.pages(tokens))
 
     def sent(self, tokens: int, group: int = 0, *, stored: bool | None = None) -> tuple[range, ...]:
         """Return which pages of a prompt are sent in a group, as indices within the sequence.
@@ -198,7 +226,7 @@ class PagePlan:
                 case Part.MIDDLE:
                     return self._encoded(group, prompt, length, choices)
                 case Part.ENDS:
-                    sinks = min(prompt // self.page_size, group.sink_pages)
+                    sinks = min(self.full(prompt), group.sink_pages)
                     pages = sinks + choices * (self._recent(group, length) - sinks)
                     if computed:  # the first decode step, before pages of the prompt are free
                         first_step = self._shared(prompt, min(prompt + 1, length), choices)
@@ -226,19 +254,19 @@ class PagePlan:
         Called in every step with the whole batch, so it is fast: the page tables of all groups but
         those of `Part.MIDDLE` have the same length.
         """
-        size, growing, encoded = self.page_size, self._growing, self._middles
+        size, encoded = self.page_size, self._encoded_groups
         if not encoded:
-            return [s for s in sequences if s.kv_length > size * len(s.page_tables[growing])]
+            return [s for s in sequences if s.kv_length > size * len(s.page_tables[0])]
         return [
             s
             for s in sequences
-            if (length := s.kv_length) > size * len(s.page_tables[growing])
+            if (length := s.kv_length) > size * len(s.page_tables[0])
             or any(length - window >= size * (1 + len(s.page_tables[at])) for at, window in encoded)
         ]
 
     def missing(self, sequence: Paged) -> PageCount:
         """Return the pages that a sequence lacks for its next decode step, at most `step`."""
-        ends = zip(self.ends(sequence.kv_length), sequence.page_tables, strict=False)
+        ends = zip(self.ends(sequence.kv_length), sequence.page_tables, strict=True)
         return PageCount(*(max(0, end - len(pages)) for end, pages in ends))
 
     def batch(self, sequences: int, prompt: int) -> PageCount:
@@ -275,15 +303,10 @@ class PagePlan:
         return len(self.groups) == 1 and self.groups[0].part is Part.ALL
 
     @cached_property
-    def _growing(self) -> int:
-        """First group that gets a page for new tokens."""
-        return next(at for at, group in enumerate(self.groups) if group.part is not Part.MIDDLE)
-
-    @cached_property
-    def _middles(self) -> tuple[tuple[int, int], ...]:
+    def _encoded_groups(self) -> tuple[tuple[int, int], ...]:
         """Groups of `Part.MIDDLE`, and their windows."""
-        groups = enumerate(self.groups)
-        return tuple((at, group.window) for at, group in groups if group.part is Part.MIDDLE)
+        groups = range(self.prompt_groups, len(self.groups))
+        return tuple((at, self.groups[at].window) for at in groups)
 
     def _recent(self, group: PageGroup, length: int) -> int:
         """Return the pages of `Part.ENDS` that a sequence uses at most up to a length."""
@@ -296,7 +319,7 @@ class PagePlan:
 
     def _shared(self, prompt: int, length: int, choices: int) -> int:
         """Return the pages of choices that share the full pages of a prompt."""
-        full = prompt // self.page_size
+        full = self.full(prompt)
         return full + choices * (self.pages(length) - full)
 
 

@@ -16,9 +16,9 @@ from runtime.attention.base import Batch
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import SINK_PAGES, CompressedFormat, first_recent
 from runtime.kv.format import Plane
+from runtime.kv.windowed import compressed_cache
 
 _POISON = 255
 """Byte that fills stored planes before they are written. Floating-point planes read it as NaN."""
@@ -163,7 +163,7 @@ def round_trip(
     layer = compressed.layer(index)
     count = len(keys)
     size = keys.shape[2]
-    cache = PagedCache.of_stored(compressed.planes(index, size), count, keys.device)
+    cache = compressed_cache(compressed.planes(index, size), count, keys.device)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(_POISON)
     planes = cache.layer(0)

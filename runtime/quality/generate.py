@@ -84,9 +84,9 @@ class Generator:
         return self._decode(self._exact)
 
     def compressed(self, compressed: CompressedFormat) -> list[list[int]]:
-        """Return the outputs of decode steps that attend to stored pages.
+        """Return the outputs of decode steps that attend to compressed pages.
 
-        The pages of a prompt that are not recent are stored before the first step. The sinks and
+        The pages of a prompt that are not recent are encoded before the first step. The sinks and
         the window stay exact.
         """
         config = self._model.config
@@ -102,7 +102,6 @@ class Generator:
         """Continue all prompts; each step computes one token of every unfinished output."""
         cache = self._cache(kv_format)
         self._copy_prompts(cache)
-        stored = isinstance(kv_format, WindowedFormat)
         if isinstance(kv_format, WindowedFormat):
             self._encode_prompts(kv_format, cache)
         outputs = [[token] for token in self._first]
@@ -114,11 +113,11 @@ class Generator:
         ]:
             slices = []
             for number in running:
-                # Stored pages have the same ids as the exact pages that they replace.
+                # Compressed pages have the same ids as the full-precision pages that they replace.
                 pages, output = self._pages[number], outputs[number]
                 at = len(self._prompts[number]) + len(output) - 1
-                replaced = pages[SINK_PAGES:] if stored else None
-                slices.append(SequenceSlice([output[-1]], at, pages, stored=replaced))
+                more = [pages] * (len(cache.pages) - 1)
+                slices.append(SequenceSlice([output[-1]], at, pages, more_pages=more))
             tokens = self._step(Batch.of(slices, self._model.device), cache, kv_format)
             for number, token in zip(running, tokens, strict=True):
                 outputs[number].append(token)
@@ -143,17 +142,12 @@ class Generator:
             num_layers=self._model.config.num_layers,
             page_size=self._model.page_size,
         )
-        return PagedCache(
-            layout,
-            num_pages=self._num_pages,
-            num_stored=self._num_pages,
-            device=self._model.device,
-        )
+        return PagedCache(layout, layout.plan.each(self._num_pages), self._model.device)
 
     def _copy_prompts(self, cache: PagedCache) -> None:
         for layer in range(self._model.config.num_layers):
             sources = self._prompt_kv.layer(layer)
-            # Exact planes come first. A `WindowedFormat` has stored planes after them.
+            # K and V come first. A `WindowedFormat` has compressed planes after them.
             for target, source in zip(cache.layer(layer), sources, strict=False):
                 target.copy_(source)
 
@@ -162,9 +156,9 @@ class Generator:
         pages: list[int] = []
         first: list[int] = []
         for prompt, own in zip(self._prompts, self._pages, strict=True):
-            stored = range(SINK_PAGES, first_recent(len(prompt), size))
-            pages += own[stored.start : stored.stop]
-            first += [page * size for page in stored]
+            old = range(SINK_PAGES, first_recent(len(prompt), size))
+            pages += own[old.start : old.stop]
+            first += [page * size for page in old]
         if pages:
             layers = [cache.layer(layer) for layer in range(self._model.config.num_layers)]
             ids, positions = torch.tensor([pages, first], device=self._model.device)

@@ -23,7 +23,7 @@ from runtime.kv.eviction import check_eviction
 from runtime.kv.format import KVFormat
 from runtime.models.model import Model
 from runtime.pages.eviction import evicted_tokens
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.quality.attention import TeacherForced, stored_pages
 from runtime.quality.fidelity import Fidelity
 from runtime.quality.formats import EXACT
@@ -238,7 +238,8 @@ def logits_of(model: Model, text: Tensor, kv_format: KVFormat) -> Tensor:
     pages = pages_for(len(text), model.page_size)
     piece = SequenceSlice(text.tolist(), 0, list(range(pages)))
     with _replaced(model, kv_format):
-        return model.forward(_with_all_logits(piece, model.device), model.new_cache(pages))
+        cache = model.new_cache(PageCount(pages))
+        return model.forward(_with_all_logits(piece, model.device), cache)
 
 
 def logits_after_eviction(
@@ -261,18 +262,18 @@ def logits_after_eviction(
     sequence = Sequence(
         Request("text", tuple(tokens), prompt, SamplingParams(), len(text) - prompt),
         *(0, 0, tokens[:prompt], len(text)),
-        pages=list(range(used)),
+        page_tables=[list(range(used))],
         evicts=evicted_tokens(prompt, eviction, size),
     )
     chunk = Chunk(SequenceGroup(Purpose.HOLD, [sequence]), 0, prompt)
-    batch = Batch.of([SequenceSlice(sequence.tokens, 0, sequence.pages)], model.device)
-    cache = model.new_cache(pages)
+    batch = Batch.of([SequenceSlice(sequence.tokens, 0, sequence.page_tables[0])], model.device)
+    cache = model.new_cache(PageCount(pages))
     evictions = PromptEviction(model, cache)
     log = evictions.log([chunk])
     with _replaced(model, exact):
         model.forward(replace(batch, queries=log), cache)
     evictions.evict([chunk], log)
-    held = [*sequence.pages, *range(used, pages)]
+    held = [*sequence.page_tables[0], *range(used, pages)]
     piece = SequenceSlice(tokens[prompt:], prompt, held, evicted=sequence.evicted)
     with _replaced(model, kv_format):
         return model.forward(_with_all_logits(piece, model.device), cache)

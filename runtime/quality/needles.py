@@ -18,7 +18,7 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 from runtime.models.model import Model
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.quality.attention import TeacherForced
 from runtime.quality.prompts import ChatEncoder
 
@@ -251,7 +251,7 @@ class _Answers:
         self._length = len(context.tokens)
         longest = max(len(query.question) + len(query.answer) for query in context.queries)
         self._pages = list(range(pages_for(self._length + longest, model.page_size)))
-        self._cache = PagedCache(model.layout, num_pages=len(self._pages))
+        self._cache = PagedCache(model.layout, PageCount(len(self._pages)))
         model.forward(self._batch(context.tokens, 0, 1), self._cache)
 
     def found(self, query: Query, kv_format: KVFormat) -> bool:

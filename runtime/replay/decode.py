@@ -89,15 +89,15 @@ class DecodeReplay:
     def _batch(self, bucket: int) -> Batch:
         """Return the leading slots as a batch of static tensors."""
         leading, slots = slice(bucket), self._slots
-        stored = None if slots.stored_table is None else slots.stored_table[leading]
+        tables = tuple(table[leading] for table in slots.page_tables)
         return Batch(
             tokens=slots.tokens[leading],
             positions=slots.positions[leading],
-            page_table=slots.page_table[leading],
+            page_table=tables[0],
             starts=self._order[: bucket + 1].int(),
             lengths=slots.lengths[leading],
             sequences=self._order[leading].int(),
             logit_rows=self._order[leading],
             single=True,
-            stored_table=stored,
+            page_tables=tables if len(tables) > 1 else (),
         )

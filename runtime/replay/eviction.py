@@ -22,8 +22,8 @@ from runtime.models.model import Model
 from runtime.pages.eviction import QUERIES
 from runtime.pages.window import SINK_PAGES, first_recent
 
-_EXACT = 2
-"""Number of exact planes of a layer, K and V; they come first."""
+_KV = 2
+"""Number of planes of K and V, which come first."""
 
 
 class PromptEviction:
@@ -79,7 +79,7 @@ class PromptEviction:
         begin, end = SINK_PAGES * size, first_recent(tokens, size) * size
         kept = end - begin - first.evicts
         if kept:
-            pages = to_device(np.array(first.pages, np.int64), self._model.device)
+            pages = to_device(np.array(first.page_tables[0], np.int64), self._model.device)
             fit = max(1, MAX_ELEMENTS // (tokens * config.head_dim))  # KV heads
             for layers in _ranges(config.num_layers, max(1, fit // config.num_kv_heads)):
                 for heads in _ranges(config.num_kv_heads, fit):
@@ -99,7 +99,7 @@ class PromptEviction:
         kept: int,
     ) -> None:
         """Keep some of the candidates in some KV heads of some layers, directly after the sinks."""
-        planes = [self._cache.layer(index)[:_EXACT] for index in layers]
+        planes = [self._cache.layer(index)[:_KV] for index in layers]
         own_heads = slice(heads.start, heads.stop)
         # [heads, p, slot, dim] -> [heads, t, dim]
         by_head = [

@@ -2,8 +2,8 @@
 
 A pass computes the chunks of several prompts and the next token of running sequences together, so
 that weights are read once for both. Its rows are the chunks' tokens, padding, then the decode rows,
-whose tokens and positions are read from the batch slots on the device. Padding tokens write to the
-null page, the last page of the cache.
+whose tokens and positions are read from the batch slots on the device. Padding tokens write to null
+pages (`PagedCache.null_pages`).
 
 A graph is captured for each shape in `pass_shapes`, at first use or by `MixedReplay.warm_up`. A
 pass uses the smallest of these shapes that is large enough. If there is none, it is computed
@@ -56,7 +56,7 @@ class MixedReplay:
     """Replayed mixed passes of one model over one cache.
 
     Args:
-        cache: KV pages. The last page must be the null page, which is allocated to no sequence.
+        cache: KV pages, with null pages.
         logits: fp32 `[max_slots, vocab]`, where a pass writes the logits of each slot.
         pool: memory pool of the graphs; None on the CPU.
         max_rows: maximum number of tokens in a pass.
@@ -133,10 +133,12 @@ class MixedReplay:
                 progress(shape.rows)
 
     def _largest(self) -> list[SequenceSlice]:
-        """Return chunks with the maximum number of tokens, which are written to the null page."""
+        """Return chunks with the maximum number of tokens, which are written to null pages."""
         each = min(self._max_rows, self._model.context_length)
-        pages = [self._slots.null_page] * pages_for(each, self._model.page_size)
-        return [SequenceSlice([0] * each, 0, pages)] * -(-self._max_rows // each)
+        count, slots = pages_for(each, self._model.page_size), self._slots
+        pages, *more_pages = ([null] * count for null in slots.null_pages[: slots.prompt_groups])
+        piece = SequenceSlice([0] * each, 0, pages, more_pages=more_pages)
+        return [piece] * -(-self._max_rows // each)
 
     def _captured_shape(self, wanted: PassShape) -> PassShape | None:
         """Return the smallest shape with a graph that is large enough; None if there is none."""

@@ -40,7 +40,8 @@ class PassInputs:
 
     def __init__(self, size: PassShape, chunks: int, slots: BatchSlots) -> None:
         self._chunks, self._slots = chunks, slots
-        sequences, pages = chunks + 1 + size.decoded, slots.page_table.shape[1]
+        sequences = chunks + 1 + size.decoded
+        groups, _, pages = slots.page_tables.shape
         fields = {
             "tokens": ((size.rows,), torch.int64),
             "positions": ((size.rows,), torch.int64),
@@ -50,30 +51,36 @@ class PassInputs:
             "starts": ((sequences + 1,), torch.int32),
             "lengths": ((sequences,), torch.int32),
             "decoding": ((size.decoded, 1), torch.bool),
-            "page_table": ((sequences, pages), torch.int32),  # last, as few rows are written
+            # Tables of the groups that prompts use. Last, as few rows are written.
+            "page_tables": ((sequences, slots.prompt_groups, pages), torch.int32),
         }
-        device = slots.page_table.device
+        device = slots.page_tables.device
         self._fields = StaticTensors(fields, device)
-        self._fields.tensors["page_table"][chunks] = slots.null_page
+        for group, null_page in enumerate(slots.null_pages[: slots.prompt_groups]):
+            self._fields.tensors["page_tables"][chunks, group] = null_page
         self._order = torch.arange(size.decoded + 1, dtype=torch.int32, device=device)
-        self._stored_table = None  # of the decode rows
-        if slots.stored_table is not None:
-            self._stored_table = slots.stored_table.new_zeros(size.decoded, pages)
+        # Tables of the decode rows in the other groups.
+        self._encoded = slots.page_tables.new_zeros(
+            groups - slots.prompt_groups, size.decoded, pages
+        )
 
     def batch(self, shape: PassShape) -> Batch:
         """Return the tensors of a pass as a batch."""
         rows, decoded, sampled = shape
         fields, first = self._fields.tensors, self._chunks + 1  # first: the first decode row
         sequences = first + decoded
+        tables = fields["page_tables"][:sequences].unbind(1)
+        several = len(tables) > 1
         every = Batch(
             tokens=fields["tokens"][:rows],
             positions=fields["positions"][:rows],
-            page_table=fields["page_table"][:sequences],
+            page_table=tables[0],
             starts=fields["starts"][: sequences + 1],
             lengths=fields["lengths"][:sequences],
             sequences=fields["sequences"][:rows],
             logit_rows=fields["logit_rows"][:sampled],
             single=False,
+            page_tables=tables if several else (),
         )
         if not decoded:
             return every
@@ -86,17 +93,19 @@ class PassInputs:
             sequences=every.sequences,
             logit_rows=every.logit_rows,
             single=False,
+            page_tables=tuple(table[:first] for table in tables) if several else (),
         )
+        of_decode = *(table[first:] for table in tables), *self._encoded[:, :decoded]
         decode = Batch(
             tokens=every.tokens[-decoded:],
             positions=every.positions[-decoded:],
-            page_table=every.page_table[first:],
+            page_table=of_decode[0],
             starts=self._order[: decoded + 1],
             lengths=every.lengths[first:],
             sequences=self._order[:decoded],
             logit_rows=self._order[:decoded].long(),
             single=True,
-            stored_table=None if self._stored_table is None else self._stored_table[:decoded],
+            page_tables=of_decode if len(of_decode) > 1 else (),
         )
         decoding = fields["decoding"][:decoded]
         return MixedBatch(**vars(every), chunks=chunks, decode=decode, decoding=decoding)
@@ -121,7 +130,8 @@ class PassInputs:
         tokens, positions = np.zeros((2, rows), np.int64)
         sequences = np.full(rows, self._chunks, np.int32)
         lengths = np.zeros(first + decoded, np.int32)
-        page_table = np.zeros((len(pieces), self._slots.page_table.shape[1]), np.int32)
+        _, *tables = self._fields.tensors["page_tables"].shape
+        page_tables = np.zeros((len(pieces), *tables), np.int32)
         starts = np.zeros(first + decoded + 1, np.int32)
         end = 0
         for index, piece in enumerate(pieces):
@@ -131,7 +141,9 @@ class PassInputs:
             positions[start:end] = np.arange(piece.first, piece.first + end - start)
             sequences[start:end] = index
             lengths[index] = piece.first + end - start
-            page_table[index, : len(piece.pages)] = piece.pages
+            own = piece.pages, *piece.more_pages
+            for table, pages in zip(page_tables[index], own, strict=True):
+                table[: len(pages)] = pages
         tail = rows - len(decoding)  # first decode row
         starts[len(pieces) : first] = end
         starts[first:] = np.maximum(tail, rows - decoded + np.arange(decoded + 1))
@@ -156,7 +168,7 @@ class PassInputs:
                 "starts": starts,
                 "lengths": lengths,
                 "decoding": valid,
-                "page_table": page_table,
+                "page_tables": page_tables.clip(min=0),
             }
         )
 
@@ -170,6 +182,6 @@ class PassInputs:
         torch.where(decoding, slots.tokens[index], decode.tokens, out=decode.tokens)
         torch.where(decoding, positions, decode.positions, out=decode.positions)
         decode.lengths.copy_(torch.where(decoding, positions + slots.offsets[index], 1))
-        torch.index_select(slots.page_table, 0, index, out=decode.page_table)
-        if slots.stored_table is not None:
-            torch.index_select(slots.stored_table, 0, index, out=decode.stored_table)
+        tables = decode.page_tables or (decode.page_table,)
+        for table, of_slots in zip(tables, slots.page_tables, strict=True):
+            torch.index_select(of_slots, 0, index, out=table)

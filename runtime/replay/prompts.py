@@ -6,18 +6,23 @@ import numpy as np
 
 from runtime.attention.base import SequenceSlice
 from runtime.core.plan import Chunk
+from runtime.core.sequence import FREED
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
-from runtime.pages.window import SINK_PAGES
 
 
-def slice_of(chunk: Chunk) -> SequenceSlice:
-    """Return the tokens of a chunk, with logits if it completes its prompt."""
+def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
+    """Return the tokens of a chunk, with logits if it completes its prompt.
+
+    Args:
+        groups: see `PagePlan.prompt_groups`.
+    """
     group, end = chunk.group, chunk.first + chunk.count
-    tokens, pages = group.tokens[chunk.first : end], group.sequences[0].pages
-    return SequenceSlice(tokens, chunk.first, pages, chunk.completes)
+    pages, *more_pages = group.sequences[0].page_tables[:groups]
+    tokens = group.tokens[chunk.first : end]
+    return SequenceSlice(tokens, chunk.first, pages, chunk.completes, more_pages)
 
 
 class PromptEncoder:
@@ -27,7 +32,7 @@ class PromptEncoder:
     """
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
-        self._page_size, self._device = model.page_size, model.device
+        self._plan, self._device = cache.layout.plan, model.device
         self._encoder = None
         if isinstance(model.kv_format, WindowedFormat):
             layers = [cache.layer(index) for index in range(model.config.num_layers)]
@@ -36,7 +41,7 @@ class PromptEncoder:
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Encode pages of prompt chunks, in stream order.
 
-        The exact pages remain, because later chunks attend them.
+        The encoded pages remain, because later chunks attend them.
 
         Args:
             chunks: chunks whose computation was launched.
@@ -44,12 +49,15 @@ class PromptEncoder:
         sources: list[int] = []
         targets: list[int] = []
         first: list[int] = []
+        if self._encoder is None:
+            return
         for chunk in chunks:
-            sequence = chunk.group.sequences[0]
-            pages = stored_range(chunk, self._page_size)
-            sources += sequence.pages[pages.start : pages.stop]
-            targets += sequence.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
-            first += [page * self._page_size for page in pages]
+            full_precision, compressed = chunk.group.sequences[0].page_tables
+            for page in self._pages(chunk, len(compressed)):
+                if compressed[page] != FREED:
+                    sources.append(full_precision[page])
+                    targets.append(compressed[page])
+                    first.append(page * self._plan.page_size)
         if sources:
             self._encode(sources, targets, first)
 
@@ -61,24 +69,20 @@ class PromptEncoder:
         """Encode pages.
 
         Args:
-            sources: exact pages.
-            targets: stored pages, without repetition.
+            sources: full-precision pages.
+            targets: compressed pages, without repetition.
             first: position of the first token of each page.
         """
         if self._encoder is not None:
             table = to_device(np.array([sources, targets, first], np.int64), self._device)
             self._encoder.encode(*table)
 
+    def _pages(self, chunk: Chunk, end: int) -> range:
+        """Return the pages of a chunk below ``end``, as indices within its sequence.
 
-def stored_range(chunk: Chunk, page_size: int) -> range:
-    """Return the pages of a chunk, as indices within its sequence, that have stored pages.
-
-    Of a prompt with evicted tokens, all pages belong to the last chunk.
-    """
-    sequence = chunk.group.sequences[0]
-    end = SINK_PAGES + len(sequence.stored)
-    if sequence.evicts:
-        return range(SINK_PAGES, end if chunk.completes else SINK_PAGES)
-    first = max(SINK_PAGES, chunk.first // page_size)
-    last = min(end, (chunk.first + chunk.count) // page_size)
-    return range(first, max(first, last))
+        Of a prompt with evicted tokens, all pages belong to the last chunk.
+        """
+        if chunk.group.sequences[0].evicts:
+            return range(end if chunk.completes else 0)
+        pages = self._plan.span(chunk.first, chunk.first + chunk.count)
+        return range(pages.start, min(pages.stop, end))

@@ -6,7 +6,7 @@ are written together, with one copy to the device.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from runtime.core.sequence import FREED, Sequence
 from runtime.graphs.host_copy import to_device
-from runtime.pages.window import SINK_PAGES
 
 
 @dataclass
@@ -25,13 +24,14 @@ class _SlotState:
         slot: index of the slot.
         tokens: length of the sequence in tokens; 0 if the whole slot must be written, because it
             never was or because its token is not the one that the next step computes.
-        pages, stored: number of entries written in each page table.
+        pages: number of entries written in the first page table.
+        more: number of entries written in each further page table.
     """
 
     slot: int
     tokens: int = 0
     pages: int = 0
-    stored: int = 0
+    more: list[int] = field(default_factory=list)
 
 
 class BatchSlots:
@@ -40,8 +40,8 @@ class BatchSlots:
     Args:
         max_slots: number of slots.
         max_pages: number of pages of a sequence of maximum length.
-        null_page: id of the page that unassigned slots write to.
-        has_stored: whether the KV format has stored pages.
+        null_pages: for each page group, id of the page that unassigned slots write to.
+        prompt_groups: number of page groups that prompts use, see `PagePlan.prompt_groups`.
 
     Attributes:
         tokens: int64 `[max_slots]`, last token of each sequence, the input of the next step.
@@ -51,31 +51,26 @@ class BatchSlots:
         state: int64 `[4, max_slots]`, the storage of ``tokens``, ``positions``, ``active`` and
             ``offsets``.
         lengths: int32 `[max_slots]`, buffer for ``positions + offsets``, see `Batch.lengths`.
-        page_table: int32 `[max_slots, max_pages]`.
-        stored_table: int32 `[max_slots, max_pages]`, see `Batch.stored_table`; None without stored
-            pages.
+        page_tables: int32 `[groups, max_slots, max_pages]`, see `Batch.page_tables`.
     """
 
     def __init__(
         self,
         max_slots: int,
         max_pages: int,
-        null_page: int,
+        null_pages: tuple[int, ...],
         device: torch.device,
         *,
-        has_stored: bool = False,
+        prompt_groups: int = 1,
     ) -> None:
         self._max_slots, self._max_pages = max_slots, max_pages
-        self.null_page, self._device = null_page, device
+        self.null_pages, self.prompt_groups, self._device = null_pages, prompt_groups, device
         self.state = torch.zeros(4, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active, self.offsets = self.state
         self.offsets.fill_(1)
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(
-            1 + has_stored, max_slots, max_pages, dtype=torch.int32, device=device
-        )
-        self.page_table = self._tables[0].fill_(null_page)
-        self.stored_table = self._tables[1] if has_stored else None
+        nulls = torch.tensor(null_pages, dtype=torch.int32, device=device)
+        self.page_tables = nulls[:, None, None].repeat(1, max_slots, max_pages)
         self._states: dict[Sequence, _SlotState] = {}
         self._vacated: set[int] = set()  # released slots that the device still treats as active
 
@@ -119,6 +114,7 @@ class BatchSlots:
             sequence joined, moved to another slot, or has tokens that no launched step sampled.
         """
         joined: dict[int, Sequence] = {}
+        several = len(self.null_pages) > 1
         entries: list[int] = []  # flat indices into the page tables
         pages: list[int] = []
         for sequence in rewritten:
@@ -127,16 +123,26 @@ class BatchSlots:
             state, length = self._states[sequence], sequence.length
             if state.tokens != length:
                 joined[state.slot] = sequence
-                state.pages = state.stored = 0
-            if state.pages != len(sequence.pages) or state.stored != len(sequence.stored):
-                self._add_entries(state, sequence, entries, pages)
+                state.pages, state.more = 0, [0] * (len(self.null_pages) - 1)
+            tables = sequence.page_tables
+            if tables and state.pages != len(tables[0]):
+                self._add_entries(state.slot, 0, state.pages, tables[0], entries, pages)
+                state.pages = len(tables[0])
+            if several:
+                for at, table in enumerate(tables[1:]):
+                    if state.more[at] != len(table):
+                        written = state.more[at]
+                        self._add_entries(state.slot, at + 1, written, table, entries, pages)
+                        state.more[at] = len(table)
             state.tokens = 0 if sequence.forced else length + 1
         empty: list[int] = []
         if self._vacated:
             empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
             self._vacated.clear()
-        entries += [slot * self._max_pages for slot in empty]
-        pages += [self.null_page] * len(empty)
+        for slot in empty:
+            for group, null_page in enumerate(self.null_pages):
+                entries.append(self._row(group, slot))
+                pages.append(null_page)
         rows = [
             (slot, s.tokens[-1], len(s.tokens) - 1, 1, 1 - s.evicted) for slot, s in joined.items()
         ]
@@ -160,23 +166,26 @@ class BatchSlots:
         self.tokens[advanced] = tokens[advanced]
         self.positions[advanced] += 1
 
-    def _add_entries(
-        self, state: _SlotState, sequence: Sequence, entries: list[int], pages: list[int]
-    ) -> None:
-        """Add the page-table entries of a sequence that have not been written.
+    def _row(self, group: int, slot: int) -> int:
+        """Return the flat index of a slot's first entry in a page table."""
+        return (group * self._max_slots + slot) * self._max_pages
 
-        Entries of freed pages are never read.
+    def _add_entries(
+        self,
+        slot: int,
+        group: int,
+        written: int,
+        table: list[int],
+        entries: list[int],
+        pages: list[int],
+    ) -> None:
+        """Add the entries of a sequence's page table beyond the ``written`` ones.
+
+        Entries of pages that the group does not hold are never read.
         """
-        row = state.slot * self._max_pages
-        entries += range(row + state.pages, row + len(sequence.pages))
-        pages += [
-            self.null_page if page == FREED else page for page in sequence.pages[state.pages :]
-        ]
-        state.pages = len(sequence.pages)
-        row += self.page_table.numel() + SINK_PAGES
-        entries += range(row + state.stored, row + len(sequence.stored))
-        pages += sequence.stored[state.stored :]
-        state.stored = len(sequence.stored)
+        row, null_page = self._row(group, slot), self.null_pages[group]
+        entries += range(row + written, row + len(table))
+        pages += [null_page if page == FREED else page for page in table[written:]]
 
     def _write(
         self, rows: list[tuple[int, int, int, int, int]], entries: list[int], pages: list[int]
@@ -198,4 +207,4 @@ class BatchSlots:
             self.state.index_copy_(1, states[0], states[1:])
         if entries:
             table = words[state.size :].view(2, -1)
-            self._tables.view(-1).index_copy_(0, table[0], table[1].int())
+            self.page_tables.view(-1).index_copy_(0, table[0], table[1].int())

@@ -78,8 +78,8 @@ class InFlightStep:
 
     Attributes:
         assignment: slots of the sequences whose sampled tokens are used.
-        ready: CUDA event recorded after the forward pass and, with stored pages, the encoding of
-            pages; None on the CPU.
+        ready: CUDA event recorded after the forward pass and, with a compressed KV format, the
+            encoding of pages; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
     """
@@ -105,8 +105,8 @@ class StepReplay:
     """Replayed steps of one model over one cache.
 
     Args:
-        cache: KV pages. The last page must be the null page, which is allocated to no sequence;
-            unassigned slots and padding write to it.
+        cache: KV pages, with null pages (`PagedCache.null_pages`), to which unassigned slots and
+            padding write.
         decodes: whether to capture graphs of passes that decode.
         by_layer: see `DecodeReplay`.
 
@@ -131,14 +131,14 @@ class StepReplay:
         self._decodes, self._device = decodes, model.device
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
-        null_page = len(cache.planes[0]) - 1
-        self._has_stored = cache.layout.has_stored
+        plan = cache.layout.plan
+        self._encodes, self._prompt_groups = plan.encodes, plan.prompt_groups
         self._slots = BatchSlots(
             limits.max_running,
             max_pages,
-            null_page,
+            cache.null_pages,
             model.device,
-            has_stored=self._has_stored,
+            prompt_groups=plan.prompt_groups,
         )
         pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
@@ -172,8 +172,8 @@ class StepReplay:
         suffices. To move a sequence, the host must have read all of its tokens.
 
         Return False as well if the last step completed a prompt whose first token is random, and
-        the KV format has stored pages or tokens were evicted. If the device could not draw that
-        token, the next step would compute the last prompt token again, and attend to stored pages
+        the KV format encodes pages or tokens were evicted. If the device could not draw that
+        token, the next step would compute the last prompt token again, and attend to encoded pages
         or what eviction has kept, which prompts do not.
         """
         if self._latest is not None and self._latest.read_first:
@@ -200,7 +200,7 @@ class StepReplay:
         assignment = self._assign(decode + prompts)
         joined = self._slots.update(decode)
         if chunks:
-            pieces = [slice_of(chunk) for chunk in chunks]
+            pieces = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
             last_tokens = [(slot, index) for slot, (_, index) in ends]
             log = self._eviction.log(chunks)
@@ -249,14 +249,14 @@ class StepReplay:
 
         The pages are encoded last, so that first tokens do not wait for it.
         """
-        ready = None if self._has_stored else record_event(self._device)
+        ready = None if self._encodes else record_event(self._device)
         results, bucket, features = next(self._host_copies), assignment.bucket, assignment.features
         held: Mapping[int, Tensor] = {}
         if bucket:
             self._sampler.run(bucket, features)
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
-        if self._has_stored:
+        if self._encodes:
             self._encoder.encode(chunks)
             ready = record_event(self._device)
         used = assignment.without_forced()
@@ -265,7 +265,7 @@ class StepReplay:
             for chunk in chunks
             if chunk.completes
             for sequence in chunk.group.sequences
-            if self._has_stored or sequence.evicted
+            if self._encodes or sequence.evicted
         )
         self._latest = InFlightStep(self, used, results, ready, held, read_first)
         return self._latest

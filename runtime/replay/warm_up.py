@@ -12,8 +12,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
-from runtime.pages.plan import pages_for
-from runtime.pages.window import SINK_PAGES
+from runtime.pages.plan import PagePlan
 from runtime.replay.prompts import PromptEncoder
 from runtime.sampling.reference import SamplingRow, sample
 
@@ -44,37 +43,36 @@ def warm_up_prefill(
         encoder: the encoder of the pages of ``cache``.
     """
     for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
-        for batch in _small(sequences, stored=cache.layout.has_stored):
+        for batch in _small(sequences, cache.layout.plan):
             logits = model.forward(Batch.of(batch, model.device), cache)
             for row in _ROWS:
                 sample(logits[:1], [row])
         progress("prefill", sequences)
     encoder.warm_up()
-    largest = _largest(limits, model.context_length, model.page_size)
+    largest = _largest(limits, model.context_length, cache.layout.plan)
     model.forward(Batch.of(largest, model.device), cache)
     progress("prefill", len(largest))
 
 
-def _small(sequences: int, *, stored: bool = False) -> Iterator[list[SequenceSlice]]:
+def _small(sequences: int, plan: PagePlan) -> Iterator[list[SequenceSlice]]:
     """Yield a prefill batch of two-token prompts and a decode batch for each page-table width.
 
     A decode batch has one token per sequence. All page-table entries are page 0.
-
-    Args:
-        stored: whether the KV format has stored pages.
     """
     for width in _WIDTHS:
         pages = (0,) * width
-        yield [SequenceSlice((0, 0), 0, pages)] * sequences
-        held = pages[SINK_PAGES:] if stored else None
-        yield [SequenceSlice((0,), 2, pages, stored=held)] * sequences
+        more = [pages] * (plan.prompt_groups - 1)
+        yield [SequenceSlice((0, 0), 0, pages, more_pages=more)] * sequences
+        more = [pages] * (len(plan.groups) - 1)
+        yield [SequenceSlice((0,), 2, pages, more_pages=more)] * sequences
 
 
-def _largest(limits: Limits, context: int, page_size: int) -> list[SequenceSlice]:
+def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice]:
     """Return a prefill batch with the maximum number of tokens in a step."""
     each = min(limits.chunk_tokens, context - 1)
-    pages = (0,) * pages_for(each, page_size)
-    return [SequenceSlice((0,) * each, 0, pages)] * max(1, limits.step_tokens // each)
+    pages, *more = [(0,) * plan.pages(each)] * plan.prompt_groups
+    piece = SequenceSlice((0,) * each, 0, pages, more_pages=more)
+    return [piece] * max(1, limits.step_tokens // each)
 
 
 def _powers_of_two(maximum: int) -> Iterator[int]:

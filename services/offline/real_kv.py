@@ -10,8 +10,10 @@ from torch import Tensor
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
+from runtime.core.sequence import FREED
 from runtime.engine import Add, Engine, StepOutput
 from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.pages.groups import Part
 from runtime.pages.plan import PAGE_SIZE
 
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
@@ -60,48 +62,45 @@ def prefill_sample(
     Returns:
         Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype, on the
         CPU. It has full pages only, in the order of the cache. Planes that the codec does not
-        encode are left out. So are the exact planes of a compressed format with encodable stored
-        ones, because a sequence has few exact pages.
+        encode are left out. If pages are encoded into encodable planes, so are all others, because
+        a sequence has few of their pages.
     """
     num_pages = SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE
     engine = Engine(
         model,
-        num_pages=num_pages,
-        num_stored=num_pages if model.layout.has_stored else 0,
+        pages=model.layout.plan.each(num_pages),
         limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
     )
     stride = len(tokens) // SAMPLE_PROMPTS
     longest = min(SAMPLE_TOKENS, model.config.context_length - 1)  # the engine adds a token
     prompts = [tokens[at * stride :][:longest] for at in range(SAMPLE_PROMPTS)]
-    exact, stored = _prefill(engine, prompts, console)
-    encodable = [plane for _, plane in model.layout.planes if plane.encodable]
-    kind = any(plane.stored for plane in encodable)
-    pages = stored if kind else exact
+    pages = _prefill(engine, prompts, console)
+    planes, groups = model.layout.planes, model.layout.page_groups
+    encoded = any(plane.encodable and plane.group.part is Part.MIDDLE for _, plane in planes)
     return {
-        (layer, plane.name): tensor[pages.to(tensor.device)].cpu()
-        for (layer, plane), tensor in zip(model.layout.planes, engine.cache.planes, strict=True)
-        if plane.encodable and plane.stored is kind
+        (layer, plane.name): tensor[pages[groups.index(plane.group)].to(tensor.device)].cpu()
+        for (layer, plane), tensor in zip(planes, engine.cache.planes, strict=True)
+        if plane.encodable and (plane.group.part is Part.MIDDLE) is encoded
     }
 
 
-def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> tuple[Tensor, Tensor]:
-    """Compute the prompts; return the ids of full pages, and of stored pages, with their KV."""
+def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> list[Tensor]:
+    """Compute the prompts; return the ids of full pages with their KV in each page group."""
     commands = [
         Add(Request(str(at), tuple(prompt), len(prompt), SamplingParams(), max_tokens=1), hold=True)
         for at, prompt in enumerate(prompts)
     ]
-    pages: list[int] = []
-    stored: list[int] = []
+    plan = engine.cache.layout.plan
+    pages: list[list[int]] = [[] for _ in plan.groups]
     with Progress(console=console) as progress, torch.inference_mode():
         task = progress.add_task("prefill", total=sum(map(len, prompts)))
         output: StepOutput = engine.step(commands)
         while True:
             for chunk in output.computed:
-                pages += chunk.pages[: chunk.num_tokens // PAGE_SIZE]
-                stored += chunk.stored
+                full = plan.full(chunk.num_tokens)
+                for own, table in zip(pages, chunk.page_tables, strict=True):
+                    own += [page for page in table[:full] if page != FREED]
                 progress.advance(task, chunk.num_tokens)
             if not engine.has_work:
-                return torch.tensor(pages, dtype=torch.int64), torch.tensor(
-                    stored, dtype=torch.int64
-                )
+                return [torch.tensor(own, dtype=torch.int64) for own in pages]
             output = engine.step([])

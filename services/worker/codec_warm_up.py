@@ -66,10 +66,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
 def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment of each plane group and number of layers."""
     layout = loaded.engine.cache.layout
-    exact, stored = loaded.engine.num_pages
-    if layout.has_stored:
-        exact = min(exact, stored)
-    pages = min(loaded.sizes.chunk_tokens // layout.page_size, exact)
+    pages = min(loaded.sizes.chunk_tokens // layout.page_size, *loaded.engine.pages_total)
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):
         for lacking in (0, 1, layout.page_size - 1):

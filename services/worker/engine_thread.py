@@ -109,7 +109,7 @@ class EngineThread:
         self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
         self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
-        self.pages_total, self.stored_total = engine.num_pages
+        self.pages_total, self.stored_total = engine.pages_total.exact, engine.pages_total.stored
 
     def start(self) -> None:
         """Start the thread."""
@@ -216,8 +216,8 @@ class EngineThread:
             queue_tokens=engine.queue_tokens,
             prompt_tokens=engine.prompt_tokens,
             prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
-            pages_free=engine.pages_free,
-            stored_free=engine.stored_free,
+            pages_free=engine.pages_free.exact,
+            stored_free=engine.pages_free.stored,
             running=engine.num_running,
             waiting=engine.num_waiting,
             steps=self._steps,

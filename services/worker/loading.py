@@ -249,8 +249,7 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
     pages = _kv_pages(model, settings, sizes)
     return Engine(
         model,
-        num_pages=pages.exact,
-        num_stored=pages.stored,
+        pages=pages,
         limits=limits,
         replay=model.replayable,
         decodes=decodes,
@@ -289,7 +288,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    pages = engine.num_pages
+    pages = engine.pages_total
     log.info(
         "kv pages",
         pages=pages.exact,

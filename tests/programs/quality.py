@@ -23,7 +23,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.models.model import Backend, Model, unsupported_by_gemm
-from runtime.pages.plan import PAGE_SIZE, pages_for
+from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
 
@@ -109,7 +109,7 @@ def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]
     """Continue all prompts greedily in one batch, and return them with their continuations."""
     pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
     limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
-    engine = Engine(model, num_pages=pages, limits=limits, replay=model.replayable)
+    engine = Engine(model, pages=PageCount(pages), limits=limits, replay=model.replayable)
     texts = [list(prompt) for prompt in prompts]
     commands = [
         Add(Request(str(number), tuple(prompt), len(prompt), SamplingParams(), max_tokens=OUTPUT))
@@ -129,7 +129,7 @@ def logits_of(model: Model, tokens: list[int]) -> Tensor:
     pages = pages_for(len(tokens), PAGE_SIZE)
     batch = Batch.of([SequenceSlice(tokens, 0, list(range(pages)))], model.device)
     batch = replace(batch, logit_rows=torch.arange(len(tokens), device=model.device))
-    return model.forward(batch, model.new_cache(pages))
+    return model.forward(batch, model.new_cache(PageCount(pages)))
 
 
 @torch.inference_mode()

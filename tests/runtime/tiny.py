@@ -10,8 +10,10 @@ from runtime.config import ModelConfig, RopeConfig
 from runtime.core.limits import Limits
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, StepOutput
+from runtime.kv.cache import CacheLayout
 from runtime.models.model import Model
 from runtime.models.registry import model_family
+from runtime.pages.plan import PageCount
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -102,12 +104,16 @@ def engine_of(
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
     return Engine(
         model,
-        num_pages=pages,
-        num_stored=stored,
+        pages=PageCount(pages, stored) if stored else PageCount(pages),
         limits=Limits(**(bounds | limits)),
         replay=replay,
         kv_eviction=kv_eviction,
     )
+
+
+def pages_of(layout: CacheLayout, *pages: int) -> PageCount:
+    """Return numbers of pages of the first page groups of a layout, as many as it has."""
+    return PageCount(*pages[: len(layout.page_groups)])
 
 
 def prompt_of(length: int, seed: int = 0, vocab: int = CONFIG.vocab_size) -> tuple[int, ...]:
@@ -162,7 +168,7 @@ class Record:
             assert name not in self.refused, "a request must be refused once"
             self.refused[name] = fault
         for reserved in output.reserved:
-            self.reserved[reserved.id] = reserved.pages
+            self.reserved[reserved.id] = reserved.page_tables[0]
         for name in output.ended:
             assert name not in self.ended, "a request must end once"
             self.ended.append(name)

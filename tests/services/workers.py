@@ -54,7 +54,7 @@ _numbers = itertools.count(1)
 def compile_loops(kv_format: str) -> None:
     """Compile what a step needs, which takes longer than `LIMIT_S` if the machine is busy."""
     model = Model(tiny_checkpoint(), kv_format=kv_format)
-    engine = engine_of(model, stored=64 * model.layout.has_stored, chunk_tokens=CHUNK)
+    engine = engine_of(model, stored=64 * model.layout.plan.encodes, chunk_tokens=CHUNK)
     drive(engine, *(Add(request_of(str(tokens), tokens)) for tokens in (1, CHUNK, 160)))
 
 
@@ -71,7 +71,7 @@ def load(
     """
     compile_loops(kv_format)
     tiny = Model(tiny_checkpoint(), kv_format=kv_format)
-    stored = 64 * tiny.layout.has_stored
+    stored = 64 * tiny.layout.plan.encodes
     engine = engine_of(
         tiny, pages=pages, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction
     )

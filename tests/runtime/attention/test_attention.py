@@ -169,21 +169,24 @@ sys.exit("runtime.attention.gpu" in sys.modules or "runtime.megakernel" in sys.m
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_stored_pages_follow_the_sinks_in_the_table() -> None:
+def test_batch_has_a_page_table_of_each_group() -> None:
     slices = [
-        SequenceSlice([0], 99, range(7), stored=[5, 3]),
-        SequenceSlice([0], 9, [8], stored=[]),
+        SequenceSlice([0], 99, range(7), more_pages=[[-1, 5, 3]]),
+        SequenceSlice([0], 9, [8], more_pages=[[]]),
     ]
-    table = Batch.of(slices).stored_table
-    assert table is not None
-    assert table.tolist() == [[0, 5, 3, 0, 0, 0, 0], [0] * 7]
-    assert Batch.of([SequenceSlice([0], 99, range(7))]).stored_table is None
+    batch = Batch.of(slices)
+    assert batch.of_group(0) is batch
+    assert batch.page_table.tolist() == [[*range(7)], [8, *[0] * 6]]
+    assert batch.of_group(1).page_table.tolist() == [[0, 5, 3, 0, 0, 0, 0], [0] * 7]
+    assert batch.of_group(1) is batch.of_group(1)
+    assert batch.where_logits().of_group(1).page_table.tolist() == [[0, 5, 3, 0, 0, 0, 0], [0] * 7]
+    assert Batch.of([SequenceSlice([0], 99, range(7))]).page_tables == ()
 
 
-@pytest.mark.parametrize("stored", [[5, 3], []])
-def test_batch_of_prompts_and_sequences_with_stored_pages_is_refused(stored: list[int]) -> None:
+@pytest.mark.parametrize("compressed", [[5, 3], []])
+def test_batch_of_slices_that_use_different_groups_is_refused(compressed: list[int]) -> None:
     prompt = SequenceSlice([0] * 20, 0, [1, 2])
-    decode = SequenceSlice([0], 99, range(7), stored=stored)
+    decode = SequenceSlice([0], 99, range(7), more_pages=[compressed])
     for slices in ([prompt, decode], [decode, prompt]):
-        with pytest.raises(ValueError, match="1 of 2 slices have stored pages"):
+        with pytest.raises(ValueError, match="in more page groups than others"):
             Batch.of(slices)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from runtime.bench import kv_bytes
-from runtime.bench.kv_bytes import PageBytes, formats, occupation, occupied, one_layer
+from runtime.bench.kv_bytes import formats, occupation, occupied, one_layer
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
+from tests.runtime.pages.plans import compressed_plan
+from tests.runtime.tiny import pages_of
 
 CONFIG = one_layer()
 
@@ -67,7 +69,7 @@ def test_dense_has_ratio_one(found: Mapping[str, KVFormat]) -> None:
     ],
 )
 def test_pages_of_a_sequence(prompt: int, decoded: int, pages: tuple[int, int]) -> None:
-    assert occupied(prompt, decoded, compressed=True) == pages
+    assert occupied(compressed_plan(), prompt, decoded) == pages
 
 
 @pytest.mark.parametrize("name", ["dense", "int4", "shard"])
@@ -75,10 +77,9 @@ def test_bytes_of_pages_are_those_of_allocated_memory(
     found: Mapping[str, KVFormat], name: str
 ) -> None:
     layout = CacheLayout.of(found[name], num_layers=1, page_size=16)
-    cache = PagedCache(layout, num_pages=5, num_stored=3 if layout.has_stored else 0)
+    cache = PagedCache(layout, pages_of(layout, 5, 3))
     allocated = sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors)
-    size = PageBytes.of(layout)
-    assert allocated == 5 * size.exact + 3 * size.stored
+    assert allocated == layout.plan.page_bytes(cache.pages)
     assert all(tensor.device == torch.device("cpu") for tensor in cache.planes)
 
 

@@ -19,7 +19,7 @@ from runtime.layers.linear import Projection
 from runtime.models.decoder import AddResidual
 from runtime.models.llama import LlamaParts
 from runtime.models.model import Model
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from tests.runtime.convert.samples import (
     assert_same,
     basis_sharing,
@@ -89,7 +89,7 @@ def test_model_packs_a_shared_basis_once_and_matches_the_plain_forward_pass() ->
     assert first_matmul(one.qkv) is first_matmul(other.qkv)
     assert first_matmul(one.o) is not first_matmul(other.o)
     tokens = list(range(1, 30))
-    cache = model.new_cache(4)
+    cache = model.new_cache(PageCount(4))
     pages = list(range(pages_for(len(tokens), 16)))
     got = model.forward(Batch.of([SequenceSlice(tokens, 0, pages)]), cache)
     expected = forward(shared, torch.tensor([tokens]))[0, -1:]

@@ -15,15 +15,16 @@ from runtime.errors import OutOfPages
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
-from runtime.pages.plan import PagePlan, pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 from runtime.sampling.reference import SamplingRow, sample
+from tests.runtime.pages.plans import compressed_plan
 from tests.runtime.tiny import Record, drive, engine_of, replayed, request_of, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
 PAGE = 16
-PLAN = PagePlan(PAGE, compressed=True)
+PLAN = compressed_plan(PAGE)
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 
@@ -37,7 +38,7 @@ def model() -> Model:
 def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, None]:
     """Yield logits `[1, vocab]` after the prompt and after each token that is sent."""
     count = pages_for(len(request.tokens) + request.max_tokens, PAGE)
-    cache = model.new_cache(count, count)
+    cache = model.new_cache(PageCount(count, count))
     pages, stored = list(range(count)), list(reversed(range(SINK_PAGES, count)))
     tokens = list(request.tokens)
     token = yield model.forward(Batch.of([SequenceSlice(tokens, 0, pages)]), cache)
@@ -48,7 +49,7 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
         ended, torch.tensor(stored)[ended - SINK_PAGES], ended * PAGE
     )
     while True:
-        piece = SequenceSlice([token], len(tokens), pages, stored=stored)
+        piece = SequenceSlice([token], len(tokens), pages, more_pages=[[-1] * SINK_PAGES + stored])
         tokens.append(token)
         token = yield model.forward(Batch.of([piece]), cache)
 
@@ -69,7 +70,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 def all_free(engine: Engine) -> bool:
     pages = engine._scheduler.pages
-    return pages.free == pages.total and (engine.pages_free, engine.stored_free) == engine.num_pages
+    return pages.free == pages.total == engine.pages_free == engine.pages_total
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -106,10 +107,10 @@ def test_exact_pages_are_freed_once_they_are_encoded(model: Model) -> None:
     while engine.has_work:
         [sequence] = engine._scheduler._running
         attended = len(sequence.tokens) - 1
-        kept = pages_for(attended, PAGE) - PLAN.stored(attended)
-        assert sequence.pages.count(FREED) == PLAN.stored(attended)
-        assert pages.total.exact - pages.free.exact == kept <= PLAN.max_window
-        assert pages.total.stored - pages.free.stored == PLAN.stored(attended)
+        kept = PLAN.received(attended)[0]
+        assert sequence.page_tables[0].count(FREED) == PLAN.received(attended)[1]
+        assert pages.total.minus(pages.free) == (kept, PLAN.received(attended)[1])
+        assert kept <= PLAN.groups[0].max_held(PAGE)
         record.add(engine.step([]))
     assert len(record.output("r")) == 100
     assert all_free(engine)
@@ -143,7 +144,7 @@ def test_choices_share_the_stored_pages_of_their_prompt(model: Model) -> None:
     while not record.output("r"):
         record.add(engine.step([]))
     free = engine._scheduler.pages.free
-    assert free.stored == 64 - PLAN.stored(155)
+    assert free[1] == 64 - PLAN.received(155)[1]
     drive(engine, record=record)
     for choice in range(3):
         assert record.tokens["r", choice] == output_by_hand(model, request, choice)
@@ -181,8 +182,8 @@ def test_requests_that_do_not_fit_are_refused(model: Model) -> None:
     engine = engine_of(model, pages=12, stored=4)
     long = drive(engine, Add(request_of("prompt", 200)), Add(request_of("stored", 180)))
     assert {name: str(fault) for name, fault in long.refused.items()} == {
-        "prompt": "200 tokens need 13 of 12 pages",
-        "stored": "180 tokens need 6 of 4 stored pages",
+        "prompt": "200 tokens need 13 of 12 full_precision pages",
+        "stored": "180 tokens need 6 of 4 compressed pages",
     }
     grown = drive(engine, Add(request_of("r", 100, 200)))
     assert isinstance(grown.refused["r"], OutOfPages)
@@ -207,17 +208,16 @@ def test_cancelled_requests_return_their_pages(model: Model) -> None:
     assert all_free(engine)
 
 
-def test_free_pages_of_both_kinds_are_reported(model: Model) -> None:
+def test_free_pages_of_all_groups_are_reported(model: Model) -> None:
     engine = engine_of(model, pages=40, stored=13)
-    assert (engine.pages_free, engine.stored_free) == engine.num_pages == (40, 13)
+    assert engine.pages_free == engine.pages_total == (40, 13)
     for _ in range(8):
         engine.step([] if engine.has_work else [Add(request_of("r", 160, 50))])
-    assert PLAN.stored(160) == 5
-    assert engine.stored_free == 13 - 5
-    assert engine.pages_free == 40 - 6
+    assert PLAN.received(160)[1] == 5
+    assert engine.pages_free == (40 - 6, 13 - 5)
 
 
 @pytest.mark.parametrize(("name", "stored"), [("dense", 4), ("int4", 0)])
-def test_stored_pages_need_a_compressed_format(name: str, stored: int) -> None:
-    with pytest.raises(ValueError, match=f"{stored} stored pages with KV format {name}"):
+def test_there_must_be_pages_of_all_groups_of_the_format(name: str, stored: int) -> None:
+    with pytest.raises(ValueError, match="numbers of pages for"):
         engine_of(Model(tiny_checkpoint(), kv_format=name), stored=stored)

@@ -30,7 +30,7 @@ def disaggregate(model: Model, request: Request) -> Record:
     drive(decode, Reserve(request), record=record)
     assert not decode.has_work, "waiting for KV takes no steps"
     first = drive(prefill, Add(request, hold=True))
-    assert prefill.pages_free < prefill.pages_total, "held pages stay allocated"
+    assert prefill.pages_free[0] < prefill.pages_total[0], "held pages stay allocated"
     record.steps += first.steps
     transfer(prefill, decode, record, request.id)
     record.tokens |= first.tokens

@@ -23,6 +23,7 @@ from runtime.engine import (
     StepOutput,
 )
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from tests.runtime.tiny import CONFIG, Record, prompt_of, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,7 @@ class Driver:
 
     def check(self, output: StepOutput) -> None:
         engine = self.engine
-        assert 0 <= engine.pages_free <= engine.pages_total
+        assert engine.pages_free.fits(engine.pages_total)
         reported = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
         assert not reported & self.gone, "no output for cancelled requests"
         self.arriving += [reserved.id for reserved in output.reserved]
@@ -126,7 +127,8 @@ def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
     """Return an engine without replay and one with replay."""
     bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
     return [
-        Engine(model, num_pages=pages, limits=bounds, replay=replay) for replay in (False, True)
+        Engine(model, pages=PageCount(pages), limits=bounds, replay=replay)
+        for replay in (False, True)
     ]
 
 

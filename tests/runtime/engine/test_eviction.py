@@ -17,18 +17,26 @@ from runtime.kv.eviction import gumbel_noise, key_scores
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 from runtime.pages.eviction import QUERIES, evicted_tokens
-from runtime.pages.plan import PagePlan, pages_for
+from runtime.pages.plan import pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 from runtime.sampling.reference import SamplingRow, sample
 from tests.runtime.kv.calibrated import quantized_spec
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
-from tests.runtime.tiny import CONFIG, Record, drive, replayed, request_of, tiny_checkpoint
+from tests.runtime.pages.plans import compressed_plan
+from tests.runtime.tiny import (
+    CONFIG,
+    Record,
+    drive,
+    replayed,
+    request_of,
+    tiny_checkpoint,
+)
 from tests.runtime.tiny import engine_of as tiny_engine
 
 pytestmark = pytest.mark.slow
 
 PAGE = 16
-PLAN = PagePlan(PAGE, compressed=True)
+PLAN = compressed_plan(PAGE)
 SHARE = 0.5
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
@@ -43,7 +51,7 @@ def model(request: pytest.FixtureRequest) -> Model:
 def engine_of(
     model: Model, *, pages: int = 64, stored: int = 64, share: float = SHARE, **options: int
 ) -> Engine:
-    stored *= model.layout.has_stored
+    stored *= model.layout.plan.encodes
     replay = bool(options.pop("replay", 0))
     return tiny_engine(
         model, pages=pages, stored=stored, kv_eviction=share, replay=replay, **options
@@ -72,8 +80,7 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
     """
     tokens = list(request.tokens)
     count = pages_for(len(tokens) + request.max_tokens, PAGE)
-    has_stored = model.layout.has_stored
-    cache = model.new_cache(2 * count, 2 * count * has_stored)
+    cache = model.new_cache(model.layout.plan.each(2 * count))
     pages = list(range(count))
     batch = Batch.of([SequenceSlice(tokens, 0, pages)])
     log = QueryLog(torch.arange(max(0, len(tokens) - QUERIES), len(tokens)))
@@ -91,16 +98,15 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
                             source // PAGE, head, source % PAGE
                         ]
     stored = list(reversed(range(SINK_PAGES, count)))
-    if has_stored:
-        assert isinstance(model.kv_format, WindowedFormat)
+    if isinstance(model.kv_format, WindowedFormat):
         ended = torch.arange(SINK_PAGES, first_recent(len(tokens) - evicted, PAGE))
         layers = [cache.layer(index) for index in range(model.config.num_layers)]
         targets = torch.tensor(stored)[ended - SINK_PAGES]
         model.kv_format.encoder(layers).encode(torch.tensor(pages)[ended], targets, ended * PAGE)
     token = yield logits
     while True:
-        held = stored if has_stored else None
-        piece = SequenceSlice([token], len(tokens), pages, stored=held, evicted=evicted)
+        more = [[-1] * SINK_PAGES + stored] * (len(cache.pages) - 1)
+        piece = SequenceSlice([token], len(tokens), pages, more_pages=more, evicted=evicted)
         tokens.append(token)
         token = yield model.forward(Batch.of([piece]), cache)
 
@@ -184,11 +190,10 @@ def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
     record.add(engine.step([]))
     kept = 200 - evicted_tokens(200, SHARE, PAGE)
     assert kept == 200 - 96
-    held = pages.total.exact - pages.free.exact
-    exact = pages_for(kept + 2, PAGE) - bool(pages.stored) * PLAN.stored(kept)
-    assert exact <= held <= exact + 1
-    if pages.stored:
-        assert pages.total.stored - pages.free.stored == PLAN.stored(kept)
+    held, *compressed = pages.total.minus(pages.free)
+    assert compressed == [PLAN.received(kept)[1]] * pages.plan.encodes
+    full_precision = pages_for(kept + 2, PAGE) - sum(compressed)
+    assert full_precision <= held <= full_precision + 1
     drive(engine, record=record)
     assert len(record.output("r")) == 100
     assert all_free(engine)
@@ -196,15 +201,15 @@ def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
 
 @pytest.mark.parametrize("replay", [0, 1])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("scarce", ["exact", "stored"])
+@pytest.mark.parametrize("scarce", ["full_precision", "compressed"])
 def test_preempted_sequences_produce_the_same_tokens(
     model: Model, sampling: SamplingParams, scarce: str, replay: int
 ) -> None:
-    has_stored = model.layout.has_stored
-    if scarce == "stored" and not has_stored:
-        pytest.skip("no stored pages")
-    pages, stored = (14 if has_stored else 18, 64) if scarce == "exact" else (64, 8)
-    lengths = (20, 30, 40, 150) if has_stored else (100, 140, 180, 220)
+    encodes = model.layout.plan.encodes
+    if scarce == "compressed" and not encodes:
+        pytest.skip("no compressed pages")
+    pages, stored = (14 if encodes else 18, 64) if scarce == "full_precision" else (64, 8)
+    lengths = (20, 30, 40, 150) if encodes else (100, 140, 180, 220)
     requests = [request_of(f"r{n}", n, 120, sampling=sampling) for n in lengths]
     adds = [Add(request) for request in requests]
     expected = drive(engine_of(model), *adds)
@@ -244,7 +249,9 @@ def test_choices_share_what_is_kept(model: Model, length: int, replay: int) -> N
         record.add(engine.step([]))
     kept = length - evicted_tokens(length, SHARE, PAGE)
     first, second, _ = engine._scheduler._running
-    assert first.pages[: kept // PAGE] == second.pages[: kept // PAGE]
+    assert [table[: kept // PAGE] for table in first.page_tables] == [
+        table[: kept // PAGE] for table in second.page_tables
+    ]
     drive(engine, record=record)
     for choice in range(3):
         assert record.tokens["r", choice] == output_by_hand(model, request, choice)
@@ -267,13 +274,16 @@ def transfer(prefill: Engine, decode: Engine, output: Record) -> None:
     [reserved] = [one for step in output.steps for one in step.reserved]
     [computed] = [one for step in output.steps for one in step.computed]
     assert computed.first_token == 0
-    exact = [(s, t) for s, t in zip(computed.pages, reserved.pages, strict=True) if t >= 0]
-    stored = list(zip(computed.stored, reserved.stored, strict=True))
+    pairs = [
+        [pair for pair in zip(*tables, strict=True) if pair[1] >= 0]
+        for tables in zip(computed.page_tables, reserved.page_tables, strict=True)
+    ]
+    groups = prefill.cache.layout.page_groups
     planes = zip(
         prefill.cache.layout.planes, prefill.cache.planes, decode.cache.planes, strict=True
     )
     for (_, plane), source, target in planes:
-        for one, other in stored if plane.stored else exact:
+        for one, other in pairs[groups.index(plane.group)]:
             target[other] = source[one]
 
 
@@ -289,12 +299,12 @@ def test_disaggregated_output_equals_colocated_output(
     drive(decode, Reserve(request), record=record)
     [reserved] = record.steps[0].reserved
     kept = length - evicted_tokens(length, SHARE, PAGE)
-    assert len(reserved.pages) == pages_for(kept, PAGE)
+    assert len(reserved.page_tables[0]) == pages_for(kept, PAGE)
     first = drive(prefill, Add(request, hold=True))
     record.steps += first.steps
-    encoded = PLAN.stored(kept) if model.layout.has_stored else 0
+    encoded = PLAN.received(kept)[1] if model.layout.plan.encodes else 0
     held = pages_for(kept, PAGE) - encoded
-    assert prefill._scheduler.pages.free.exact == 64 - held, "evicted pages are free"
+    assert prefill._scheduler.pages.free[0] == 64 - held, "evicted pages are free"
     transfer(prefill, decode, record)
     tokens = tuple(first.tokens["r", choice][0] for choice in range(choices))
     record.tokens |= first.tokens
@@ -317,7 +327,7 @@ def test_held_output_is_not_computed_again_with_the_prompt(model: Model) -> None
 
 
 def test_short_prompts_are_computed_with_their_output() -> None:
-    """Without eviction and stored pages, output tokens are prefilled."""
+    """Without eviction and compressed pages, output tokens are prefilled."""
     model = Model(tiny_checkpoint())
     request = replayed(request_of("r", 100, 90), range(40))
     engine = engine_of(model)
@@ -330,8 +340,8 @@ def test_short_prompts_are_computed_with_their_output() -> None:
 def test_requests_that_do_not_fit_are_refused(model: Model) -> None:
     engine = engine_of(model, pages=12, stored=2)
     prompt = drive(engine, Add(request_of("prompt", 200)))
-    assert str(prompt.refused["prompt"]) == "200 tokens need 13 of 12 pages"
-    if not model.layout.has_stored:
+    assert str(prompt.refused["prompt"]).startswith("200 tokens need 13 of 12 ")
+    if not model.layout.plan.encodes:
         grown = drive(engine, Add(request_of("r", 160, 200)))
         assert isinstance(grown.refused["r"], OutOfPages)
         assert len(grown.output("r")) == 12 * PAGE - (160 - 80) + 1

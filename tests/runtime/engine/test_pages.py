@@ -7,23 +7,25 @@ from runtime.core.sequence import Purpose, Sequence
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
 from runtime.pages.plan import PageCount, PagePlan
+from tests.runtime.pages.plans import compressed_plan
 from tests.runtime.tiny import request_of
 
 
 @pytest.mark.parametrize(
-    ("exact", "stored", "running", "suffice"),
+    ("total", "running", "suffice"),
     [
-        (100, 0, 100, True),  # a format without stored pages
-        (100, 0, 101, False),
-        (100, 100, 100, True),
-        (100, 50, 51, False),
-        (50, 100, 51, False),
+        ((100,), 100, True),
+        ((100,), 101, False),
+        ((100, 100), 100, True),
+        ((100, 50), 51, False),
+        ((50, 100), 51, False),
     ],
 )
-def test_a_step_needs_at_most_one_page_of_each_kind_that_the_format_has(
-    exact: int, stored: int, running: int, suffice: bool
+def test_a_step_needs_at_most_one_page_of_each_group(
+    total: tuple[int, ...], running: int, suffice: bool
 ) -> None:
-    pages = SequencePages(PagePlan(16, compressed=stored > 0), PageCount(exact, stored))
+    plan = PagePlan(16) if len(total) == 1 else compressed_plan()
+    pages = SequencePages(plan, PageCount(*total))
     assert pages.suffice_for_step(running) is suffice
 
 
@@ -46,6 +48,6 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
     assert scheduler.num_running == 8
     assert not scheduler.must_preempt
     assert not searches
-    scheduler.pages.exact.allocate(scheduler.pages.free.exact - 7)
+    scheduler.pages.pools[0].allocate(scheduler.pages.free[0] - 7)
     assert not scheduler.must_preempt
     assert len(searches) == 1

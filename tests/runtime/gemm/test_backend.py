@@ -6,6 +6,7 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.gemm.plan import KernelPlan
 from runtime.models.model import Backend, Model
+from runtime.pages.plan import PageCount
 from tests.runtime.attention.samples import pages_of
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -42,7 +43,7 @@ def test_gemm_backend_matches_the_torch_backend(
     found = []
     for backend in BACKENDS:
         model = Model(checkpoint, device=DEVICE, dtype=torch.float32, backend=backend, plan=plan)
-        cache = model.new_cache(32)
+        cache = model.new_cache(PageCount(32))
         logits = []
         for first, last in ((0, 16), (16, length - 1)):
             slices = [

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import CompressedFormat
+from runtime.kv.windowed import compressed_cache
 from tests.runtime.tiny import CONFIG
 
 LLAMA_3_8B = replace(CONFIG, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -46,7 +46,7 @@ def stored_planes(
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
     """Return the stored planes of a layer of a cache, with every byte equal to ``fill``."""
-    cache = PagedCache.of_stored(kv_format.planes(layer, PAGE), pages, device)
+    cache = compressed_cache(kv_format.planes(layer, PAGE), pages, device)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(fill)
     return cache.layer(0)

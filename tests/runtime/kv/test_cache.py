@@ -7,7 +7,9 @@ import torch
 
 from runtime.errors import KVFormatError
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.format import Plane
+from runtime.pages.plan import PageCount
 from tests.runtime.tiny import CONFIG, tiny_model
 
 HEADS, PAGE = 3, 16
@@ -54,7 +56,7 @@ def test_layers_with_different_dims_have_their_own_runs() -> None:
 
 
 def test_cache_has_the_planes_of_its_layout() -> None:
-    cache = PagedCache(CacheLayout(PAGE, HEADS, ((K, CODES), (K,))), num_pages=5)
+    cache = PagedCache(CacheLayout(PAGE, HEADS, ((K, CODES), (K,))), PageCount(5))
     assert [tuple(p.shape) for p in cache.planes] == [(5, HEADS, PAGE, 8)] * 3
     assert [p.dtype for p in cache.planes] == [torch.bfloat16, torch.int8, torch.bfloat16]
     assert [p.data_ptr() for p in cache.layer(0)] == [p.data_ptr() for p in cache.planes[:2]]
@@ -76,29 +78,29 @@ def test_malformed_planes_are_refused(planes: tuple[Plane, ...]) -> None:
         CacheLayout(PAGE, HEADS, ((K,), planes))
 
 
-STORED = (
-    plane("k_stored", torch.uint8, 5, encodable=False, stored=True),
-    plane("latents", torch.bfloat16, 8, stored=True),
-    plane("scale", torch.float32, 1, encodable=False, stored=True),
+ENCODED = (
+    plane("k_codes", torch.uint8, 5, encodable=False, group=COMPRESSED),
+    plane("latents", torch.bfloat16, 8, group=COMPRESSED),
+    plane("scale", torch.float32, 1, encodable=False, group=COMPRESSED),
 )
 
 
-def test_stored_planes_of_bytes_are_parts_of_a_block() -> None:
-    layout = CacheLayout(PAGE, HEADS, ((K, *STORED),) * 2)
-    assert [(g.dim, g.stored, g.is_block) for g in layout.groups] == [
-        (8, False, False),
-        (8, True, False),
-        (5 + 4, True, True),
+def test_planes_of_bytes_that_are_encoded_into_are_parts_of_a_block() -> None:
+    layout = CacheLayout(PAGE, HEADS, ((K, *ENCODED),) * 2)
+    assert [(g.dim, g.page_group, g.is_block) for g in layout.groups] == [
+        (8, 0, False),
+        (8, 1, False),
+        (5 + 4, 1, True),
     ]
     assert layout.groups[2].members == ((("block", 2),), (("block", 5),))
-    cache = PagedCache(layout, num_pages=5, num_stored=4)
+    cache = PagedCache(layout, PageCount(5, 4))
     assert [tuple(tensor.shape) for tensor in cache.tensors[:3]] == [
         (5, HEADS, PAGE, 8),
         (4, HEADS, PAGE, 8),
         (4, HEADS, PAGE, 9),
     ]
     _, codes, latents, scales = cache.layer(0)
-    assert [tuple(p.shape[1:]) for p in cache.layer(0)] == [p.shape for p in (K, *STORED)]
+    assert [tuple(p.shape[1:]) for p in cache.layer(0)] == [p.shape for p in (K, *ENCODED)]
     assert latents is cache.tensors[1]
     assert codes[0].is_contiguous()
     assert scales[3].is_contiguous()
@@ -108,15 +110,15 @@ def test_stored_planes_of_bytes_are_parts_of_a_block() -> None:
     assert (block[1, : 5 * per_page] == 7).all()
     assert (block[1, 5 * per_page :].view(torch.float32) == 0.5).all()
     assert not block[[0, 2, 3]].any()
-    assert layout.stored_bytes_per_token == 2 * HEADS * (5 + 16 + 4)
+    assert layout.plan.groups[1].page_bytes == 2 * PAGE * HEADS * (5 + 16 + 4)
 
 
 @pytest.mark.parametrize(
     ("page_size", "planes"),
     [
-        (PAGE, STORED[:2]),  # one plane of bytes
-        (3, STORED),  # parts of a block would not be aligned
-        (PAGE, (CODES, SCALES)),  # exact pages
+        (PAGE, ENCODED[:2]),  # one plane of bytes
+        (3, ENCODED),  # parts of a block would not be aligned
+        (PAGE, (CODES, SCALES)),  # pages that are not encoded into
     ],
 )
 def test_other_planes_are_tensors_of_their_own(page_size: int, planes: tuple[Plane, ...]) -> None:

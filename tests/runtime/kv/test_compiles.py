@@ -40,7 +40,7 @@ dtypes = {
     torch.float32: "*fp32",
 }
 stored = kv_format.planes(0, 16)
-strides = page_strides(PagedCache.of_stored(stored, 2).layer(0))
+strides = page_strides(compressed_cache(stored, 2).layer(0))
 inputs = (*stored, *inputs)
 planes = tuple("i32" if isinstance(x, int) else dtypes[x.dtype] for x in inputs)
 types = dict.fromkeys(("q", "k_pages", "v_pages", "keys", "values", "out"), "*bf16")

@@ -153,7 +153,7 @@ class Sequences:
         )
         batch = Batch.of(
             [
-                SequenceSlice([0], length - 1, exact.tolist(), stored=stored[SINK_PAGES:].tolist())
+                SequenceSlice([0], length - 1, exact.tolist(), more_pages=[stored.tolist()])
                 for length, exact, stored in zip(lengths, exact_ids, stored_ids, strict=True)
             ],
             DEVICE,
@@ -283,10 +283,8 @@ def test_pages_that_leave_the_window_are_encoded(create: Create) -> None:
     for number, length in enumerate(lengths):
         page = first_recent(length, PAGE) - 1
         if page >= first_recent(length - 1, PAGE):
-            assert sequences.batch.stored_table is not None
             source, target = (
-                table[number, page : page + 1].long()
-                for table in (sequences.batch.page_table, sequences.batch.stored_table)
+                table[number, page : page + 1].long() for table in sequences.batch.page_tables
             )
             kv_format.encode_reference(k[source], v[source], target, expected, target)
     assert not same_bits(found, stored)

@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv import fdc, kvquant, shard
 from runtime.kv.calibration import KVMoments
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.kvquant.codes import edges_of, pack_codes, unpack_codes
 from runtime.kv.kvquant.levels import fit_levels
 from runtime.kv.registry import calibrated_format, create_format, from_artifact
@@ -201,7 +202,7 @@ def test_created_format_has_stored_planes(name: str, tmp_path: Path) -> None:
     artifact.save(path)
     made = create_format(f"{name}:{path}", TINY, torch.device("cpu"), torch.float32)
     assert made.artifact_hash == artifact.hash
-    stored = [plane.name for plane in made.planes(0, PAGE) if plane.stored]
+    stored = [plane.name for plane in made.planes(0, PAGE) if plane.group == COMPRESSED]
     assert stored == [
         *("k_stored", "v_stored", "v_scale_stored", "outlier_stored", "outlier_index_stored")
     ]

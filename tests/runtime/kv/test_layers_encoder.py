@@ -82,9 +82,9 @@ def test_leaving_pages_of_all_layers_have_the_bits_of_each_alone(name: str) -> N
     layers = layers_of(name)
     batch = Batch.static(2, 6, DEVICE)
     tables = torch.tensor([[[5, 0, 2, 1, 3, 4], [3, 1, 4, 0, 2, 5]], [[0, 1, 2, 3, 4, 0]] * 2])
-    page_table, stored_table = tables.int().to(DEVICE)
+    page_tables = tuple(tables.int().to(DEVICE))
     lengths = torch.tensor([WINDOW + 2 * PAGE, WINDOW + 2 * PAGE + 3], device=DEVICE).int()
-    batch = replace(batch, page_table=page_table, stored_table=stored_table, lengths=lengths)
+    batch = replace(batch, page_table=page_tables[0], page_tables=page_tables, lengths=lengths)
     before, alone = copies(layers), copies(layers)
     for (kernels, _), planes in zip(layers, alone, strict=True):
         kernels.encode_leaving(planes, batch)

@@ -216,11 +216,7 @@ def test_pages_that_leave_the_window_have_the_bits_of_prompts(create: Create) ->
         if page >= first_recent(length - 1, PAGE):
             left.append((number, page))
     rows, pages = torch.tensor(left, device=DEVICE).T
-    assert sequences.batch.stored_table is not None
-    sources, targets = (
-        table[rows, pages].long()
-        for table in (sequences.batch.page_table, sequences.batch.stored_table)
-    )
+    sources, targets = (table[rows, pages].long() for table in sequences.batch.page_tables)
     made.kernels.encode(k, v, expected, targets, sources, pages * PAGE)
     assert not same_bits(found, stored)
     assert same_bits(found, expected)

@@ -12,6 +12,7 @@ from runtime.config import ModelConfig
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv import fdc
 from runtime.kv.calibration import KVMoments
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import create_format
 from runtime.models.model import Model
@@ -95,7 +96,7 @@ def test_name_and_path_create_a_calibrated_format(calibration: Path) -> None:
     assert model.kv_format.name == "fdc"
     made = fdc.FdcFormat.load(calibration, CONFIG)
     assert model.kv_format.artifact_hash == made.artifact_hash
-    stored = [plane.name for _, plane in model.layout.planes if plane.stored]
+    stored = [plane.name for _, plane in model.layout.planes if plane.group == COMPRESSED]
     assert stored == ["k_stored", "v_stored"] * CONFIG.num_layers
 
 

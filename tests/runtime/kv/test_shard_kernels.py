@@ -199,8 +199,7 @@ def test_attend_scales_keys_as_yarn_does() -> None:
 def test_marked_tokens_make_the_output_nan() -> None:
     made = Compared.of(SMALL)
     sequences = made.sequences(SMALL, [200, 150])
-    assert sequences.batch.stored_table is not None
-    page = int(sequences.batch.stored_table[1, 2])
+    page = int(sequences.batch.page_tables[1][1, 2])
     keys, values = (gaussian(SMALL, 1, seed) for seed in (1, 2))
     keys[0, 0, 7, 1] = math.nan
     stored = tuple(plane.cpu() for plane in sequences.planes[2:])
@@ -259,10 +258,8 @@ def test_pages_that_leave_the_window_have_the_bits_of_bulk_encoding() -> None:
     for number, length in enumerate(lengths):
         page = first_recent(length, PAGE) - 1
         if page >= first_recent(length - 1, PAGE):
-            assert sequences.batch.stored_table is not None
             source, target = (
-                table[number, page : page + 1].long()
-                for table in (sequences.batch.page_table, sequences.batch.stored_table)
+                table[number, page : page + 1].long() for table in sequences.batch.page_tables
             )
             first = torch.tensor([page * PAGE], device=DEVICE)
             made.kernels.encode(k, v, expected, target, source, first)

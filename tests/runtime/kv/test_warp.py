@@ -17,6 +17,7 @@ from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat, fragment_inputs
 from runtime.kv.transforms import hadamard
+from runtime.kv.windowed import compressed_cache
 from runtime.pages.window import SINK_PAGES
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, SMOLLM2_135M, heavy_tailed
 from tests.runtime.kv.ptx_operations import LANES
@@ -80,7 +81,7 @@ def attended(
 
 def empty_cache(kv_format: QuantizedFormat | ShardFormat, pages: int) -> tuple[PagedCache, Tensor]:
     """Return a cache filled with NaN, and the ids of pages in it."""
-    cache = PagedCache.of_stored(kv_format.planes(0, PAGE), pages + 2)
+    cache = compressed_cache(kv_format.planes(0, PAGE), pages + 2)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(0xFF)
     return cache, torch.randperm(pages + 2, generator=torch.Generator().manual_seed(0))[:pages]

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.kv import compressed as groups
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.pages.window import SINK_PAGES, first_recent
 from tests.runtime.quality.formats import Identity, Scaled
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -56,8 +58,7 @@ def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator
     Args:
         poison: overwrite exact pages once they are encoded.
     """
-    windowed = isinstance(model.kv_format, WindowedFormat)
-    cache = PagedCache(model.layout, num_pages=PAGES, num_stored=PAGES * windowed)
+    cache = PagedCache(model.layout, model.layout.plan.each(PAGES))
     pages = list(range(PAGES))
     stored = list(reversed(pages))[: PAGES - SINK_PAGES]
     yield model.forward(Batch.of([SequenceSlice(tokens[:PROMPT], 0, pages)]), cache)
@@ -69,11 +70,10 @@ def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator
     for position in range(PROMPT, END):
         if poison:
             for plane, tensor in zip(model.layout.planes, cache.planes, strict=True):
-                if not plane[1].stored:
+                if plane[1].group != groups.COMPRESSED:
                     tensor[SINK_PAGES : first_recent(position, PAGE)] = torch.nan
-        piece = SequenceSlice(
-            tokens[position : position + 1], position, pages, stored=stored if windowed else None
-        )
+        more = [[-1] * SINK_PAGES + stored] * (len(cache.pages) - 1)
+        piece = SequenceSlice(tokens[position : position + 1], position, pages, more_pages=more)
         yield model.forward(Batch.of([piece]), cache)
 
 
@@ -119,10 +119,10 @@ def test_leaving_page_can_be_encoded_before_a_step(length: int, page: int | None
     compressed = Recorded()
     model = windowed_model(compressed)
     assert isinstance(model.kv_format, WindowedFormat)
-    cache = PagedCache(model.layout, num_pages=PAGES, num_stored=PAGES)
+    cache = PagedCache(model.layout, PageCount(PAGES, PAGES))
     layers = [cache.layer(index) for index in range(CONFIG.num_layers)]
     pages = list(range(PAGES))
-    step = SequenceSlice([1], length - 1, pages, stored=pages[SINK_PAGES:])
+    step = SequenceSlice([1], length - 1, pages, more_pages=[pages])
     model.kv_format.encoder(layers).encode_leaving(Batch.of([step]))
     expected = [] if page is None else [[PAGE * page]] * CONFIG.num_layers
     assert compressed.encoded == expected
@@ -132,7 +132,8 @@ def test_leaving_page_can_be_encoded_before_a_step(length: int, page: int | None
 def test_built_in_formats_have_a_cache_layout(name: str) -> None:
     compressed = COMPRESSED[name](CONFIG)
     planes = windowed_model(compressed).layout.layers[0]
-    assert [plane.stored for plane in planes] == [False] * 2 + [True] * (len(planes) - 2)
+    assert {plane.group for plane in planes[:2]} == {groups.FULL_PRECISION}
+    assert {plane.group for plane in planes[2:]} == {groups.COMPRESSED}
     stored = compressed.planes(0, PAGE)
     assert [plane.name for plane in planes[2:]] == [f"{plane.name}_stored" for plane in stored]
 

@@ -11,6 +11,7 @@ from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.launch import DecodeStep
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from tests.runtime.attention.samples import pages_of
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -63,7 +64,7 @@ def check_step(
     config = checkpoint.config
     model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
     pages = pages_of([position + 1 for position in positions])
-    cache = model.new_cache(sum(map(len, pages)) + 1)
+    cache = model.new_cache(PageCount(sum(map(len, pages)) + 1))
     texts = [
         [(7 * number + 3 * at) % config.vocab_size for at in range(position + 1)]
         for number, position in enumerate(positions)

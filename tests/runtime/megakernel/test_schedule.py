@@ -13,6 +13,7 @@ from runtime.megakernel.reference import Interpreter, Messages, ProtocolError
 from runtime.megakernel.schedule import Pass, split_at_attention
 from runtime.megakernel.support import unsupported
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24)]
@@ -23,7 +24,7 @@ RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24
 def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: int) -> None:
     checkpoint = tiny_checkpoint(ranks=ranks, bias=True)
     model = Model(checkpoint)
-    cache = model.new_cache(8)
+    cache = model.new_cache(PageCount(8))
     text, pages = [(7 * at + 3) % CONFIG.vocab_size for at in range(position + 1)], [3, 5]
     if position:
         before = SequenceSlice(text[:-1], 0, pages, want_logits=False)

@@ -8,9 +8,11 @@ import torch
 
 from runtime.attention.base import Batch
 from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.megakernel.launch import MAX_SEQUENCES_WITHOUT_ATTENTION
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -57,17 +59,17 @@ def test_step_matches_one_kernel_after_another(
     assert model.unsupported_by_megakernel is None
     assert isinstance(model.kv_format, WindowedFormat)
     batch = Batch.static(count, PAGES, DEVICE)
-    batch = replace(batch, stored_table=torch.zeros_like(batch.page_table))
-    assert batch.stored_table is not None
+    tables = batch.page_table, torch.zeros_like(batch.page_table)
+    batch = replace(batch, page_tables=tables)
     pages = torch.randperm(PAGES * count, generator=torch.Generator().manual_seed(count))
-    batch.page_table.copy_(pages.view(count, PAGES))
-    batch.stored_table.copy_(pages.flip(0).view(count, PAGES))
-    ours, reference = (model.new_cache(len(pages), len(pages)) for _ in range(2))
+    tables[0].copy_(pages.view(count, PAGES))
+    tables[1].copy_(pages.flip(0).view(count, PAGES))
+    ours, reference = (model.new_cache(PageCount(len(pages), len(pages))) for _ in range(2))
     for (_, plane), tensor in zip(ours.layout.planes, ours.planes, strict=True):
-        if not plane.stored:
+        if plane.group != COMPRESSED:
             tensor.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
     layers = [ours.layer(index) for index in range(WIDE.num_layers)]
-    sources, targets = (table.flatten().long() for table in (batch.page_table, batch.stored_table))
+    sources, targets = (table.flatten().long() for table in tables)
     positions = 16 * torch.arange(PAGES, device=DEVICE).repeat(count)
     model.kv_format.encoder(layers).encode(sources, targets, positions)
     for tensor, source in zip(reference.planes, ours.planes, strict=True):
@@ -84,7 +86,7 @@ def test_step_matches_one_kernel_after_another(
         for (_, plane), tensor, source in zip(
             ours.layout.planes, ours.planes, reference.planes, strict=True
         ):
-            if plane.stored:
+            if plane.group == COMPRESSED:
                 assert torch.equal(tensor.view(torch.uint8), source.view(torch.uint8))
             else:
                 torch.testing.assert_close(tensor, source, rtol=0, atol=0.08)

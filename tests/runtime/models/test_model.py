@@ -13,7 +13,7 @@ from runtime.gemm.weights import PackedWeights
 from runtime.layers import stored_weight
 from runtime.layers.linear import PackedLinear, Projection, TorchLinear
 from runtime.models.model import Model, _place, unsupported_by_gemm
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
 TEXTS = (
@@ -36,7 +36,7 @@ TEXTS = (
 def logits_of(model: Model, tokens: list[int], chunk: int = 1 << 20) -> torch.Tensor:
     """Return logits after every token, `[len(tokens), vocab]`."""
     pages = list(range(pages_for(len(tokens), model.page_size)))[::-1]
-    cache = model.new_cache(len(pages))
+    cache = model.new_cache(PageCount(len(pages)))
     parts = []
     for first in range(0, len(tokens), chunk):
         piece = tokens[first : first + chunk]
@@ -93,7 +93,7 @@ def test_smollm2_logits_do_not_depend_on_chunks_or_batch(smollm2: Checkpoint) ->
         assert torch.equal(logits_of(model, tokens, chunk), whole)
     others = [SequenceSlice(tokens[n : n + 9], 0, [9 + n]) for n in range(6)]
     batch = Batch.of([*others[:3], SequenceSlice(tokens, 0, [5, 1, 4, 0, 3]), *others[3:]])
-    assert torch.equal(model.forward(batch, model.new_cache(16))[3], whole[-1])
+    assert torch.equal(model.forward(batch, model.new_cache(PageCount(16)))[3], whole[-1])
 
 
 def test_kernel_plan_hash_differs_by_dtype_and_factorization_but_not_weights() -> None:

@@ -10,6 +10,7 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import Plane
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 
 PAGE, SINK_TOKENS, WINDOW_TOKENS = 16, 16, 64
 
@@ -99,7 +100,7 @@ def stepwise_logits(
     """Return the logits after each token, fp32 `[n, vocab]`."""
     model.kv_format = Stepwise(compressed, model.kv_format.planes(0, PAGE), window=window)
     pages = list(range(len(tokens) // PAGE + 1))
-    cache = model.new_cache(len(pages))
+    cache = model.new_cache(PageCount(len(pages)))
     steps = [
         Batch.of([SequenceSlice([token], position, pages)]) for position, token in enumerate(tokens)
     ]

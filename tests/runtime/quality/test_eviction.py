@@ -26,7 +26,7 @@ def test_logits_equal_those_of_an_engine(name: str, length: int) -> None:
     served = Model(tiny_checkpoint(), kv_format="dense" if name == "exact" else name)
     sampling = SamplingParams(temperature=0.8, seed=3, logprobs=1)
     request = request_of("r", length, length, sampling=sampling)
-    stored = 64 * served.layout.has_stored
+    stored = 64 * served.layout.plan.encodes
     engine = engine_of(served, stored=stored, kv_eviction=0.5)
     output = drive(engine, Add(request)).tokens["r", 0]
     text = torch.tensor([*request.tokens, *(token.token for token in output)])

@@ -10,6 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.errors import KVFormatError, NotFinite, QualityError
 from runtime.kv.compressed import CompressedFormat
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.quality.checkpoints import peer_output
 from runtime.quality.generate import Float32KV, Generator, outputs_of
 from tests.runtime.quality.formats import Identity, Int8, Scaled, TwoBit
@@ -27,7 +28,7 @@ def one_by_one(
 ) -> list[int]:
     """Prefill a prompt exactly, then decode one token at a time with a naive loop."""
     pages = list(range((len(prompt) + count) // PAGE + 1))
-    cache = model.new_cache(len(pages))
+    cache = model.new_cache(PageCount(len(pages)))
     logits = model.forward(Batch.of([SequenceSlice(prompt, 0, pages)]), cache)
     stepwise = Stepwise(compressed, model.kv_format.planes(0, PAGE), window=True)
     tokens = [int(logits.argmax())]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.errors import QualityError
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.quality import needles
 from runtime.quality.attention import TeacherForced
 from runtime.quality.needles import (
@@ -86,7 +86,7 @@ def greedy(context: list[int], question: list[int], count: int) -> list[int]:
     for _ in range(count):
         pages = list(range(pages_for(len(text), PAGE)))
         batch = Batch.of([SequenceSlice(text, 0, pages)])
-        text.append(int(model.forward(batch, model.new_cache(len(pages))).argmax()))
+        text.append(int(model.forward(batch, model.new_cache(PageCount(len(pages)))).argmax()))
     return text[-count:]
 
 
@@ -113,12 +113,12 @@ def test_tokens_after_an_exact_context_equal_decoding_step_by_step(length: int) 
     pages = list(range(pages_for(length + len(after), PAGE)))
     prefill = Batch.of([SequenceSlice(context, 0, pages)])
     own = model.kv_format
-    cache = model.new_cache(len(pages))
+    cache = model.new_cache(PageCount(len(pages)))
     model.forward(prefill, cache)
     batch = Batch.of([SequenceSlice(after, length, pages)])
     model.kv_format = TeacherForced(CONFIG, scaled)
     found = model.forward(replace(batch, logit_rows=torch.arange(len(after))), cache)
-    cache, model.kv_format = model.new_cache(len(pages)), own
+    cache, model.kv_format = model.new_cache(PageCount(len(pages))), own
     model.forward(prefill, cache)
     model.kv_format = Stepwise(scaled, own.planes(0, PAGE), window=True)
     steps = [

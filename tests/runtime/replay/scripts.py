@@ -13,6 +13,7 @@ from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingPa
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.pages.pool import PagePool
 from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
@@ -35,7 +36,7 @@ SAMPLINGS = [
 
 def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    return Engine(model, num_pages=pages, limits=limits, replay=replay)
+    return Engine(model, pages=PageCount(pages), limits=limits, replay=replay)
 
 
 def replay_of(engine: Engine) -> StepReplay:
@@ -45,7 +46,7 @@ def replay_of(engine: Engine) -> StepReplay:
 
 def fill(engine: Engine, request: Request, pages: list[int]) -> None:
     """Write the KV of a prompt into pages, as another worker would send it."""
-    cache = engine.model.new_cache(len(pages))
+    cache = engine.model.new_cache(PageCount(len(pages)))
     prompt = SequenceSlice(request.tokens, 0, range(len(pages)))
     engine.model.forward(Batch.of([prompt]), cache)
     for target, source in zip(engine.cache.planes, cache.planes, strict=True):
@@ -67,7 +68,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
         commands = arriving + (script[steps] if steps < len(script) else [])
         output = engine.step(commands)
         for reserved in output.reserved:
-            fill(engine, sent[reserved.id], list(reserved.pages))
+            fill(engine, sent[reserved.id], list(reserved.page_tables[0]))
         arriving = [
             Arrived(reserved.id, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
             for reserved in output.reserved
@@ -120,10 +121,11 @@ class Watch:
         def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:
             step = launch(decode, chunks)
             prompts = [s for chunk in chunks for s in chunk.group.sequences]
-            used = [(*s.pages, *s.vacated) for s in decode + prompts]
-            pages = {held.exact: {page for each in used for page in each}}
-            if held.stored:
-                pages[held.stored] = {page for s in decode + prompts for page in s.stored}
+            tables = [(*s.page_tables, *s.vacated) for s in decode + prompts]
+            pages = {
+                pool: {page for own in tables for of in own[at :: len(held.pools)] for page in of}
+                for at, pool in enumerate(held.pools)
+            }
             self.in_flight.append((step, pages))
             self.launches += 1
             self.mixed += bool(decode and chunks)
@@ -149,7 +151,7 @@ class Watch:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replay, "launch", launched)
             patch.setattr(replay, "collect", collected)
-            for pool in filter(None, (held.exact, held.stored)):
+            for pool in held.pools:
                 patch.setattr(pool, "allocate", watched(pool))
             yield self
         assert not self.in_flight

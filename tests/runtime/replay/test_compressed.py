@@ -11,6 +11,7 @@ from runtime.core.limits import Limits
 from runtime.engine import Add, Cancel, Command, Engine
 from runtime.kv.registry import COMPRESSED
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
 from tests.runtime.tiny import CONFIG, replayed, tiny_checkpoint
 
@@ -28,7 +29,7 @@ def engines(model: Model, pages: int, stored: int, running: int) -> Iterator[Eng
     """Yield an engine without replay and one with replay."""
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
     for replay in (False, True):
-        yield Engine(model, num_pages=pages, num_stored=stored, limits=limits, replay=replay)
+        yield Engine(model, pages=PageCount(pages, stored), limits=limits, replay=replay)
 
 
 def check(

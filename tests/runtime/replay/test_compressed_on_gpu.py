@@ -12,7 +12,7 @@ from runtime.engine import Add, Command, Engine
 from runtime.kv.registry import COMPRESSED
 from runtime.models.model import Model
 from tests.runtime.replay.scripts import compare, play, request
-from tests.runtime.tiny import CONFIG, Record, tiny_checkpoint
+from tests.runtime.tiny import CONFIG, Record, pages_of, tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,8 +43,7 @@ def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> R
     limits = Limits(max_running=6, max_waiting=64, step_tokens=64, chunk_tokens=32)
     engine = Engine(
         model,
-        num_pages=pages,
-        num_stored=stored,
+        pages=pages_of(model.layout, pages, stored),
         limits=limits,
         replay=True,
         kv_eviction=kv_eviction,
@@ -93,7 +92,7 @@ def test_graphs_give_the_tokens_of_their_launches_after_an_eviction(
         backend="gemm" if hopper else "torch",
         kv_format=name,
     )
-    stored = 80 * model.layout.has_stored
+    stored = 80 * model.layout.plan.encodes
     found = played(model, 80, stored, 0.5)
     exact = played(model, 80, stored)
     assert found.tokens["r8", 0][0] == exact.tokens["r8", 0][0]

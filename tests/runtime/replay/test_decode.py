@@ -12,6 +12,7 @@ from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Cancel, Command, Engine, Reserve
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.replay.slots import BatchSlots
 from tests.runtime.replay.scripts import (
     SAMPLINGS,
@@ -79,7 +80,7 @@ def test_slots_move_to_a_smaller_bucket_when_sequences_leave(
     compare(found, plain, set())
     assert max(buckets) == 9
     assert buckets[-1] <= 2
-    assert engine.pages_free == engine.pages_total == 64
+    assert engine.pages_free == engine.pages_total == (64,)
     assert len(engine.cache.planes[0]) == 65
 
 
@@ -103,7 +104,7 @@ def test_one_graph_per_layer_produces_the_same_tokens(model: Model) -> None:
     for by_layer in (False, True):
         engine = Engine(
             model,
-            num_pages=40,
+            pages=PageCount(40),
             limits=Limits(max_running=4, max_waiting=4),
             replay=True,
             by_layer=by_layer,

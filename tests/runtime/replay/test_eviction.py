@@ -11,9 +11,10 @@ from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine import Add, Cancel, Command, Engine
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.replay.eviction import PromptEviction
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
-from tests.runtime.tiny import CONFIG, replayed, tiny_checkpoint
+from tests.runtime.tiny import CONFIG, pages_of, replayed, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,7 @@ def check(
     plain, replayed = (
         Engine(
             MODELS[name],
-            num_pages=pages,
-            num_stored=stored * MODELS[name].layout.has_stored,
+            pages=pages_of(MODELS[name].layout, pages, stored),
             limits=limits,
             replay=replay,
             kv_eviction=0.5,
@@ -73,7 +73,7 @@ def test_slots_that_did_not_advance_attend_what_their_prompt_attended(name: str)
 
 def test_passes_without_evicted_prompts_log_no_queries() -> None:
     model = MODELS["dense"]
-    evictions = PromptEviction(model, model.new_cache(1))
+    evictions = PromptEviction(model, model.new_cache(PageCount(1)))
 
     def chunk(first: int, count: int, evicts: int) -> Chunk:
         one = request(0, 200, 8, 0, 1)

@@ -54,7 +54,7 @@ def test_memory_of_an_eviction_is_that_of_one_head(
     kv_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(tiny_checkpoint(config=WIDE), kv_format=kv_format)
-    stored = 32 * model.layout.has_stored
+    stored = 32 * model.layout.plan.encodes
     requests = [Add(request_of(f"r{n}", TOKENS, 12, seed=n)) for n in range(2)]
     expected = drive(engine_of(model, stored=stored, kv_eviction=0.5), *requests)
 

@@ -11,6 +11,7 @@ from runtime.core.plan import MAX_CHUNKS
 from runtime.engine import Add, Cancel, Command
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.replay.mixed import MixedReplay, pass_shapes
 from runtime.replay.pass_inputs import PassShape
 from runtime.replay.slots import BatchSlots
@@ -31,8 +32,8 @@ class Passes:
 
     def __init__(self, max_rows: int = 128, *, bias: bool = False, norms: bool = False) -> None:
         self.model = Model(tiny_checkpoint(bias=bias, head_norms=norms))
-        self.cache, self.expected = (self.model.new_cache(PAGES + 1) for _ in range(2))
-        self.slots = BatchSlots(SLOTS, 25, PAGES, self.model.device)
+        self.cache, self.expected = (self.model.new_cache(PageCount(PAGES + 1)) for _ in range(2))
+        self.slots = BatchSlots(SLOTS, 25, (PAGES,), self.model.device)
         self.logits = torch.zeros(SLOTS, VOCAB)
         self.replay = MixedReplay(
             self.model, self.cache, self.slots, self.logits, None, max_rows=max_rows
@@ -48,7 +49,7 @@ class Passes:
         """Assign a slot to a sequence whose last token is ``token``."""
         slots = self.slots
         slots.tokens[slot], slots.positions[slot] = token, position
-        slots.page_table[slot, : len(pages)] = torch.tensor(pages)
+        slots.page_tables[0, slot, : len(pages)] = torch.tensor(pages)
 
     def alone(self, slices: list[SequenceSlice]) -> Tensor:
         """Compute a batch on the pages ``expected`` and return its logits."""

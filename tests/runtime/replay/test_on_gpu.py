@@ -11,6 +11,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount
 from runtime.replay.mixed import MixedReplay
 from runtime.replay.slots import BatchSlots
 from tests.runtime.attention.samples import pages_of
@@ -42,15 +43,15 @@ def mixed_pass(
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute a pass three times; return its logits and the pages."""
     device = model.device
-    cache = model.new_cache(PAGES + 1)
+    cache = model.new_cache(PageCount(PAGES + 1))
     generator = torch.Generator(device).manual_seed(0)
     for plane in cache.planes:
         plane.normal_(generator=generator)
-    slots = BatchSlots(SLOTS, 25, PAGES, device)
+    slots = BatchSlots(SLOTS, 25, (PAGES,), device)
     pages = pages_of(lengths + chunks)
     for slot, (length, own) in enumerate(zip(lengths, pages, strict=False)):
         slots.tokens[slot], slots.positions[slot] = slot + 3, length - 1
-        slots.page_table[slot, : len(own)] = torch.tensor(own)
+        slots.page_tables[0, slot, : len(own)] = torch.tensor(own)
     pieces = [
         SequenceSlice([n % 200 for n in range(count)], 0, own)
         for count, own in zip(chunks, pages[len(lengths) :], strict=True)
@@ -83,7 +84,7 @@ def test_graph_of_a_mixed_pass_gives_the_same_bits_as_its_launches(
 def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
     """Prompts join a running batch; choices, penalties and log probabilities are sampled."""
     limits = Limits(max_running=12, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    engine = Engine(model, num_pages=300, limits=limits, replay=True)
+    engine = Engine(model, pages=PageCount(300), limits=limits, replay=True)
     engine.warm_up()
     samplings = [
         SamplingParams(),
@@ -104,7 +105,7 @@ def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
 
 def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     limits = Limits(max_running=4, max_waiting=4, step_tokens=128, chunk_tokens=128)
-    engine = Engine(model, num_pages=60, limits=limits, replay=True)
+    engine = Engine(model, pages=PageCount(60), limits=limits, replay=True)
     engine.warm_up()
     for plane in engine.cache.planes:
         plane.fill_(torch.nan)

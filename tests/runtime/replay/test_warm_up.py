@@ -8,6 +8,7 @@ from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
 from runtime.kv.windowed import PageEncoder
 from runtime.models.model import Model
+from runtime.pages.plan import PageCount, PagePlan
 from runtime.replay.prompts import PromptEncoder
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint, tiny_model
@@ -17,12 +18,12 @@ LIMITS = Limits(max_running=5, max_waiting=8, step_tokens=64, chunk_tokens=32)
 
 def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     model = tiny_model()
-    warm, cold = (Engine(model, num_pages=8, limits=LIMITS) for _ in range(2))
+    warm, cold = (Engine(model, pages=PageCount(8), limits=LIMITS) for _ in range(2))
     progress: list[tuple[str, int]] = []
     encoder = PromptEncoder(model, warm.cache)
     warm_up_prefill(model, warm.cache, LIMITS, encoder, lambda *stage: progress.append(stage))
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
-    assert warm.pages_free == 8
+    assert warm.pages_free == (8,)
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
 
@@ -31,7 +32,7 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
 def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> None:
     model = Model(tiny_checkpoint(), kv_format="int4")
     warm, cold = (
-        Engine(model, num_pages=20, num_stored=10, limits=LIMITS, replay=replay) for _ in range(2)
+        Engine(model, pages=PageCount(20, 10), limits=LIMITS, replay=replay) for _ in range(2)
     )
     encode = PageEncoder.encode
     counts = []
@@ -50,17 +51,17 @@ def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> 
 
 def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    engine = Engine(model, num_pages=8, limits=LIMITS)
+    engine = Engine(model, pages=PageCount(8), limits=LIMITS)
     monkeypatch.setattr(model, "forward", None)
     engine.warm_up(silent)
 
 
 def test_small_batches_cover_all_kernel_specializations() -> None:
     """Page-table widths are 1, a multiple of 16, and another; each sequence has 1 or 2 tokens."""
-    kinds = [(len(batch[0].pages), len(batch[0].tokens)) for batch in _small(3)]
+    kinds = [(len(batch[0].pages), len(batch[0].tokens)) for batch in _small(3, PagePlan(16))]
     assert {width % 16 if width > 1 else "one" for width, _ in kinds} == {"one", 0, 2}
     assert len(set(kinds)) == len(kinds) == 6
-    assert all(len(batch) == 3 for batch in _small(3))
+    assert all(len(batch) == 3 for batch in _small(3, PagePlan(16)))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,6 @@ def test_largest_batch_fills_a_step(
     step_tokens: int, chunk_tokens: int, context: int, each: int, sequences: int
 ) -> None:
     limits = Limits(8, 8, step_tokens=step_tokens, chunk_tokens=chunk_tokens)
-    batch = _largest(limits, context, page_size=16)
+    batch = _largest(limits, context, PagePlan(16))
     assert [len(piece.tokens) for piece in batch] == [each] * sequences
     assert all(len(piece.pages) * 16 >= each for piece in batch)

@@ -8,6 +8,7 @@ import torch
 import codec
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
+from runtime.pages.plan import PageCount
 from services.transfer.codecs import Books, SegmentCodecs
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
@@ -24,7 +25,7 @@ def plane(name: str, dtype: torch.dtype, dim: int, *, encodable: bool = False) -
 
 def codecs_of(planes: Sequence[Plane], books: Books) -> tuple[SegmentCodecs, PagedCache]:
     layout = CacheLayout(PAGE, HEADS, (tuple(planes),) * LAYERS)
-    cache = PagedCache(layout, num_pages=6)
+    cache = PagedCache(layout, PageCount(6))
     generator = torch.Generator().manual_seed(0)
     for each in cache.planes:
         each.view(torch.uint8).random_(0, 256, generator=generator)

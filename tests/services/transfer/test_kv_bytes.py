@@ -13,6 +13,7 @@ from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
+from tests.runtime.tiny import pages_of
 
 TOKENS, SLOT_BYTES = 8192, 4 << 20
 CONFIG = one_layer()
@@ -27,7 +28,7 @@ def wire_bytes(kv_format: KVFormat) -> int:
     """Encode the segments of a prompt of one layer raw; return the bytes of all frames."""
     layout = CacheLayout.of(kv_format, num_layers=1, page_size=16)
     stored = layout.plan.stored(TOKENS)
-    cache = PagedCache(layout, num_pages=TOKENS // 16, num_stored=stored)
+    cache = PagedCache(layout, pages_of(layout, TOKENS // 16, stored))
     codecs, slot = SegmentCodecs(layout, {}), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     total = 0
     for plan in plan_segments(

@@ -1,11 +1,14 @@
 """Planned segments fit a slot, and a sequence is complete if each part arrived exactly once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.kv.cache import CacheLayout
+from runtime.kv.compressed import COMPRESSED, FULL_PRECISION
 from runtime.kv.format import Plane
 from runtime.pages.plan import pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
@@ -70,16 +73,17 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
     assert coverage.complete
 
 
+FULL = replace(WIDE, group=FULL_PRECISION)
 STORED = (
-    Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, stored=True),
-    Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, stored=True),
-    Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), stored=True),
+    Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, group=COMPRESSED),
+    Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, group=COMPRESSED),
+    Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), group=COMPRESSED),
 )
 
 
 @given(tokens=st.integers(1, 500), chunk=st.integers(1, 12), slack=st.integers(0, 200_000))
 def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slack: int) -> None:
-    layout = layout_of(3, WIDE, *STORED)
+    layout = layout_of(3, FULL, *STORED)
     capacity = _bound(0, 1, min(PAGE, tokens)) + slack
     recent = first_recent(tokens, PAGE)
     coverage = Coverage(tokens, layout)
@@ -106,7 +110,7 @@ def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slac
 
 
 def test_few_exact_pages_of_a_chunk_are_one_segment() -> None:
-    layout = layout_of(4, WIDE, *STORED)
+    layout = layout_of(4, FULL, *STORED)
     tokens, window = 64 * PAGE, 64 * PAGE - first_recent(64 * PAGE, PAGE) * PAGE
     plans = plan_segments(
         layout,
@@ -122,7 +126,7 @@ def test_few_exact_pages_of_a_chunk_are_one_segment() -> None:
 
 
 def test_page_of_the_other_kind_is_refused() -> None:
-    layout = layout_of(1, WIDE, *STORED)
+    layout = layout_of(1, FULL, *STORED)
     coverage = Coverage(200, layout)
     for page, group in ((0, 1), (1, 0), (7, 0), (8, 1), (12, 2)):
         with pytest.raises(ForeignSegment, match="are not sent in plane group"):
@@ -134,7 +138,7 @@ def test_page_of_the_other_kind_is_refused() -> None:
 
 
 def test_part_of_the_kv_heads_of_a_block_is_refused() -> None:
-    layout = layout_of(1, WIDE, *STORED)
+    layout = layout_of(1, FULL, *STORED)
     latents, block = 1, 2
     assert [group.is_block for group in layout.groups] == [False, False, True]
     coverage = Coverage(200, layout)

@@ -13,6 +13,7 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
+from runtime.pages.plan import PageCount
 from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
@@ -64,7 +65,7 @@ BOOKS = {(layer, "k"): normal_codebook() for layer in range(LAYERS)}
 @pytest.fixture
 def whole() -> PagedCache:
     """The KV of the sequence, with all heads, in pages 0 to 3."""
-    cache = PagedCache(layout_of(HEADS), num_pages=PAGES)
+    cache = PagedCache(layout_of(HEADS), PageCount(PAGES))
     generator = torch.Generator().manual_seed(0)
     for plane in cache.planes:
         if plane.is_floating_point():
@@ -86,7 +87,7 @@ class Rank:
     @classmethod
     async def sending(cls, number: int, whole: PagedCache) -> "Rank":
         heads = HEADS // 2
-        cache = PagedCache(layout_of(heads), num_pages=PAGES)
+        cache = PagedCache(layout_of(heads), PageCount(PAGES))
         for plane, full in zip(cache.planes, whole.planes, strict=True):
             plane.copy_(full[:, number * heads : (number + 1) * heads])
         rank = cls(number, Slab(8, 1 << 14))
@@ -129,7 +130,7 @@ class Reader:
     """Decode side of a transfer; its READs are copies within this process."""
 
     def __init__(self) -> None:
-        self.cache = PagedCache(layout_of(HEADS), num_pages=PAGES)
+        self.cache = PagedCache(layout_of(HEADS), PageCount(PAGES))
         self.coverage = Coverage(TOKENS, self.cache.layout, ranks=2)
         self._landing = Slab(1, 1 << 14)
         codecs = SegmentCodecs(self.cache.layout, BOOKS)

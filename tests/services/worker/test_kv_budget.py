@@ -10,7 +10,8 @@ from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
-from runtime.kv.format import Plane
+from runtime.kv.compressed import COMPRESSED, FULL_PRECISION
+from runtime.kv.format import KV, Plane
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.errors import SettingsError
 from services.worker.kv_budget import (
@@ -24,6 +25,7 @@ from services.worker.kv_budget import (
     pages_of_tokens,
 )
 from services.worker.settings import MAX_KV_TOKENS
+from tests.runtime.pages.plans import compressed_plan
 
 GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
@@ -31,9 +33,12 @@ LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
 
 def layout(per_token: int, stored: int = 0) -> CacheLayout:
     """Return a layout with the given bytes per token, in exact and in stored pages."""
-    planes = [Plane("exact", torch.uint8, (1, 16, per_token), encodable=False)]
+    group = FULL_PRECISION if stored else KV
+    planes = [Plane("exact", torch.uint8, (1, 16, per_token), encodable=False, group=group)]
     if stored:
-        planes.append(Plane("stored", torch.uint8, (1, 16, stored), encodable=False, stored=True))
+        planes.append(
+            Plane("stored", torch.uint8, (1, 16, stored), encodable=False, group=COMPRESSED)
+        )
     return CacheLayout(16, 1, (tuple(planes),))
 
 
@@ -90,7 +95,7 @@ def test_error_names_the_missing_bytes() -> None:
 def test_compressed_formats_get_exact_pages_for_a_batch_and_a_prompt() -> None:
     """6 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
     planes = layout(LLAMA_7B, LLAMA_7B // 4)
-    exact = PagePlan(16, compressed=True).batch(256, 8192)
+    exact = compressed_plan().batch(256, 8192)[0]
     assert exact == 6 * 256 + 512
     found = pages_of_bytes(60 * GIB, planes, exact)
     assert found == PageCount(exact, (60 * GIB - exact * 16 * LLAMA_7B) // (4 * LLAMA_7B))
@@ -108,7 +113,7 @@ def test_token_slots_are_those_of_stored_pages() -> None:
     planes = layout(64, 16)
     assert pages_of_tokens(16_384, planes, 960) == PageCount(960, 1024)
     assert pages_of_tokens(160, planes, 960) == PageCount(10, 10)
-    assert pages_of_tokens(160, layout(64), 960) == PageCount(10, 0)
+    assert pages_of_tokens(160, layout(64), 960) == PageCount(10)
 
 
 LONG = 8192
@@ -123,7 +128,7 @@ def held(pages: PageCount, slots: int) -> int:
     All are admitted with received KV and decode in lockstep, so that each needs its most exact
     pages in the same step.
     """
-    allocator = SequencePages(PagePlan(16, compressed=pages.stored > 0), pages)
+    allocator = SequencePages(compressed_plan() if len(pages) > 1 else PagePlan(16), pages)
     request = Request("r", (0,) * LONG, LONG, SamplingParams(), 101)
     running: list[Sequence] = []
     while len(running) < slots:
@@ -145,7 +150,7 @@ def held(pages: PageCount, slots: int) -> int:
             allocator.grow(sequence, missing)
         for sequence in running:
             sequence.tokens.append(0)
-            allocator.release_encoded(sequence)
+            allocator.release_left(sequence, len(sequence.tokens) - 1)
     return len(running)
 
 
@@ -162,7 +167,7 @@ def test_number_of_long_sequences_rises_with_the_compression_ratio(name: str, sl
     for each in ("dense", name):
         layers = kv_formats[each].planes(0, 16)
         cache = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS)
-        exact = cache.plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))
+        exact = cache.plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))[0]
         sequences[each] = held(pages_of_bytes(H200_KV, cache, exact), slots)
     ratio = occupation(kv_formats[name], config, LONG, 100).ratio
     assert sequences["dense"] == H200_KV // (LAYERS * 4096) // (LONG + 112)

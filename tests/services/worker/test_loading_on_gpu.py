@@ -16,7 +16,7 @@ from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine
 from runtime.graphs.capture import Captured
 from runtime.models.model import Model
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PageCount, pages_for
 from runtime.replay.mixed import pass_shapes
 from runtime.replay.sampling import CAPTURED_FEATURES
 from runtime.replay.step import StepReplay
@@ -73,7 +73,7 @@ def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
     pages = range(pages_for(len(tokens), model.page_size))
     batch = Batch.of([SequenceSlice(tokens, 0, pages)])
     every = replace(batch, logit_rows=torch.arange(len(tokens)))
-    return model.forward(every, model.new_cache(len(pages)))
+    return model.forward(every, model.new_cache(PageCount(len(pages))))
 
 
 def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(

@@ -35,7 +35,7 @@ def registration(loaded: Loaded, max_waiting: int = 256) -> Registration:
         address="127.0.0.1:5000",
         model=loaded.identity.model,
         compatibility=loaded.identity.compatibility,
-        pages_total=loaded.engine.pages_total,
+        pages_total=loaded.engine.pages_total[0],
         max_running=loaded.sizes.max_running,
         max_waiting=max_waiting,
         heartbeat_s=0.25,
@@ -80,7 +80,7 @@ def test_gateway_limits_are_those_of_the_worker(
     loaded = load_worker(WorkerSettings.model_validate(values), decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
     router.register(registration(loaded), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total[0]), 0.1)
 
     given = {"model": str(folder), "max_logprobs": 100, "max_body_bytes": 4 * 400}
     settings = GatewaySettings.model_validate(given)

@@ -19,12 +19,11 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.models.model import Model
-from tests.runtime.tiny import tiny_checkpoint
+from tests.runtime.tiny import pages_of, tiny_checkpoint
 
 for kv_format in sys.argv[1:]:
     model = Model(tiny_checkpoint(), kv_format=kv_format)
-    stored = 16 if model.layout.has_stored else 0
-    engine = Engine(model, num_pages=16, num_stored=stored, limits=Limits(4, 4))
+    engine = Engine(model, pages=model.layout.plan.each(16), limits=Limits(4, 4))
     output = engine.step([Add(Request("a", (1, 2, 3), 3, SamplingParams(), max_tokens=4))])
     while engine.has_work:
         output = engine.step([])

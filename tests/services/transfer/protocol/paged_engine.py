@@ -111,12 +111,12 @@ class Thread:
     def _measure(self) -> EngineLoad:
         engine = self.engine
         free, running, waiting = engine.pages_free, engine.num_running, engine.num_waiting
-        return EngineLoad(0, 0, 0, 0.0, free, 0, running, waiting, 0, 0.0)
+        return EngineLoad(0, 0, 0, 0.0, free[0], 0, running, waiting, 0, 0.0)
 
     @property
     def held(self) -> int:
         """Pages in use."""
-        return self.engine.pages_total - self.engine.pages_free
+        return self.engine.pages_total[0] - self.engine.pages_free[0]
 
     @property
     def state(self) -> tuple[object, ...]:
@@ -126,7 +126,7 @@ class Thread:
         return (
             *([_described(group) for group in each] for each in groups),
             sorted(scheduler._held),
-            [(s.request.id, len(s.tokens), len(s.pages)) for s in scheduler._running],
+            [(s.request.id, len(s.tokens), len(s.page_tables[0])) for s in scheduler._running],
             [f"{type(command).__name__} {_id_of(command)}" for command in self._inbox],
             self.engine.pages_free,
             planned and [c.group.request.id for c in planned.chunks],
