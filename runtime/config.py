@@ -51,6 +51,11 @@ class ModelConfig:
         rms_norm_eps: epsilon of all norms of the model, also in families that use LayerNorm.
         tied_embeddings: whether the LM head and the token embedding are the same matrix.
         eos_token_ids: tokens that end the output.
+        windows: for each layer, the number of last tokens that a token attends to, itself included,
+            or None for all; empty if no layer has a sliding window.
+
+    Raises:
+        ValueError: ``windows`` has a wrong length, or a window is empty.
     """
 
     architecture: str
@@ -66,6 +71,17 @@ class ModelConfig:
     tied_embeddings: bool
     rope: RopeConfig = field(default_factory=RopeConfig)
     eos_token_ids: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows of {self.windows} tokens: they must be at least 1")
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer in tokens, or None if it has none."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def group_size(self) -> int:

@@ -14,10 +14,22 @@ into Hopper's shared memory.
 
 
 def dense_attention(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int | None = None
 ) -> DenseAttention:
-    """Return the attention backend for a model's shape and dtype on a device."""
+    """Return the attention backend for a model's shape and dtype on a device.
+
+    Args:
+        window: sliding window of the layers that use it, in tokens; None: they have none. Only the
+            reference implements windows.
+
+    Raises:
+        ValueError: the layers have a window, and the device is a GPU.
+    """
     heads = config.num_heads, config.num_kv_heads, config.head_dim
+    if window is not None:
+        if device.type == "cuda":
+            raise ValueError("attention with a sliding window is not implemented on GPUs")
+        return ReferenceAttention(window)
     if device.type == "cuda" and config.head_dim <= _MAX_HEAD_DIM_ON_GPU.get(dtype, 0):
         from runtime.attention.gpu import TritonAttention  # optional: Triton
 

@@ -9,10 +9,18 @@ from runtime.attention.base import Batch
 
 
 class ReferenceAttention:
-    """Reference backend of `runtime.attention.base.DenseAttention`."""
+    """Reference backend of `runtime.attention.base.DenseAttention`.
+
+    Args:
+        window: number of last tokens that a token attends to, itself included; None: all. Pages
+            without such tokens are not read.
+    """
 
     name = "reference"
     version = 1
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
 
     def write(
         self,
@@ -38,24 +46,34 @@ class ReferenceAttention:
         return rotated[:, :heads].to(qkv.dtype)
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
-        kv_heads, _, dim = k_pages.shape[1:]
+        kv_heads, page_size, dim = k_pages.shape[1:]
         tokens, heads, _ = q.shape
         out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         for sequence, length in enumerate(lengths):
             rows = slice(starts[sequence], starts[sequence + 1])
-            pages = batch.page_table[sequence].long()
-            # [p, kv_head, slot, dim] -> [kv_head, length, dim], without slots beyond the length
+            before = length - (rows.stop - rows.start)  # tokens before the new ones
+            skipped = self._skipped(before) // page_size  # pages
+            first = skipped * page_size
+            pages = batch.page_table[sequence, skipped:].long()
+            # [p, kv_head, slot, dim] -> [kv_head, t, dim], without slots beyond the length
             keys, values = (
-                plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                plane[pages].transpose(0, 1).flatten(1, 2)[:, : length - first].float()
                 for plane in (k_pages, v_pages)
             )
             # n: new tokens, h: KV heads, g: query heads of a KV head, t: tokens, d: dim
             queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
             scores = torch.einsum("nhgd,htd->hgnt", queries, keys) / math.sqrt(dim)
-            indices = torch.arange(length, device=q.device)
-            later = indices[None] > indices[length - len(queries) :, None]
-            weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+            indices = torch.arange(first, length, device=q.device)
+            own = indices[before - first :, None]
+            hidden = indices[None] > own
+            if self._window is not None:
+                hidden |= indices[None] <= own - self._window
+            weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
             attended = torch.einsum("hgnt,htd->nhgd", weights, values)
             out[rows] = attended.reshape(-1, heads * dim).to(q.dtype)
         return out
+
+    def _skipped(self, before: int) -> int:
+        """Return the number of first tokens that no token after the first ``before`` attends to."""
+        return 0 if self._window is None else max(0, before + 1 - self._window)

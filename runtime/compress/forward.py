@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import Checkpoint, Dense, Linear
 from runtime.config import ModelConfig
+from runtime.errors import CheckpointError
 from runtime.layers.rope import cos_sin_table
 from runtime.models.family import Gate, LayerParts, ModelFamily
 from runtime.models.registry import model_family
@@ -133,7 +134,14 @@ def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
 
 
 def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp32 cosines and sines ``[length, head_dim / 2]`` on the device of ``like``."""
+    """Return fp32 cosines and sines ``[length, head_dim / 2]`` on the device of ``like``.
+
+    Raises:
+        CheckpointError: a layer has a sliding window shorter than ``length``. Attention has no
+            windows here.
+    """
+    if (window := min(filter(None, config.windows), default=length)) < length:
+        raise CheckpointError(f"{length} tokens exceed the model's sliding window of {window}")
     cos, sin = cos_sin_table(config, length)
     return cos.to(like.device), sin.to(like.device)
 

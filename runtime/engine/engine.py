@@ -62,7 +62,7 @@ class Engine:
 
     Raises:
         ValueError: a page group has no pages, or there are numbers of pages for other groups.
-        KVFormatError: the KV format does not support eviction.
+        KVFormatError: the KV format or the model does not support eviction.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine:
         kv_eviction: float = 0.0,
     ) -> None:
         if kv_eviction:
-            check_eviction(model.kv_format)
+            check_eviction(model.kv_format, model.config.windows)
         self.model = model
         plan = model.layout.plan
         self._scheduler = Scheduler(

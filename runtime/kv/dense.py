@@ -1,5 +1,7 @@
 """KV format `dense`: K (after RoPE) and V as bf16; not compressed."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -9,7 +11,7 @@ from runtime.attention import dense_attention
 from runtime.attention.base import Batch, DenseAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
-from runtime.kv.format import Plane
+from runtime.kv.format import KV, Plane, sliding_window
 
 
 class DenseLayer:
@@ -30,7 +32,13 @@ class DenseLayer:
 
 
 class DenseFormat:
-    """Implements `runtime.kv.format.KVFormat`. Planes are bf16 for any dtype of the model."""
+    """Implements `runtime.kv.format.KVFormat`. Planes are bf16 for any dtype of the model.
+
+    There is a page group for all layers with the same sliding window, and one for those without.
+
+    Args:
+        attention: returns the attention of the layers with a window, or of those without for None.
+    """
 
     name = "dense"
     version = 1
@@ -38,12 +46,17 @@ class DenseFormat:
     dense_bf16 = True
     keeps_rope = True
 
-    def __init__(self, config: ModelConfig, attention: DenseAttention) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: Callable[[int | None], DenseAttention]
+    ) -> None:
         self._config = config
-        self._attention = attention
-        self._layer = DenseLayer(attention)
+        windows = dict.fromkeys(config.windows or (None,))
+        self._attentions = {window: attention(window) for window in windows}
+        self._layers = {window: DenseLayer(each) for window, each in self._attentions.items()}
         # The reference reads sequence lengths on the host, which a CUDA graph cannot capture.
-        self.graph_safe = not isinstance(attention, ReferenceAttention)
+        self.graph_safe = not any(
+            isinstance(each, ReferenceAttention) for each in self._attentions.values()
+        )
 
     @classmethod
     def create(
@@ -56,19 +69,23 @@ class DenseFormat:
     ) -> Self:
         """See `runtime.kv.format.KVFormatFactory`."""
         if not by_halves:
-            return cls(config, dense_attention(config, device, dtype))
+            return cls(config, partial(dense_attention, config, device, dtype))
+        if any(config.windows):
+            raise ValueError("attention with a sliding window is not implemented on GPUs")
         from runtime.attention.gpu import TritonAttention  # optional: Triton
 
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return cls(config, TritonAttention(*heads, by_halves=True))
+        return cls(config, lambda _: TritonAttention(*heads, by_halves=True))
 
     @property
     def kernels(self) -> str:
-        return f"{self._attention.name}-{self._attention.version}"
+        return "+".join(f"{each.name}-{each.version}" for each in self._attentions.values())
 
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         shape = (self._config.num_kv_heads, page_size, self._config.head_dim)
-        return Plane("k", torch.bfloat16, shape), Plane("v", torch.bfloat16, shape)
+        window = self._config.window(layer)
+        group = KV if window is None else sliding_window(window)
+        return tuple(Plane(name, torch.bfloat16, shape, group=group) for name in ("k", "v"))
 
-    def layer(self, index: int) -> DenseLayer:  # noqa: ARG002 - all layers are alike
-        return self._layer
+    def layer(self, index: int) -> DenseLayer:
+        return self._layers[self._config.window(index)]

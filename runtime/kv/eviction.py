@@ -31,13 +31,20 @@ MAX_ELEMENTS = 1 << 24
 equals one KV head of 128 dimensions with 131,072 tokens. A single KV head may exceed it."""
 
 
-def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
+def check_eviction(
+    kv_format: KVFormat | CompressedFormat, windows: Sequence[int | None] = ()
+) -> None:
     """Raise `KVFormatError` if the tokens of a format's pages cannot be moved.
 
     Formats that undo RoPE derive the positions of a page's tokens from its index. After an
     eviction, these positions are not consecutive. A format without the attribute ``keeps_rope`` is
-    refused too.
+    refused too, and so are models with sliding windows, whose pages lack the first tokens.
+
+    Args:
+        windows: see `ModelConfig`.
     """
+    if any(windows):
+        raise KVFormatError("kv_eviction does not support models with sliding windows")
     keeps_rope = getattr(kv_format, "keeps_rope", None)
     if keeps_rope:
         return

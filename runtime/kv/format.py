@@ -8,10 +8,15 @@ from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.config import ModelConfig
-from runtime.pages.groups import PageGroup
+from runtime.pages.groups import PageGroup, Part
 
 KV = PageGroup("kv")
 """Page group of formats whose planes hold all pages of a sequence."""
+
+
+def sliding_window(tokens: int) -> PageGroup:
+    """Return the page group of layers that attend to the last ``tokens`` tokens alone."""
+    return PageGroup(f"window_{tokens}", 0, Part.ENDS, 0, tokens)
 
 
 @dataclass(frozen=True)

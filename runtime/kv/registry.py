@@ -17,7 +17,7 @@ from runtime.kv.calibration import Artifact
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
-from runtime.kv.format import KVFormat, KVFormatFactory
+from runtime.kv.format import KVFormat, KVFormatFactory, sliding_window
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
@@ -27,6 +27,7 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.stream import StreamFormat
 from runtime.kv.windowed import WindowedFormat
+from runtime.pages.plan import PAGE_SIZE
 
 COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "fp8": FP8Format,
@@ -130,6 +131,18 @@ def create_format(
     if missing:
         raise KVFormatError(f"{spec} is not a KV format: it has no {', '.join(missing)}")
     return kv_format
+
+
+def check_windows(kv_format: KVFormat, config: ModelConfig) -> None:
+    """Raise `KVFormatError` if a format does not support the sliding windows of a model.
+
+    A format that supports a layer's window has pages of the window alone; see `sliding_window`.
+    """
+    for layer in range(config.num_layers):
+        window = config.window(layer)
+        group = kv_format.planes(layer, PAGE_SIZE)[0].group
+        if window is not None and group != sliding_window(window):
+            raise KVFormatError(f"KV format {kv_format.name} does not support sliding windows")
 
 
 def calibrated_format(

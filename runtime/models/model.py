@@ -16,7 +16,7 @@ from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
-from runtime.kv.registry import create_format
+from runtime.kv.registry import check_windows, create_format
 from runtime.kv.windowed import WindowedFormat
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
@@ -58,7 +58,8 @@ class Model:
         weight_bytes: bytes of the checkpoint's tensors in the dtype of the computation.
 
     Raises:
-        ValueError: backend "gemm" does not support the model.
+        ValueError: backend "gemm", or attention on a GPU, does not support the model.
+        KVFormatError: the KV format does not support the model.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Model:
             by_halves=backend == "gemm",
             model_hash=checkpoint.model_hash,
         )
+        check_windows(self.kv_format, self.config)
         self.layout = CacheLayout.of(
             self.kv_format, num_layers=self.config.num_layers, page_size=page_size
         )

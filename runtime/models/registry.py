@@ -34,4 +34,6 @@ def model_family(config: ModelConfig) -> ModelFamily[Any]:
 def unsupported_family(config: ModelConfig) -> str | None:
     """Return why `runtime.gemm` does not support a model's family, or None if it supports it."""
     family = model_family(config)
+    if any(config.windows):
+        return "layers with a sliding window have no GPU kernels"
     return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

@@ -27,7 +27,7 @@ class Float32KV(DenseFormat):
     dense_bf16 = False
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, ReferenceAttention())
+        super().__init__(config, ReferenceAttention)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         return tuple(
@@ -77,7 +77,7 @@ class Generator:
 
     def exact(self) -> list[list[int]]:
         """Return the outputs with exact bf16 KV, and the order of summation of `compressed`."""
-        return self._decode(DenseFormat(self._model.config, ReferenceAttention()))
+        return self._decode(DenseFormat(self._model.config, ReferenceAttention))
 
     def served(self) -> list[list[int]]:
         """Return the outputs with the format of the prompts' KV, and its kernels."""
@@ -90,7 +90,7 @@ class Generator:
         the window stay exact.
         """
         config = self._model.config
-        exact = DenseFormat(config, ReferenceAttention())
+        exact = DenseFormat(config, ReferenceAttention)
         return self._decode(WindowedFormat(exact, RoundTrip(compressed, config)))
 
     def _prefill(self, prompt: Sequence[int], pages: list[int]) -> int:

@@ -104,7 +104,7 @@ def engine_of(
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
     return Engine(
         model,
-        pages=PageCount(pages, stored) if stored else PageCount(pages),
+        pages=PageCount(pages, stored) if stored else model.layout.plan.each(pages),
         limits=Limits(**(bounds | limits)),
         replay=replay,
         kv_eviction=kv_eviction,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Cancel, Engine
@@ -217,7 +218,17 @@ def test_free_pages_of_all_groups_are_reported(model: Model) -> None:
     assert engine.pages_free == (40 - 6, 13 - 5)
 
 
-@pytest.mark.parametrize(("name", "stored"), [("dense", 4), ("int4", 0)])
-def test_there_must_be_pages_of_all_groups_of_the_format(name: str, stored: int) -> None:
-    with pytest.raises(ValueError, match="numbers of pages for"):
-        engine_of(Model(tiny_checkpoint(), kv_format=name), stored=stored)
+@pytest.mark.parametrize(
+    ("name", "pages", "fault"),
+    [
+        ("dense", (4, 4), "2 numbers of pages for 1 page groups"),
+        ("int4", (4,), "1 numbers of pages for 2 page groups"),
+        ("int4", (4, 0), "at least one page"),
+    ],
+)
+def test_there_must_be_pages_of_all_groups_of_the_format(
+    name: str, pages: tuple[int, ...], fault: str
+) -> None:
+    model = Model(tiny_checkpoint(), kv_format=name)
+    with pytest.raises(ValueError, match=fault):
+        Engine(model, pages=PageCount(*pages), limits=Limits(4, 4, 64, 64))

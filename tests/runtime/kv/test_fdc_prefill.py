@@ -33,7 +33,7 @@ def attended(made: FdcFormat, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Batch]
     ]
     batch = Batch.of(slices, DEVICE)
     k, v = (gaussian(CONFIG, sum(counts), seed).to(DEVICE) for seed in (1, 2))
-    exact = DenseFormat(CONFIG, ReferenceAttention())
+    exact = DenseFormat(CONFIG, ReferenceAttention)
     layer = WindowedFormat(exact, made).layer(0)
     return layer.attend(q, (k, v), batch), k, v, batch
 

@@ -294,7 +294,7 @@ def test_pages_that_leave_the_window_are_encoded(create: Create) -> None:
 def test_windowed_layer_uses_the_kernels(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, context_length=400)
     kv_format = create(config)
-    windowed = WindowedFormat(DenseFormat(config, ReferenceAttention()), kv_format)
+    windowed = WindowedFormat(DenseFormat(config, ReferenceAttention), kv_format)
     layer = windowed.layer(0)
     assert isinstance(layer, WindowedLayer)
     lengths = [300, 95, 96]

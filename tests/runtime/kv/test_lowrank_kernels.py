@@ -260,7 +260,7 @@ def test_windowed_layer_uses_the_kernels(create: Create) -> None:
     made = create(config)
     sequences = made.sequences(config, [300, 95, 96])
     q = random(3, 4, 64)
-    exact = DenseFormat(config, ReferenceAttention())
+    exact = DenseFormat(config, ReferenceAttention)
     windowed = WindowedFormat(exact, made.on_device)
     found = windowed.layer(0).attend(q, sequences.planes, sequences.batch)
     made.on_device.fused = False

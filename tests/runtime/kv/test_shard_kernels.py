@@ -270,7 +270,7 @@ def test_pages_that_leave_the_window_have_the_bits_of_bulk_encoding() -> None:
 def test_windowed_layer_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, context_length=400)
     made = Compared.of(config)
-    windowed = WindowedFormat(DenseFormat(config, ReferenceAttention()), made.on_device)
+    windowed = WindowedFormat(DenseFormat(config, ReferenceAttention), made.on_device)
     layer = windowed.layer(0)
     assert isinstance(layer, WindowedLayer)
     sequences = made.sequences(config, [300, 95, 96])
