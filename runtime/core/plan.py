@@ -7,6 +7,7 @@ from heapq import nsmallest
 from runtime.core.limits import Limits
 from runtime.core.sequence import Sequence, SequenceGroup
 from runtime.errors import RuntimeFault
+from runtime.pages.plan import PagePlan
 
 MAX_CHUNKS = 32
 """Maximum number of prompt chunks in a step."""
@@ -78,7 +79,7 @@ class StepPlan:
 
 
 def choose_chunks(
-    groups: Seq[SequenceGroup], decoded: int, limits: Limits, page_size: int
+    groups: Seq[SequenceGroup], decoded: int, limits: Limits, pages: PagePlan
 ) -> list[Chunk]:
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 
@@ -91,11 +92,11 @@ def choose_chunks(
         groups: groups to prefill.
     """
     chunks = []
-    budget = max(limits.step_tokens - decoded, page_size)  # prefill always makes progress
+    budget = max(limits.step_tokens - decoded, pages.page_size)  # prefill always makes progress
     for group in nsmallest(MAX_CHUNKS, groups, key=_turn):
         count = min(limits.chunk_tokens, group.left)
         if count > budget:
-            count = budget // page_size * page_size
+            count = pages.full(budget) * pages.page_size
         if count:
             chunks.append(Chunk(group, group.computed, count))
             budget -= count

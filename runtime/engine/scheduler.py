@@ -191,8 +191,7 @@ class Scheduler:
             refused.append((group.request.id, fault))
         deferred = [g for g in self._waiting.take_fresh() if g.purpose is Purpose.RECEIVE]
         decode = [sequence for sequence in decode if sequence.running]
-        page_size = self.pages.plan.page_size
-        chunks = choose_chunks(self._prefilling, len(decode), self._limits, page_size)
+        chunks = choose_chunks(self._prefilling, len(decode), self._limits, self.pages.plan)
         return StepPlan(chunks, decode, reserved, deferred, refused)
 
     def computed(self, chunk: Chunk) -> None:

@@ -189,9 +189,9 @@ class Model:
         if not isinstance(self.kv_format, WindowedFormat):
             return DecodeStep(packed, cache.planes, rope, batch, programs=programs).launch
         layers = [cache.layer(index) for index in range(self.config.num_layers)]
-        exact = [plane for planes in layers for plane in planes[:2]]  # K and V
+        dense = [plane for planes in layers for plane in planes[:2]]  # K and V
         attend = self.kv_format.decode_attention(layers, batch)
-        step = DecodeStep(packed, exact, rope, batch, attend=attend, programs=programs)
+        step = DecodeStep(packed, dense, rope, batch, attend=attend, programs=programs)
         encoder = self.kv_format.encoder(layers)
 
         def run() -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from runtime.attention import dense_attention
-from runtime.checkpoint import load_checkpoint, write_checkpoint
+from runtime.checkpoint import load_checkpoint
+from runtime.checkpoint.assemble import named_tensors
 from runtime.config import ModelConfig
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Arrived, Engine, Release, Reserve
@@ -24,9 +25,10 @@ from runtime.models.llama import LlamaFamily
 from runtime.models.model import Model, unsupported_by_gemm
 from runtime.models.registry import register
 from runtime.pages.plan import PageCount
-from tests.e2e.deployment import Running, deployed
-from tests.e2e.equality import Case, ask_all
 from tests.e2e.test_kv_format_plugin import byte_tokenizer
+from tests.harness.deployment import Running, deployed
+from tests.programs.equality import Case, ask_all
+from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import CONFIG, Record, drive, engine_of, request_of, tiny_checkpoint
 
 WINDOW = 40  # tokens, which are not whole pages
@@ -93,7 +95,9 @@ register(ALTERNATING)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model on disk."""
     folder = tmp_path_factory.mktemp("sliding") / "tiny"
-    write_checkpoint(tiny_checkpoint(bias=True, config=TINY), folder)
+    checkpoint = tiny_checkpoint(bias=True, config=TINY)
+    tensors = named_tensors(checkpoint)
+    save_folder(checkpoint, tensors, folder, architecture=TINY.architecture)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -115,11 +119,8 @@ def expected(folder: Path) -> dict[int, list[int]]:
 
     attend = modeling_qwen2.eager_attention_forward
 
-    def rounded(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any
-    ) -> Any:
-        key, value = (each.bfloat16().float() for each in (key, value))
-        return attend(module, query, key, value, *more, **named)
+    def rounded(module: Any, q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Any:
+        return attend(module, q, k.bfloat16().float(), v.bfloat16().float(), *more, **named)
 
     found = {}
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -144,14 +145,9 @@ def test_engine_generates_the_tokens_of_transformers(
     engine = engine_of(model)
     together = drive(engine, *(Add(request_of(f"r{n}", n, OUTPUT)) for n in LENGTHS))
     assert {n: together.output(f"r{n}") for n in LENGTHS} == expected
-    full = Model(replace(load_checkpoint_of(model), config=replace(TINY, windows=())))
+    config = replace(TINY, windows=())
+    full = Model(replace(tiny_checkpoint(bias=True, config=TINY), config=config))
     assert drive(engine_of(full), Add(request_of("r", 150, OUTPUT))).output("r") != expected[150]
-
-
-def load_checkpoint_of(model: Model) -> Any:
-    """The checkpoint of `model`, which is random with a fixed seed."""
-    assert model.config == TINY
-    return tiny_checkpoint(bias=True, config=TINY)
 
 
 def held(engine: Engine) -> dict[str, int]:

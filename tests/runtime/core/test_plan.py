@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from runtime.core.limits import Limits
 from runtime.core.plan import MAX_CHUNKS, Chunk, choose_chunks
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.pages.plan import PagePlan
 from tests.runtime.tiny import request_of
 
 PAGE = 16
@@ -23,7 +24,7 @@ def chosen(
 ) -> list[tuple[int, int]]:
     """Return the index of each chunk's group and the chunk's number of tokens."""
     limits = Limits(8, 8, step_tokens=step_tokens, chunk_tokens=chunk_tokens)
-    chunks = choose_chunks(groups, decoded, limits, PAGE)
+    chunks = choose_chunks(groups, decoded, limits, PagePlan(PAGE))
     return [(groups.index(chunk.group), chunk.count) for chunk in chunks]
 
 
@@ -71,7 +72,7 @@ def test_few_tokens_of_newer_prompts_are_computed_before_a_prompt(newer: int) ->
         while len(groups) < 2 * MAX_CHUNKS:
             groups.append(group_of(newer, position=end))
             end += newer
-        for chunk in choose_chunks(groups, 0, limits, PAGE):
+        for chunk in choose_chunks(groups, 0, limits, PagePlan(PAGE)):
             chunk.group.computed += chunk.count
             if chunk.group is not long:
                 overtaking += chunk.count
@@ -102,7 +103,7 @@ def test_chunks_fill_the_budget(lengths: list[int], decoded: int, pages: int, re
         group_of(length, length // 2 // PAGE * PAGE, sum(lengths[:index]))
         for index, length in enumerate(lengths)
     ]
-    chunks = choose_chunks(groups, decoded, limits, PAGE)
+    chunks = choose_chunks(groups, decoded, limits, PagePlan(PAGE))
     budget = max(limits.step_tokens - decoded, PAGE)
     left = budget - sum(chunk.count for chunk in chunks)
     assert left >= 0

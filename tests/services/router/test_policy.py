@@ -253,7 +253,7 @@ def test_reserved_worker_counts_as_full() -> None:
 
 def test_choices_share_the_full_pages_of_the_prompt() -> None:
     demand = Demand(prompt_tokens=40, max_tokens=9, choices=3)
-    assert demand.pages(Role.DECODE, PagePlan(16)) == (2 + 3 * 1, 0)
-    assert demand.pages(Role.PREFILL, PagePlan(16)) == (3, 0)
+    assert demand.pages(Role.DECODE, PagePlan(16)) == (2 + 3 * 1,)
+    assert demand.pages(Role.PREFILL, PagePlan(16)) == (3,)
     assert (demand.tokens(Role.DECODE), demand.tokens(Role.PREFILL)) == (3 * 48, 40)
     assert (demand.slots(Role.DECODE), demand.slots(Role.PREFILL)) == (3, 1)

@@ -17,10 +17,11 @@ from services.router.capacity import Demand, WorkerSnapshot
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason
+from tests.runtime.pages.plans import compressed_plan
 from tests.services.router.samples import beat, place, registration, worker
 
 STORED = StoredPages(total=1000, sink_pages=SINK_PAGES, window=WINDOW)
-PAGING = PagePlan(16, compressed=True)
+PAGING = compressed_plan()
 PURPOSES = {
     Role.PREFILL: Purpose.HOLD,
     Role.DECODE: Purpose.RECEIVE,
@@ -40,7 +41,7 @@ def test_pages_of_each_role() -> None:
     assert demand.pages(Role.PREFILL, PAGING) == (500, 495)
     assert demand.pages(Role.COLOCATED, PAGING) == (501, 495)
     assert demand.pages(Role.DECODE, PAGING) == (6, 495)
-    assert demand.pages(Role.DECODE, PagePlan(16)) == (501, 0)
+    assert demand.pages(Role.DECODE, PagePlan(16)) == (501,)
 
 
 def test_choices_share_stored_pages_and_sinks() -> None:
@@ -61,7 +62,7 @@ def test_pages_cover_what_the_engine_needs_to_admit(
     limit = prompt + max_tokens
     sequences = [Sequence(request, choice, 0, list(tokens), limit) for choice in range(choices)]
     for paging in (PAGING, PagePlan(16)):
-        pages = SequencePages(paging, PageCount(5000, 1000))
+        pages = SequencePages(paging, paging.each(5000))
         engine = pages.need(SequenceGroup(PURPOSES[role], sequences))
         counted = demand.pages(role, paging)
         assert engine.exact <= counted.exact
@@ -69,7 +70,7 @@ def test_pages_cover_what_the_engine_needs_to_admit(
         if role is Role.PREFILL:
             assert tuple(counted) == tuple(engine)
         if role is Role.DECODE and paging.compressed:
-            assert counted.exact <= choices * paging.max_window
+            assert counted.exact <= choices * paging.groups[0].max_held(16)
 
 
 @pytest.mark.parametrize(
