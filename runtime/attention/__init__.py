@@ -19,20 +19,17 @@ def dense_attention(
     """Return the attention backend for a model's shape and dtype on a device.
 
     Args:
-        window: sliding window of the layers that use it, in tokens; None: they have none. Only the
-            reference implements windows.
+        window: sliding window of the layers that use it, in tokens; None: they have none.
 
     Raises:
         ValueError: the layers have a window, and the device is a GPU.
     """
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    if window is not None:
-        if device.type == "cuda":
-            raise ValueError("attention with a sliding window is not implemented on GPUs")
-        return ReferenceAttention(window)
+    if window is not None and device.type == "cuda":
+        raise ValueError("attention with a sliding window is not implemented on GPUs")
     if device.type == "cuda" and config.head_dim <= _MAX_HEAD_DIM_ON_GPU.get(dtype, 0):
         from runtime.attention.gpu import TritonAttention  # optional: Triton
 
         return TritonAttention(*heads)
     compiled = device.type == "cpu" and dtype == torch.float32 and config.head_dim % 4 == 0
-    return CompiledAttention(*heads) if compiled else ReferenceAttention()
+    return CompiledAttention(*heads, window) if compiled else ReferenceAttention(window)

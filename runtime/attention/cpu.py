@@ -11,14 +11,22 @@ from runtime.attention.base import Batch
 from runtime.cpu.jit import Halves
 from runtime.cpu.tiles import LANES
 
+_ALL = 1 << 31
+"""Window of layers without a sliding window: more tokens than a sequence can have."""
+
 
 class CompiledAttention:
-    """CPU backend of `runtime.attention.base.DenseAttention`; q is fp32."""
+    """CPU backend of `runtime.attention.base.DenseAttention`; q is fp32.
+
+    Args:
+        window: number of last tokens that a token attends to, itself included; None: all.
+    """
 
     name = "compiled"
     version = 1
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int, window: int | None = None) -> None:
+        self._window = _ALL if window is None else window
         self._scale = np.float32(1.0 / math.sqrt(dim))
         self._compile(heads, kv_heads, dim)
 
@@ -73,14 +81,16 @@ class CompiledAttention:
     def _attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
         k, v = _patterns(k_pages), _patterns(v_pages)
-        loops.attend(q.numpy(), k, v, *batch.tables, self._scale, out.numpy())
+        loops.attend(q.numpy(), k, v, *batch.tables, self._scale, self._window, out.numpy())
         return out.flatten(1)
 
     def _attend_one(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
         k, v = _patterns(k_pages), _patterns(v_pages)
         page_table, _, lengths = batch.tables
-        loops.attend_one(q.numpy(), k, v, page_table, lengths, self._scale, out.numpy())
+        loops.attend_one(
+            q.numpy(), k, v, page_table, lengths, self._scale, self._window, out.numpy()
+        )
         return out.flatten(1)
 
 

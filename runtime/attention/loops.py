@@ -7,10 +7,14 @@ any batch, any chunking of the prompt and any vector width.
 Common arguments:
     k_pages, v_pages: u16 `[page, kv_head, slot, dim]`, bf16 bit patterns.
     page_table: int32 `[s, p]`; starts: int32 `[s + 1]`; lengths: int32 `[s]`; see `base.Batch`.
+    window: number of last tokens that a token attends to, itself included. Pages without such
+        tokens are not read.
 
 Online softmax keeps for each query row the running maximum ``m`` of the scores, the sum ``l`` of
 ``exp(score - m)``, and the weighted sum ``acc`` of values, not yet divided by ``l``. When ``m``
-grows, ``l`` and ``acc`` are multiplied by ``rescale = exp(old m - new m)``.
+grows, ``l`` and ``acc`` are multiplied by ``rescale = exp(old m - new m)``. ``m`` starts with the
+least finite number, since ``exp`` of the difference of two infinities is NaN: the first pages of a
+block of rows may have no keys in the windows of its last rows.
 """
 
 import numpy as np
@@ -21,6 +25,7 @@ from runtime.cpu.tiles import LANES, accumulate, prefetch, transpose
 
 Ints = NDArray[np.int32]
 _f, _u = np.float32, np.uint32
+_LEAST = _f(np.finfo(np.float32).min)
 
 
 @compiled
@@ -85,6 +90,7 @@ def attend(
     starts: Ints,
     lengths: Ints,
     scale: np.float32,
+    window: int,
     out: Floats,
 ) -> None:
     """Compute causal ``softmax(q·k·scale)·v`` with an online softmax over pages.
@@ -114,12 +120,13 @@ def attend(
                     row = min(block + r, rows - 1)  # unused lanes repeat the last row
                     token, head = starts[s] + row // group, h * group + row % group
                     position[r] = before + row // group
-                    m[r], l[r] = _f(-np.inf), _f(0.0)
+                    m[r], l[r] = _LEAST, _f(0.0)
                     for d in range(dim):
                         queries[d, r] = q[token, head, d] * scale
                         acc[d, r] = _f(0.0)
                 end = position[LANES - 1] + 1  # keys that the last row of the block attends to
-                for p in range((end + size - 1) // size):
+                begin = max(0, position[0] + 1 - window)
+                for p in range(begin // size, (end + size - 1) // size):
                     page, first = page_table[s, p], p * size
                     count = min(size, end - first)
                     # Scores of the page's keys: weights[j, r] = keys[j] · queries[:, r]
@@ -136,7 +143,7 @@ def attend(
                         rescale[r] = m[r]
                     for j in range(count):
                         for r in range(LANES):
-                            visible = first + j <= position[r]
+                            visible = position[r] - window < first + j <= position[r]
                             x = weights[j, r] if visible else _f(-np.inf)
                             weights[j, r] = x
                             m[r] = x if x > m[r] else m[r]
@@ -169,6 +176,7 @@ def attend_one(
     page_table: Ints,
     lengths: Ints,
     scale: np.float32,
+    window: int,
     out: Floats,
 ) -> None:
     """Compute `attend` for one token of each sequence, with bitwise identical results.
@@ -191,19 +199,23 @@ def attend_one(
     acc = np.empty((strips, group, LANES), np.float32)
     m, l = np.empty(group, np.float32), np.empty(group, np.float32)  # noqa: E741 - see `attend`
     for s in range(len(lengths)):
+        begin = max(0, lengths[s] - window)  # first key that is attended to
         for h in range(kv_heads):
             for g in range(group):
-                m[g], l[g] = _f(-np.inf), _f(0.0)
+                m[g], l[g] = _LEAST, _f(0.0)
                 for d in range(dim):
                     queries[g, d] = q[s, h * group + g, d] * scale
             acc[:] = _f(0.0)
-            for start in range(0, lengths[s], LANES):
+            for start in range(begin // size * size, lengths[s], LANES):
                 end = min(start + LANES, lengths[s])
                 # Find the next block, which may belong to the next head or sequence. Its pages are
                 # prefetched in software, because they are not contiguous.
                 next_s, next_h, next_start = s, h, end
                 if end == lengths[s]:
-                    next_s, next_h, next_start = s + (h + 1) // kv_heads, (h + 1) % kv_heads, 0
+                    next_s, next_h = s + (h + 1) // kv_heads, (h + 1) % kv_heads
+                    next_start = 0
+                    if next_s < len(lengths):
+                        next_start = max(0, lengths[next_s] - window) // size * size
                 next_length = lengths[next_s] if next_s < len(lengths) else 0
                 # scores[g, j] = queries[g] · keys[:, j]
                 for first in range(start, end, size):
@@ -223,8 +235,11 @@ def attend_one(
                                 bits = _u(page[j, strip * LANES + d]) << _u(16)
                                 values[strip, j, d] = as_float(bits)
                     # Running maximum, weights and their sum, for the keys of this page.
+                    hidden = max(at, begin - start)  # end of the keys before the window
                     for g in range(group):
                         new_m = m[g]
+                        for j in range(at, hidden):
+                            scores[g, j] = _f(-np.inf)
                         for j in range(at, at + count):
                             new_m = scores[g, j] if scores[g, j] > new_m else new_m
                         for j in range(at, at + count):

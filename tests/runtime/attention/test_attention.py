@@ -37,8 +37,31 @@ def test_attend_matches_the_reference_and_ignores_unused_slots(
     torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("attention", [ReferenceAttention(), CompiledAttention(6, 2, 16)])
-def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
+@pytest.mark.parametrize("window", [1, 16, 40, 100])
+@pytest.mark.parametrize("new", [1, 33])
+def test_pages_before_the_window_are_not_read(window: int, new: int) -> None:
+    lengths = [63, 1, 200]
+    batch = batch_of(lengths, new)
+    k, v = random_pages(lengths, 2, 16)
+    for row, length in enumerate(batch.lengths.tolist()):
+        tokens = int(batch.starts[row + 1] - batch.starts[row])
+        left = batch.page_table[row, : max(0, length - tokens + 1 - window) // 16].long()
+        k[left], v[left] = torch.nan, torch.nan
+    q = torch.randn(len(batch.tokens), 6, 16, generator=torch.Generator().manual_seed(4))
+    expected = ReferenceAttention(window).attend(q, k, v, batch)
+    got = CompiledAttention(6, 2, 16, window).attend(q, k, v, batch)
+    torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
+
+
+WINDOWS: list[int | None] = [None, 20]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+def test_attend_is_softmax_attention(backend: str, window: int | None) -> None:
+    attention: DenseAttention = ReferenceAttention(window)
+    if backend == "compiled":
+        attention = CompiledAttention(6, 2, 16, window)
     lengths = [37]
     batch = batch_of(lengths, 5)
     k, v = random_pages(lengths, 2, 16)
@@ -48,8 +71,9 @@ def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
     for row in range(5):
         for head in range(6):
             visible = 37 - 5 + row + 1
-            scores = keys[head // 3, :visible] @ q[row, head] / 4.0
-            expected = scores.softmax(0) @ values[head // 3, :visible]
+            first = 0 if window is None else visible - window
+            scores = keys[head // 3, first:visible] @ q[row, head] / 4.0
+            expected = scores.softmax(0) @ values[head // 3, first:visible]
             got = attention.attend(q, k, v, batch)[row, head * 16 : head * 16 + 16]
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
@@ -81,14 +105,15 @@ def test_write_equals_the_reference_bit_for_bit(
 
 @pytest.mark.parametrize("shape", [*SHAPES, (6, 2, 80), (3, 1, 130)])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("window", [None, 40])
 def test_decode_and_prefill_attention_give_the_same_bits(
-    shape: tuple[int, int, int], page_size: int
+    shape: tuple[int, int, int], page_size: int, window: int | None
 ) -> None:
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(7)
     k, v = (torch.randn(40, kv_heads, page_size, dim, generator=generator) for _ in "kv")
     pages = torch.randperm(40, generator=generator).tolist()
-    attention = CompiledAttention(heads, kv_heads, dim)
+    attention = CompiledAttention(heads, kv_heads, dim, window)
     for length in (1, 63, 64, 65, 150):
         q = torch.randn(length, heads, dim, generator=generator)
         whole = Batch.of([SequenceSlice([0] * length, 0, pages)])
