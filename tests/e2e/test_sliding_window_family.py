@@ -138,11 +138,12 @@ def expected(folder: Path) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.parametrize("replay", [False, True])
 def test_engine_generates_the_tokens_of_transformers(
-    model: Model, expected: dict[int, list[int]]
+    model: Model, expected: dict[int, list[int]], replay: bool
 ) -> None:
     assert model.layout.plan.by_name(PageCount(1, 2)) == {SLIDING: 1, FULL: 2}
-    engine = engine_of(model)
+    engine = engine_of(model, replay=replay)
     together = drive(engine, *(Add(request_of(f"r{n}", n, OUTPUT)) for n in LENGTHS))
     assert {n: together.output(f"r{n}") for n in LENGTHS} == expected
     config = replace(TINY, windows=())
@@ -270,7 +271,7 @@ def test_deployment_generates_the_tokens_of_transformers(
     with deployed(*flags, "--model", str(served), "--device", "cpu", "--codec", "raw") as running:
         assert answers(running) == expected
         if not flags:
-            sent = running.metric("prefill-0", "headrace_kv_sent_bytes_total", form="raw")
+            sent = running.metric("prefill-0", "headrace_kv_sent_bytes_total", kind="raw")
             assert sent == sum(sent_bytes(model, length) for length in LENGTHS)
 
 
