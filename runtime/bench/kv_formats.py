@@ -22,7 +22,7 @@ from runtime.kv.shard.calibrate import K_BITS
 from runtime.kv.shard.codes import STEPS
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels
 
 
 def orthonormal(*shape: int, seed: int) -> Tensor:
@@ -162,7 +162,7 @@ class MeasuredFormat:
     """
 
     planes: list[tuple[Plane, ...]]
-    kernels: "list[StoredPageKernels]"
+    kernels: "list[CompressedPageKernels]"
     stored_bytes: float
     read_bytes: float
 
@@ -183,24 +183,24 @@ def measured_format(
         options: fields of `KernelSource` to replace. Attention is then that of `KernelSource`, not
             of its ``fragments``.
     """
-    from runtime.kv.gpu import StoredPageKernels  # optional: Triton
+    from runtime.kv.gpu import CompressedPageKernels  # optional: Triton
 
     name, changes = VARIANTS.get(name, (name, {}))
     if options:
         options = {**options, "fragments": None}
     layers = range(config.num_layers)
-    kernels: list[StoredPageKernels]
+    kernels: list[CompressedPageKernels]
     if name in RANDOM:
         calibrated = RANDOM[name](config, ranks.get(name.partition("-")[0], ()), device)
         source = replace(calibrated.kernel_source(), **{**options, **changes})
-        shared = StoredPageKernels(config, source)
+        shared = CompressedPageKernels(config, source)
         kernels = [shared.of_layer(calibrated.layer(n).kernel_inputs()) for n in layers]
         planes = [calibrated.planes(n, PAGE) for n in layers]
     else:
         quantized = COMPRESSED[name](config)
         assert isinstance(quantized, QuantizedFormat)
         source = replace(quantized.kernel_source(), **options)
-        shared = StoredPageKernels(config, source)
+        shared = CompressedPageKernels(config, source)
         kernels = [shared.of_layer(quantized.kernel_inputs(torch.device(device)))] * len(layers)
         planes = [quantized.planes(n, PAGE) for n in layers]
     of_layers = [sum(_token_bytes(plane) for plane in layer) for layer in planes]

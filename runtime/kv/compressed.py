@@ -47,8 +47,8 @@ class CompressedLayer(Protocol):
 
     - a method ``attend_prompt(q, planes, batch)``, which replaces exact attention over K and V of
       prompts unless it returns None;
-    - a method ``kernels(device)``, which returns its `runtime.kv.gpu.StoredPageKernels`, or None if
-      they do not run on the device.
+    - a method ``kernels(device)``, which returns its `runtime.kv.gpu.CompressedPageKernels`, or
+      None if they do not run on the device.
     """
 
     def encode(

@@ -1,4 +1,4 @@
-"""Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
+"""Triton kernels of a compressed format: encoding of pages, and attention over compressed pages."""
 
 import math
 from copy import copy
@@ -53,7 +53,7 @@ class LayerInputs:
     """Inputs of the kernels that differ between layers.
 
     Attributes:
-        planes: further kernel arguments, such as bases. They follow the stored planes in the
+        planes: further kernel arguments, such as bases. They follow the compressed planes in the
             argument ``planes``.
         costs: bytes of a stored token of each KV head; empty if all KV heads are alike.
     """
@@ -62,11 +62,11 @@ class LayerInputs:
     costs: tuple[int, ...] = ()
 
 
-class StoredPageKernels:
-    """Kernels of a layer that read stored pages without decoding them first.
+class CompressedPageKernels:
+    """Kernels of a layer that read compressed pages without decoding them first.
 
     They read no device value on the host, and their grids depend on shapes only, so that CUDA
-    graphs can contain them. Unless stated otherwise, ``planes`` are K, V, and the stored planes.
+    graphs can contain them. Unless stated otherwise, ``planes`` are K, V, and compressed planes.
 
     Attributes:
         inputs: inputs that differ between layers.
@@ -80,7 +80,7 @@ class StoredPageKernels:
         self.inputs = LayerInputs()
         self._costs = _Costs()
 
-    def of_layer(self, inputs: LayerInputs) -> "StoredPageKernels":
+    def of_layer(self, inputs: LayerInputs) -> "CompressedPageKernels":
         """Return the kernels of a layer with inputs of its own.
 
         All layers share the memory of partial results.
@@ -108,8 +108,8 @@ class StoredPageKernels:
 
         Args:
             keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
-            planes: the stored planes alone.
-            targets: int64 `[t]`, stored pages to write, without repetition.
+            planes: the compressed planes alone.
+            targets: int64 `[t]`, compressed pages to write, without repetition.
             sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
             first_positions: int64 `[t]`, position of the first token of each page to encode.
                 Formats that undo RoPE need it.
@@ -152,7 +152,7 @@ class StoredPageKernels:
         )  # fmt: skip
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Return attention of a decode batch over its stored and exact pages, `[n, heads * dim]`.
+        """Return attention of a decode batch over both kinds of pages, `[n, heads * dim]`.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.

@@ -22,7 +22,7 @@ class FragmentSource:
     Attributes:
         attend: the format's ATTEND.
         parts: number of parts of its ``acc``; see `kernels.parts.write_part`.
-        tile: tokens of a stored tile.
+        tile: tokens of a compressed tile.
         warps: warps of a program.
         programs: programs per multiprocessor.
         registers: maximum number of registers of a thread.
@@ -40,7 +40,7 @@ class FragmentSource:
     hopper_only: bool = False
 
     def stored_programs(self, device: torch.device, exact: int) -> int:
-        """Return the number of programs for stored tiles, besides ``exact`` programs.
+        """Return the number of programs for compressed tiles, besides ``exact`` programs.
 
         Programs of one warp all run at once, if that leaves at least half of the GPU for stored
         tiles: exact programs come first, and those that wait for them would end last. Programs of
@@ -92,7 +92,7 @@ class KernelSource:
     Attributes:
         encode: encoding of pages.
         attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
-        tile: tokens of a stored tile, a power of two.
+        tile: tokens of a compressed tile, a power of two.
         exact_tile: exact tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
@@ -103,8 +103,8 @@ class KernelSource:
             (ablation); 0 for as many as fit on the GPU. None for balanced programs.
         rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
         fragments: a faster kernel for shapes and GPUs that it supports.
-        latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
-            is as wide as a head.
+        latents: whether ``acc`` of ``attend`` is as wide as the second compressed plane, else
+            as wide as a head.
     """
 
     encode: EncodeSource

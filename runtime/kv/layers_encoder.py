@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 
 _ALIGNED = 16
 """In one launch, distances between layers are multiples of this number of elements."""
@@ -16,11 +16,11 @@ class LayersEncoder:
     """Encoding of pages in several layers of a cache, in one launch for all layers that are alike.
 
     Args:
-        layers: kernels and planes (K, V and the stored planes) of each layer.
+        layers: kernels and planes (K, V and the compressed planes) of each layer.
     """
 
-    def __init__(self, layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> None:
-        groups: dict[Hashable, list[tuple[StoredPageKernels, tuple[Tensor, ...]]]] = {}
+    def __init__(self, layers: Sequence[tuple[CompressedPageKernels, tuple[Tensor, ...]]]) -> None:
+        groups: dict[Hashable, list[tuple[CompressedPageKernels, tuple[Tensor, ...]]]] = {}
         for kernels, planes in layers:
             inputs = (*planes, *kernels.inputs.planes)
             groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
@@ -34,7 +34,7 @@ class LayersEncoder:
             kernels.encode(keys, values, tuple(stored), targets, sources, first_positions, offsets)
 
     def encode_leaving(self, batch: Batch) -> None:
-        """Encode pages that leave windows; see `StoredPageKernels.encode_leaving`."""
+        """Encode pages that leave windows; see `CompressedPageKernels.encode_leaving`."""
         for kernels, planes, offsets in self._launches:
             kernels.encode_leaving(planes, batch, offsets)
 
@@ -46,7 +46,7 @@ def _kind(x: Tensor | int) -> Hashable:
     return x.dtype, x.shape, x.stride(), x.data_ptr() % (_ALIGNED * x.element_size())
 
 
-def _offsets(layers: Sequence[tuple[StoredPageKernels, tuple[Tensor, ...]]]) -> Tensor:
+def _offsets(layers: Sequence[tuple[CompressedPageKernels, tuple[Tensor, ...]]]) -> Tensor:
     """Return ``offsets`` of `kernels.encode.encode_kernel`."""
     inputs = [(*planes, *kernels.inputs.planes) for kernels, planes in layers]
     rows = [

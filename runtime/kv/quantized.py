@@ -13,7 +13,7 @@ from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels, LayerInputs
     from runtime.kv.kernel_source import KernelSource
 
 _MAX_FUSED_DIM = 256
@@ -62,7 +62,7 @@ class QuantizedFormat(ABC):
             min_fused_dim: minimum head dimension of the Triton kernels.
         """
         self._config, self._keys, self._values = config, keys, values
-        self._kernels: dict[torch.device, StoredPageKernels] = {}
+        self._kernels: dict[torch.device, CompressedPageKernels] = {}
         dim = config.head_dim
         self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
@@ -79,20 +79,20 @@ class QuantizedFormat(ABC):
         """Return the format's Triton functions; called only where Triton is installed."""
 
     def kernel_inputs(self, device: torch.device) -> "LayerInputs":  # noqa: ARG002 - no tensors
-        """Return what the kernels read besides the stored planes."""
+        """Return what the kernels read besides the compressed planes."""
         from runtime.kv.gpu import LayerInputs
 
         return LayerInputs()
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         on_device = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
         if not (self.fused and on_device):
             return None
         if device not in self._kernels:
-            from runtime.kv.gpu import StoredPageKernels
+            from runtime.kv.gpu import CompressedPageKernels
 
-            shared = StoredPageKernels(self._config, self.kernel_source())
+            shared = CompressedPageKernels(self._config, self.kernel_source())
             self._kernels[device] = shared.of_layer(self.kernel_inputs(device))
         return self._kernels[device]
 

@@ -38,7 +38,7 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "stream4": partial(StreamFormat, bits=4),
     "stream4-qjl": partial(StreamFormat, bits=4, qjl=True),
 }
-"""Compressed formats by name. `create_format` combines them with exact pages of `dense`."""
+"""Compressed formats by name. `create_format` combines them with the pages of `dense`."""
 
 
 class Calibrated(CompressedFormat, Protocol):
@@ -86,7 +86,7 @@ def _windowed(
     *,
     by_halves: bool = False,
 ) -> WindowedFormat:
-    """Create a compressed format over exact pages of `dense`."""
+    """Create a compressed format over full-precision pages of `dense`."""
     exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
     return WindowedFormat(exact, COMPRESSED[name](config))
 

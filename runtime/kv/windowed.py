@@ -30,7 +30,7 @@ from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels
     from runtime.kv.layers_encoder import LayersEncoder
 
 _KV = 2
@@ -115,7 +115,7 @@ class WindowedLayer:
             k_pages[sources], v_pages[sources], first_positions, compressed, targets
         )
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         find = getattr(self._compressed, "kernels", None)
         return find(device) if find else None
 

@@ -15,7 +15,7 @@ from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels
     from runtime.kv.kernel_source import KernelSource
 
 LayerT = TypeVar("LayerT", bound=CompressedLayer)
@@ -76,7 +76,7 @@ class CalibratedFormat(ABC, Generic[LayerT]):
 
     @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        """Return the stored planes of one layer, in the order in which they are stored and sent."""
+        """Return the compressed planes of one layer, in the order in which they are sent."""
 
     @abstractmethod
     def describe(self, layer: int) -> str:
@@ -91,12 +91,12 @@ class CalibratedFormat(ABC, Generic[LayerT]):
         raise NotImplementedError(f"KV format {self.name} has no kernels")
 
     @cached_property
-    def _kernels(self) -> "StoredPageKernels":
-        from runtime.kv.gpu import StoredPageKernels
+    def _kernels(self) -> "CompressedPageKernels":
+        from runtime.kv.gpu import CompressedPageKernels
 
-        return StoredPageKernels(self._config, self.kernel_source())
+        return CompressedPageKernels(self._config, self.kernel_source())
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         """Return the fused kernels that the layers share; None if they do not run on a device.
 
         They run on GPUs, and on CPUs in Triton's interpreter.

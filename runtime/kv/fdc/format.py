@@ -1,4 +1,4 @@
-"""Stored pages of `fdc`: encoding and decoding in plain torch."""
+"""Compressed pages of `fdc`: encoding and decoding in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels, LayerInputs
     from runtime.kv.kernel_source import KernelSource
 
 
@@ -42,7 +42,7 @@ class FdcLayer:
     k_ranks: tuple[int, ...]
     v_ranks: tuple[int, ...]
     rotation: PageRotation | None = None
-    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+    format_kernels: "Callable[[torch.device], CompressedPageKernels | None]" = lambda _: None
     prefill: LatentPrefill | None = None
 
     def encode(
@@ -91,12 +91,12 @@ class FdcLayer:
         assert isinstance(ranks, Tensor)
         return self.prefill.attend(q, k_pages, v_pages, basis, ranks, batch)
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> "StoredPageKernels":
+    def _kernels(self) -> "CompressedPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self._inputs)

@@ -17,7 +17,7 @@ _WARPS = 8
 def attend_projected(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, k_basis: Tensor, batch: Batch
 ) -> Tensor:
-    """Attend over exact pages whose keys are projected to a basis; this is the reference.
+    """Attend over full-precision pages whose keys are projected to a basis; this is the reference.
 
     Args:
         q, k_pages, v_pages, batch: see `DenseAttention.attend`.

@@ -1,4 +1,4 @@
-"""Placement of latents in stored pages of `fdc`."""
+"""Placement of latents in compressed pages of `fdc`."""
 
 from collections.abc import Sequence
 

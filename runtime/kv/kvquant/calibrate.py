@@ -194,7 +194,7 @@ def code_tensors(
 
 
 def by_channel(layer: CompressedLayer) -> CompressedLayer:
-    """Return a layer whose stored planes have one channel in each column, for all heads.
+    """Return a layer whose compressed planes have one channel in each column, for all heads.
 
     `fdc` may pack the rows of heads whose rank is below the width of the plane.
     """

@@ -1,4 +1,4 @@
-"""Stored pages with quantized K and V, or quantized latents, in plain torch."""
+"""Compressed pages with quantized K and V, or quantized latents, in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Stored pages of `palu`: encoding and decoding in plain torch."""
+"""Compressed pages of `palu`: encoding and decoding in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from runtime.kv.palu.calibrate import NAME, VERSION
 from runtime.kv.rotation import PageRotation
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels, LayerInputs
     from runtime.kv.kernel_source import KernelSource
 
 _MAX_FUSED_GROUP = 4
@@ -42,7 +42,7 @@ class PaluLayer:
     k_basis: Tensor
     v_basis: Tensor
     rotation: PageRotation
-    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+    format_kernels: "Callable[[torch.device], CompressedPageKernels | None]" = lambda _: None
 
     def encode(
         self,
@@ -67,12 +67,12 @@ class PaluLayer:
         values = project_pages(v_plane[pages].float(), self.v_basis.mT)
         return self.rotation.apply(unrotated, first_positions), values
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> "StoredPageKernels":
+    def _kernels(self) -> "CompressedPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self.kernel_inputs())

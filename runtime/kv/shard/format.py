@@ -1,4 +1,4 @@
-"""Stored pages of `shard`: encoding and decoding in plain torch."""
+"""Compressed pages of `shard`: encoding and decoding in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from runtime.kv.transforms import check_transformable
 from runtime.kv.two_bits import BITS as V_BITS
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import LayerInputs, StoredPageKernels
+    from runtime.kv.gpu import CompressedPageKernels, LayerInputs
     from runtime.kv.kernel_source import KernelSource
 
 _MIN_FUSED_DIM, _MAX_FUSED_DIM = 64, 128
@@ -54,7 +54,7 @@ class ShardLayer:
     k_decoder: KeyDecoder
     rotation: PageRotation
     v_book: Tensor | None = None
-    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+    format_kernels: "Callable[[torch.device], CompressedPageKernels | None]" = lambda _: None
 
     @property
     def uniform(self) -> bool:
@@ -120,18 +120,18 @@ class ShardLayer:
     def _k_matrix(self) -> Tensor:
         return self.k_decoder.matrix()
 
-    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
 
     @cached_property
-    def _kernels(self) -> "StoredPageKernels":
+    def _kernels(self) -> "CompressedPageKernels":
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
         return shared.of_layer(self.kernel_inputs())
 
     def kernel_inputs(self) -> "LayerInputs":
-        """Return the tensors that attention and encoding read after the stored planes.
+        """Return the tensors that attention and encoding read after the compressed planes.
 
         See `runtime.kv.shard.kernels`.
         """

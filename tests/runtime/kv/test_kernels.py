@@ -14,7 +14,7 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.kv import gpu
 from runtime.kv.dense import DenseFormat
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
@@ -61,9 +61,9 @@ def on_device(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(moved)
 
 
-def kernels_of(kv_format: QuantizedFormat) -> StoredPageKernels:
+def kernels_of(kv_format: QuantizedFormat) -> CompressedPageKernels:
     found = kv_format.kernels(DEVICE)
-    assert isinstance(found, StoredPageKernels)
+    assert isinstance(found, CompressedPageKernels)
     return found
 
 

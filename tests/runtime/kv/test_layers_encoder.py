@@ -10,7 +10,7 @@ from runtime.attention.base import Batch
 from runtime.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.config import ModelConfig
 from runtime.kv.fdc import FdcFormat
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.layers_encoder import LayersEncoder
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 SMALL = replace(SMOLLM2_135M, num_heads=4, num_kv_heads=2, num_layers=2)
 """4 query heads, 2 KV heads of 64."""
-Layer = tuple[StoredPageKernels, tuple[Tensor, ...]]
+Layer = tuple[CompressedPageKernels, tuple[Tensor, ...]]
 
 
 def exact(config: ModelConfig, seed: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.fdc.format import FdcLayer
 from runtime.kv.format import Plane
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.windowed import WindowedFormat
@@ -61,9 +61,9 @@ class Compared:
         return self.reference.layer(0).decode(planes, pages, first)
 
     @property
-    def kernels(self) -> StoredPageKernels:
+    def kernels(self) -> CompressedPageKernels:
         found = self.on_device.layer(0).kernels(DEVICE)
-        assert isinstance(found, StoredPageKernels)
+        assert isinstance(found, CompressedPageKernels)
         return found
 
     def sequences(self, config: ModelConfig, lengths: list[int]) -> Sequences:
@@ -250,7 +250,7 @@ def test_attend_is_independent_of_the_division_of_tiles(
     q = random(4, 4, 64)
     source = replace(made.reference.kernel_source(), **options)  # type: ignore[arg-type]
     inputs = made.on_device.layer(0).kernel_inputs()
-    kernels = StoredPageKernels(SMALL, source).of_layer(inputs)
+    kernels = CompressedPageKernels(SMALL, source).of_layer(inputs)
     got = kernels.attend(q, sequences.planes, sequences.batch)
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from tests.runtime.device import DEVICE
@@ -14,16 +14,16 @@ PROGRAMS = 528
 """Programs of the kernel on an H100 or H200: four for each of 132 multiprocessors."""
 
 
-def kernels() -> StoredPageKernels:
+def kernels() -> CompressedPageKernels:
     kv_format = COMPRESSED["int4"](LLAMA_3_8B)
     assert isinstance(kv_format, QuantizedFormat)
     found = kv_format.kernels(DEVICE)
-    assert isinstance(found, StoredPageKernels)
+    assert isinstance(found, CompressedPageKernels)
     return found
 
 
 def parts_of(sequences: int) -> int:
-    """Return the parts of a batch, as `StoredPageKernels.attend` computes them."""
+    """Return the parts of a batch, as `CompressedPageKernels.attend` computes them."""
     return 2 * (PROGRAMS + sequences * LLAMA_3_8B.num_kv_heads)
 
 

@@ -15,7 +15,7 @@ from runtime.kv import gpu
 from runtime.kv.calibration import KVMoments
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
-from runtime.kv.gpu import StoredPageKernels
+from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import ShardFormat, ShardOptions, calibrate
@@ -64,9 +64,9 @@ class Compared:
         return self.reference.layer(0).decode(planes, pages, first)
 
     @property
-    def kernels(self) -> StoredPageKernels:
+    def kernels(self) -> CompressedPageKernels:
         found = self.on_device.layer(0).kernels(DEVICE)
-        assert isinstance(found, StoredPageKernels)
+        assert isinstance(found, CompressedPageKernels)
         return found
 
     def stored(self, pages: int) -> tuple[Tensor, ...]:
