@@ -51,7 +51,7 @@ class AlternatingFamily(LlamaFamily):
 
     name = "Alternating"
     architectures = (TINY.architecture,)
-    gguf = None
+    gguf = None  # type: ignore[assignment]  # one family reads the files of an architecture
 
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
         return super().optional_tensors(_qwen2(hf_config))
@@ -206,10 +206,9 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     assert tuple(held(prefill).values()) == sent, "all other pages of the prompt are free"
     [source] = prefill._scheduler._held.values()
     groups = model.layout.page_groups
-    for (_, plane), own, other in zip(
-        model.layout.planes, decode.cache.planes, prefill.cache.planes, strict=True
-    ):
-        at = groups.index(plane.group)
+    caches = zip(model.layout.planes, decode.cache.planes, prefill.cache.planes, strict=True)
+    for (_, described), own, other in caches:
+        at = groups.index(described.group)
         table = source.sequences[0].page_tables[at]
         own[pages[at]] = other[[page for page in table if page != FREED]]
     tokens = tuple(first.tokens["r", choice][0] for choice in range(choices))

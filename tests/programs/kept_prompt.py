@@ -100,7 +100,7 @@ class KeptPrompt(Engine):
         for request_id in self._pending:
             for first in range(0, self._workload.tokens, chunk):
                 pages = self.pages[first // PAGE_SIZE : (first + chunk) // PAGE_SIZE]
-                output.computed.append(Computed(request_id, first, chunk, pages))
+                output.computed.append(Computed(request_id, first, chunk, (pages,)))
             output.tokens.append((request_id, token))
         self._pending.clear()
         return output

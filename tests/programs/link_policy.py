@@ -205,7 +205,7 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
     count = workload.tokens // PAGE_SIZE
     pages = tuple(range(index * count, (index + 1) * count))
     reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
-    reserved.set_result(Reserved(name, pages))
+    reserved.set_result(Reserved(name, (pages,)))
     return Fetch(
         key=name,
         prefill=prefill.address,

@@ -250,7 +250,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
     key = f"sequence-{next(_numbers)}"
     reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
     pages = tuple(range(first_page, first_page - (-tokens // PAGE_SIZE)))
-    reserved.set_result(Reserved(key, pages))
+    reserved.set_result(Reserved(key, (pages,)))
     return Fetch(
         key=key,
         prefill=prefill.address,

@@ -40,7 +40,7 @@ def test_ratio_of_8k_tokens_with_sinks_and_window(
     found: Mapping[str, KVFormat], name: str, sequence: float, stored_token: float, decoded: int
 ) -> None:
     assert occupation(found[name], CONFIG, 8192, decoded).ratio >= sequence
-    assert kv_bytes.per_stored_token(found[name], CONFIG) >= stored_token
+    assert kv_bytes.per_compressed_token(found[name], CONFIG) >= stored_token
 
 
 def test_shard_stores_decoded_tokens_like_those_of_the_prompt(

@@ -1,6 +1,7 @@
 """Cache layouts: plane groups, sizes, and rejected planes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.runtime.tiny import CONFIG, tiny_model
 HEADS, PAGE = 3, 16
 
 
-def plane(name: str, dtype: torch.dtype, dim: int, **changes: bool) -> Plane:
+def plane(name: str, dtype: torch.dtype, dim: int, **changes: Any) -> Plane:
     return Plane(name, dtype, (HEADS, PAGE, dim), **changes)
 
 

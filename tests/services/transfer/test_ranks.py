@@ -118,7 +118,7 @@ class Rank:
             "s", "reader", "peer", 1, TOKENS, "request", 0, "agent", 1 << 14, emit, fail, credits=8
         )
         sender.open(sequence)
-        sender.add_computed(Computed("s", 0, TOKENS, tuple(range(PAGES))))
+        sender.add_computed(Computed("s", 0, TOKENS, (tuple(range(PAGES)),)))
         sender.finish_computing("s")
         async with asyncio.timeout(20):
             while sender._tasks:  # noqa: ASYNC110 - encodes end within a few loop iterations

@@ -141,7 +141,7 @@ class DecodeSide:
                 self._wanted.remove(number)
                 first = PAGES * number
                 pages = tuple(range(first, first + self._bounds.chunks))
-                self._fetches[number].reserved.set_result(Reserved(str(number), pages))
+                self._fetches[number].reserved.set_result(Reserved(str(number), (pages,)))
             case "cancel", number:
                 self._tasks[number].cancel()
             case "event", name, message:

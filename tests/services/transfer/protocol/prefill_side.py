@@ -206,7 +206,7 @@ class PrefillSide:
             self._engine.waiting.remove(key)
             del self._chunks_done[key]
         page = PAGES * int(self._jobs[key].request.tokens[0]) + chunk
-        self._sender.add_computed(Computed(key, chunk, 1, (page,)))
+        self._sender.add_computed(Computed(key, chunk, 1, ((page,),)))
         if is_last:
             self._sender.finish_computing(key)
 
