@@ -20,10 +20,11 @@ from runtime.bench import peers as transformers_peers
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
+from runtime.gemm.model import build_gemm_model
 from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.models.model import Model
+from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.pages.groups import Part
 from runtime.pages.plan import pages_for
 
@@ -33,8 +34,8 @@ class DecodeBench:
 
     def __init__(self, checkpoint: Checkpoint, device: str, kv_format: str = "dense") -> None:
         self._device = device
-        self._model = Model(
-            checkpoint, device=device, page_size=PAGE, backend="gemm", kv_format=kv_format
+        self._model = build_gemm_model(
+            checkpoint, device=device, page_size=PAGE, kv_format=kv_format
         )
         self.weight_bytes = PackedWeights.pack(checkpoint, "meta").nbytes
 
@@ -58,9 +59,9 @@ class DecodeBench:
         kv_read = plan.page_bytes(plan.received(context + 1))
         read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
-        megakernel = self._model.unsupported_by_megakernel is None
+        megakernel = unsupported_by_megakernel(self._model) is None
         if megakernel and self._device == "cuda" and batch <= _most_sequences(cache):
-            ways["megakernel"] = self._model.static_step(inputs, cache)
+            ways["megakernel"] = decode_step(self._model, inputs, cache)
         ways["layer by layer"] = partial(self._model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}
         calls["a graph for each layer"] = self._by_layer(inputs, cache)

@@ -29,6 +29,7 @@ from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 
@@ -75,7 +76,7 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
     generator = torch.Generator().manual_seed(0)
     vocab = checkpoint.config.vocab_size
     prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
-    model = Model(checkpoint)
+    model = build_model(checkpoint)
     peer = peer_of(checkpoint)
     weights = sum(_parameters(checkpoint)) * 4
     read_ms = weights / _bandwidth() * 1e3

@@ -21,7 +21,9 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
-from runtime.models.model import Backend, Model
+from runtime.gemm.model import build_gemm_model
+from runtime.models.build import build_model
+from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
 from runtime.replay.step import StepReplay
 from runtime.sampling.on_device import SamplingFeatures
@@ -98,8 +100,11 @@ class HostBench:
 
 def figures(device: str, streams: list[int], runs: int) -> Iterator[Figure]:
     checkpoint = random_checkpoint(SHAPES["tiny"], 1.0, device=device)
-    backend: Backend = "gemm" if device == "cuda" else "torch"
-    model = Model(checkpoint, device=device, page_size=PAGE, backend=backend)
+    model: Model
+    if device == "cuda":
+        model = build_gemm_model(checkpoint, device=device, page_size=PAGE)
+    else:
+        model = build_model(checkpoint, device=device, page_size=PAGE)
     for count in streams:
         bench = HostBench(model, count)
         steps = [bench.step_us() for _ in range(runs)]

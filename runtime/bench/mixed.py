@@ -19,6 +19,7 @@ from runtime.attention.base import SequenceSlice
 from runtime.bench.device import copy_rate, describe, matmul_rate, milliseconds
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
+from runtime.gemm.model import build_gemm_model
 from runtime.gemm.weights import PackedWeights
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
@@ -98,7 +99,7 @@ def figures(
     bytes_per_ms = copy_rate(device)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
-        model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")
+        model = build_gemm_model(checkpoint, device=device, page_size=PAGE)
         for case in cases:
             tokens, sequences = map(int, case.split("+"))
             bench = MixedBench(model, tokens, sequences, context)

@@ -18,6 +18,7 @@ from runtime.bench.device import captured, describe, milliseconds
 from runtime.bench.shapes import PAGE
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
+from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import (
     BUCKETS,
     KernelPlan,
@@ -29,7 +30,7 @@ from runtime.gemm.plan import (
     multiplied_out,
 )
 from runtime.gemm.weights import PROJECTION_GROUPS
-from runtime.models.model import Model
+from runtime.megakernel.decode_step import decode_step
 from runtime.pages.plan import PageCount, pages_for
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
     device = torch.cuda.get_device_name()
     plan = KernelPlan(dense=frozenset(_faster_dense(checkpoint, log)), device=device)
     applied = plan.multiply_out(checkpoint)
-    model = Model(applied, device="cuda", page_size=PAGE, backend="gemm", plan=plan)
+    model = build_gemm_model(applied, device="cuda", page_size=PAGE, plan=plan)
     alike: dict[str, list[GroupedGemm]] = {}
     for gemm in model.grouped_gemms():
         for bucket in BUCKETS:
@@ -90,13 +91,15 @@ def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
     config = replace(checkpoint.config, num_layers=_LAYERS, context_length=_CONTEXT + 1)
     layers = tuple(_copied(layer) for _ in range(_LAYERS))
     part = replace(checkpoint, config=config, layers=layers)
-    model = Model(part, device="cuda", page_size=PAGE, backend="gemm")
+    model = build_gemm_model(part, device="cuda", page_size=PAGE)
     pages = pages_for(_CONTEXT + 1, PAGE)
+    model = build_gemm_model(part, device="cuda", page_size=PAGE)
+    pages = -(-(_CONTEXT + 1) // PAGE)
     batch = Batch.static(1, pages, "cuda")
     batch.page_table.copy_(torch.arange(pages)[None])
     batch.positions.fill_(_CONTEXT)
     batch.lengths.fill_(_CONTEXT + 1)
-    return milliseconds(captured(model.static_step(batch, model.new_cache(PageCount(pages)))))
+    return milliseconds(captured(decode_step(model, batch, model.new_cache(PageCount(pages)))))
 
 
 def _copied(layer: LayerWeights) -> LayerWeights:

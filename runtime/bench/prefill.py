@@ -19,10 +19,12 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.bench.device import Figure, captured, describe, matmul_rate, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
+from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.weights import PackedWeights
 from runtime.kv.cache import PagedCache
 from runtime.layers.rope import cos_sin_table
+from runtime.models.build import build_model
 from runtime.models.decoder import ServingBuilder
 from runtime.models.llama import LLAMA
 from runtime.models.model import Model
@@ -96,20 +98,20 @@ def figures(
 
     Args:
         forced: also measure a model whose matmuls all use our kernels.
-        torch_backend: also measure a model with backend "torch".
+        torch_backend: also measure a model with torch's matmuls.
     """
     rate = matmul_rate(device)
     yield Figure("matmul rate, TFLOP/s", rate / 1e9, rate / 1e9)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
-        model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")
+        model = build_gemm_model(checkpoint, device=device, page_size=PAGE)
         kernels = model
         if forced:
             plan = KernelPlan(forced=True)
-            kernels = Model(checkpoint, device=device, page_size=PAGE, backend="gemm", plan=plan)
+            kernels = build_gemm_model(checkpoint, device=device, page_size=PAGE, plan=plan)
         by_torch = None
         if torch_backend:
-            by_torch = Model(checkpoint, device=device, dtype=torch.bfloat16, page_size=PAGE)
+            by_torch = build_model(checkpoint, device=device, dtype=torch.bfloat16, page_size=PAGE)
         for length in lengths:
             pages = pages_for(length, PAGE)
             cache = model.new_cache(PageCount(pages + 1))

@@ -94,7 +94,7 @@ class KVFormat(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Name and version of the format's kernels; part of `Model.kernel_plan_hash`."""
+        """Name and version of the format's kernels; part of the kernel plan's hash."""
         ...
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:

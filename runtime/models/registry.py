@@ -16,7 +16,7 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.models.family import ModelFamily
 
-__all__ = ["model_family", "register", "unsupported_family"]
+__all__ = ["model_family", "register"]
 
 
 def model_family(config: ModelConfig) -> ModelFamily[Any]:
@@ -29,11 +29,3 @@ def model_family(config: ModelConfig) -> ModelFamily[Any]:
     if not isinstance(family, ModelFamily):
         raise CheckpointError(f"the {family.name} family has no forward pass")
     return family
-
-
-def unsupported_family(config: ModelConfig) -> str | None:
-    """Return why `runtime.gemm` does not support a model's family, or None if it supports it."""
-    family = model_family(config)
-    if any(config.windows):
-        return "layers with a sliding window have no GPU kernels"
-    return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

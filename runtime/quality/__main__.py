@@ -23,6 +23,7 @@ from runtime.compress.tokenizer import text_tokenizer
 from runtime.errors import QualityError, RuntimeFault
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.registry import CALIBRATED, COMPRESSED
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.quality.checkpoint_report import checkpoint_tables
 from runtime.quality.checkpoints import measure_checkpoints
@@ -118,7 +119,7 @@ def _measure(arguments: argparse.Namespace, log: Console) -> list[Result]:
         spec: create(checkpoint.config, checkpoint.model_hash) for spec, create in factories.items()
     }
     encoder, texts, inputs = _inputs(arguments, path, checkpoint.model_hash)
-    model = Model(checkpoint)
+    model = build_model(checkpoint)
     results = measure(
         model,
         formats,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import QualityError
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.quality.attention import TeacherForced
 from runtime.quality.fidelity import Fidelity, compare_outputs
@@ -100,7 +101,7 @@ def measure_checkpoints(
         started = time.monotonic()
         progress(f"{name}: teacher-forced")
         checkpoint = load(torch.float32)
-        model = Model(checkpoint)
+        model = build_model(checkpoint)
         dense = dense or model
         summary = _teacher_forced(dense, model, texts, bootstrap)
         found: dict[str, Outputs] = {}
@@ -175,7 +176,7 @@ def _outputs(
     outputs[SERVED] = outputs_of(model, prompts, max_tokens)
     progress(f"{name}: {BF16}")
     rounded = load(torch.bfloat16)
-    outputs[BF16] = outputs_of(Model(rounded, dtype=torch.bfloat16), prompts, max_tokens)
+    outputs[BF16] = outputs_of(build_model(rounded, dtype=torch.bfloat16), prompts, max_tokens)
     if find_spec("transformers") is None:
         progress(f"{name}: {PEER}: skipped, because transformers is not installed")
         return outputs

@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
+from runtime.megakernel.decode_step import decode_step
 from runtime.models.model import Model
 from runtime.replay.slots import BatchSlots
 
@@ -77,7 +78,7 @@ class DecodeReplay:
         if self._by_layer:
             *stages, logits_of = self._model.stages(batch, self._cache)
         else:
-            stages, logits_of = [], self._model.static_step(batch, self._cache)
+            stages, logits_of = [], decode_step(self._model, batch, self._cache)
         return [
             lambda: torch.add(
                 slots.positions[leading], slots.offsets[leading], out=slots.lengths[leading]

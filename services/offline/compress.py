@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime import compress as factorization
 from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.compress import Allocation, Method, WorkFolder, artifact_key
+from runtime.models.build import build_model
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import results
@@ -167,7 +168,7 @@ def _perplexities(
 def _compared_chats(
     source: Path, out: Path, tokenizer: Tokenizer, chats: int, on: torch.device
 ) -> ChatFidelity:
-    dense, factorized = (load_model(path, on, backend="torch") for path in (source, out))
+    dense, factorized = (load_model(path, on, build=build_model) for path in (source, out))
     made = answer(dense, tokenizer, questions()[1][:chats], HELD_OUT_ANSWER_TOKENS)
     return compare_chats(dense, factorized, made, HELD_OUT_ANSWER_TOKENS)
 

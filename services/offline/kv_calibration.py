@@ -19,7 +19,7 @@ from runtime.errors import CompressionError
 from runtime.kv import fdc, kvquant, palu, shard
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.registry import CALIBRATED, Calibrated, from_artifact
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from runtime.quality.measure import bytes_per_token
 from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
@@ -255,7 +255,7 @@ def _search(
 ) -> float:
     dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
     with console.status("computing the held-out text with exact KV"):
-        model = Model(checkpoint, device=on, dtype=dtype, page_size=PAGE_SIZE)
+        model = build_model(checkpoint, device=on, dtype=dtype, page_size=PAGE_SIZE)
         evaluator = Evaluator(model, held_out)
 
     @lru_cache(maxsize=1)  # the report uses the calibration that was evaluated

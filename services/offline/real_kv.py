@@ -1,5 +1,6 @@
 """KV of a model on real text, in the pages of its cache."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Engine, StepOutput
-from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.gemm.model import build_fastest_model
+from runtime.models.model import Model
 from runtime.pages.groups import Part
 from runtime.pages.plan import PAGE_SIZE
 
@@ -24,26 +26,22 @@ def load_model(
     device: torch.device,
     kv_format: str = "dense",
     *,
-    backend: Backend | None = None,
+    build: Callable[..., Model] = build_fastest_model,
 ) -> Model:
     """Load a model in the dtype that a worker uses on this device.
 
     Args:
-        backend: implementation of the linear layers; by default that of a worker.
+        build: function that prepares the checkpoint; by default that of a worker.
 
     Raises:
         CheckpointError: if the model cannot be read.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    checkpoint = load_checkpoint(path, dtype=dtype)
-    if backend is None:
-        backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
-    return Model(
-        checkpoint,
+    return build(
+        load_checkpoint(path, dtype=dtype),
         device=device,
         dtype=dtype,
         page_size=PAGE_SIZE,
-        backend=backend,
         kv_format=kv_format,
     )
 

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from runtime.checkpoint import load_checkpoint
-from runtime.models.model import unsupported_by_gemm
+from runtime.gemm.model import unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.offline.output import atomic_file

@@ -58,7 +58,7 @@ class Worker(ABC):
             model.kv_format.name,
             model.matmul,
             model.kv_format.kernels,
-            model.kernel_plan_hash,
+            self.identity.compatibility.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)

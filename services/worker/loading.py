@@ -20,7 +20,10 @@ from runtime.core.limits import Limits
 from runtime.core.request import max_logprobs
 from runtime.engine import Engine
 from runtime.errors import RuntimeFault
-from runtime.models.model import Model, unsupported_by_gemm
+from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
+from runtime.megakernel.decode_step import unsupported_by_megakernel
+from runtime.models.kernel_plan_hash import kernel_plan_hash
+from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
@@ -130,7 +133,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             frame_version=frame.VERSION,
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
-            kernel_plan_hash=model.kernel_plan_hash,
+            kernel_plan_hash=kernel_plan_hash(model),
             chunk_tokens=sizes.chunk_tokens,
             kv_eviction=settings.kv_eviction,
         ),
@@ -173,12 +176,11 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     if unsupported is not None and settings.kernel_plan_file is not None:
         raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
     plan = _kernel_plan(settings.kernel_plan_file, device)
-    model = Model(
+    model = build_fastest_model(
         checkpoint,
         device=device,
         dtype=dtype,
         page_size=PAGE_SIZE,
-        backend="torch" if unsupported else "gemm",
         plan=plan,
         kv_format=settings.kv_format,
     )
@@ -193,9 +195,9 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         layers_factorized=model.factorized_layers,
         matmul=model.matmul,
         unsupported_by_gemm=unsupported,
-        unsupported_by_megakernel=model.unsupported_by_megakernel,
+        unsupported_by_megakernel=unsupported_by_megakernel(model),
         attention=model.kv_format.kernels,
-        kernel_plan=model.kernel_plan_hash,
+        kernel_plan=kernel_plan_hash(model),
         plan_file=plan and plan.hash,
         plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
         plan_multiplied_out=plan and sorted(plan.dense),

@@ -21,8 +21,10 @@ from runtime.config import ModelConfig
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Arrived, Engine, Release, Reserve
 from runtime.errors import KVFormatError
+from runtime.gemm.model import unsupported_by_gemm
+from runtime.models.build import build_model
 from runtime.models.llama import LlamaFamily
-from runtime.models.model import Model, unsupported_by_gemm
+from runtime.models.model import Model
 from runtime.models.registry import register
 from runtime.pages.plan import PageCount
 from tests.e2e.test_kv_format_plugin import byte_tokenizer
@@ -104,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
-    return Model(load_checkpoint(folder))
+    return build_model(load_checkpoint(folder))
 
 
 def prompt(length: int) -> tuple[int, ...]:
@@ -147,7 +149,7 @@ def test_engine_generates_the_tokens_of_transformers(
     together = drive(engine, *(Add(request_of(f"r{n}", n, OUTPUT)) for n in LENGTHS))
     assert {n: together.output(f"r{n}") for n in LENGTHS} == expected
     config = replace(TINY, windows=())
-    full = Model(replace(tiny_checkpoint(bias=True, config=TINY), config=config))
+    full = build_model(replace(tiny_checkpoint(bias=True, config=TINY), config=config))
     assert drive(engine_of(full), Add(request_of("r", 150, OUTPUT))).output("r") != expected[150]
 
 
@@ -223,7 +225,7 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
 @pytest.mark.parametrize("kv_format", ["int4", "tests.e2e.test_kv_format_plugin:Int8Values"])
 def test_formats_without_windows_are_refused(kv_format: str) -> None:
     with pytest.raises(KVFormatError, match="does not support sliding windows"):
-        Model(tiny_checkpoint(config=TINY), kv_format=kv_format)
+        build_model(tiny_checkpoint(config=TINY), kv_format=kv_format)
 
 
 def test_eviction_and_gpus_are_refused(model: Model) -> None:

@@ -116,13 +116,13 @@ def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: s
     import codec
     from runtime.checkpoint import Checkpoint
     from runtime.compress import documentation
-    from runtime.models.model import Model
+    from runtime.models.build import build_model
     from runtime.pages.plan import PAGE_SIZE
     from services.offline.real_kv import prefill_sample
 
     assert isinstance(checkpoint, Checkpoint)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    runtime_model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
+    runtime_model = build_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
     tokens = tokenizer.encode(documentation()[0])
     samples = prefill_sample(runtime_model, tokens, Console(stderr=True))
     codebooks = codec.Codebooks.of(

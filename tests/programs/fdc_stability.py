@@ -23,7 +23,7 @@ from runtime.compress.text import docstrings
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.fdc import FdcFormat, FdcOptions, calibrate
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from runtime.quality.search import Evaluator
 from services.common.model_source import DEFAULT_MODEL, resolve_model
@@ -138,7 +138,7 @@ def measure(
 
 
 def _evaluators(checkpoint: Checkpoint, texts: Mapping[str, Sequence[int]]) -> dict[str, Evaluator]:
-    model = Model(checkpoint, dtype=torch.float32, page_size=PAGE_SIZE)
+    model = build_model(checkpoint, dtype=torch.float32, page_size=PAGE_SIZE)
     return {name: Evaluator(model, _row(ids)) for name, ids in texts.items()}
 
 

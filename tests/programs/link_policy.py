@@ -47,7 +47,7 @@ from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.engine import Reserved
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from services.common.logging import configure_logging
 from services.common.token_ids import pack_tokens
@@ -263,7 +263,7 @@ def gpu_workload(folder: Path, tokens: int, prompts: int) -> Workload:
     )
     checkpoint = random_checkpoint(config, 1.0)
     write_checkpoint(checkpoint, folder / "model")
-    model = Model(checkpoint, device="cuda", dtype=torch.bfloat16, page_size=PAGE_SIZE)
+    model = build_model(checkpoint, device="cuda", dtype=torch.bfloat16, page_size=PAGE_SIZE)
     text = [100 + 37 * number % 397 for number in range(4096)]
     samples = prefill_sample(model, text, Console(stderr=True))
     books = {key: codec.calibrate(sample, sample.dtype) for key, sample in samples.items()}

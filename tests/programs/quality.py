@@ -22,7 +22,8 @@ from runtime.compress import documentation
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
-from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.gemm.model import build_fastest_model
+from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
@@ -137,8 +138,7 @@ def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
     """Measure a model in the dtype that a worker on this device uses."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
-    backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
-    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, backend=backend)
+    model = build_fastest_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
     reference = peers.build(checkpoint).to(device)
     rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
     prompts = prompts_of(name, count)

@@ -27,7 +27,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
-from runtime.models.model import Backend, Model, unsupported_by_gemm
+from runtime.gemm.model import build_fastest_model
 from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from tests.harness.deployment import Running, deployed
@@ -42,8 +42,7 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     """Return the step time of an engine without a service, in milliseconds."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(model_path, dtype=dtype)
-    backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
-    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, backend=backend)
+    model = build_fastest_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
     engine = Engine(
         model,
         pages=PageCount(streams * pages_for(PROMPT + tokens + 1, PAGE_SIZE)),

@@ -11,6 +11,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, StepOutput
 from runtime.kv.cache import CacheLayout
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.models.registry import model_family
 from runtime.pages.plan import PageCount
@@ -89,7 +90,7 @@ def linear_shape(config: ModelConfig, field: str) -> tuple[int, int]:
 
 
 def tiny_model(**kinds: object) -> Model:
-    return Model(tiny_checkpoint(**kinds))  # type: ignore[arg-type]
+    return build_model(tiny_checkpoint(**kinds))  # type: ignore[arg-type]
 
 
 def engine_of(

@@ -16,7 +16,7 @@ from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.core.request import max_logprobs
 from runtime.engine import Add, Reserved
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 @cache
 def compile_loops(kv_format: str) -> None:
     """Compile what a step needs, which takes longer than `LIMIT_S` if the machine is busy."""
-    model = Model(tiny_checkpoint(), kv_format=kv_format)
+    model = build_model(tiny_checkpoint(), kv_format=kv_format)
     engine = engine_of(model, stored=64 * model.layout.plan.encodes, chunk_tokens=CHUNK)
     drive(engine, *(Add(request_of(str(tokens), tokens)) for tokens in (1, CHUNK, 160)))
 
@@ -70,7 +70,7 @@ def load(
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
     compile_loops(kv_format)
-    tiny = Model(tiny_checkpoint(), kv_format=kv_format)
+    tiny = build_model(tiny_checkpoint(), kv_format=kv_format)
     stored = 64 * tiny.layout.plan.encodes
     engine = engine_of(
         tiny, pages=pages, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction

@@ -16,9 +16,9 @@ from runtime.checkpoint.weights import linears_of
 from runtime.compress.forward import forward
 from runtime.convert import SourceFormat, convert
 from runtime.layers.linear import Projection
+from runtime.models.build import build_model
 from runtime.models.decoder import AddResidual
 from runtime.models.llama import LlamaParts
-from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
 from tests.runtime.convert.samples import (
     assert_same,
@@ -81,8 +81,8 @@ def first_matmul(part: object) -> object:
 
 def test_model_packs_a_shared_basis_once_and_matches_the_plain_forward_pass() -> None:
     shared = shared_checkpoint()
-    model = Model(shared)
-    first, second = model._layers
+    model = build_model(shared)
+    first, second = model.layers
     one, other = first.parts, second.parts
     assert isinstance(one, LlamaParts)
     assert isinstance(other, LlamaParts)

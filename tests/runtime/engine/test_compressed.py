@@ -15,6 +15,7 @@ from runtime.engine import Add, Cancel, Engine
 from runtime.errors import OutOfPages
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
@@ -33,7 +34,7 @@ SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 @pytest.fixture(scope="module")
 def model() -> Model:
     """A model with the coarsest format, so that stored pages change its results."""
-    return Model(tiny_checkpoint(), kv_format="k4v2")
+    return build_model(tiny_checkpoint(), kv_format="k4v2")
 
 
 def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, None]:
@@ -76,7 +77,7 @@ def all_free(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_output_equals_a_plain_loop(name: str) -> None:
-    model = Model(tiny_checkpoint(), kv_format=name)
+    model = build_model(tiny_checkpoint(), kv_format=name)
     requests = [
         request_of(f"r{length}", length, 60, sampling=sampling)
         for length, sampling in ((30, GREEDY), (79, SEEDED), (80, GREEDY), (150, SEEDED))
@@ -92,7 +93,7 @@ def test_output_equals_a_plain_loop(name: str) -> None:
 
 def test_stored_pages_change_the_output(model: Model) -> None:
     request = request_of("r", 150, 60, sampling=SEEDED)
-    exact = drive(engine_of(Model(tiny_checkpoint())), Add(request)).tokens["r", 0]
+    exact = drive(engine_of(build_model(tiny_checkpoint())), Add(request)).tokens["r", 0]
     found = drive(engine_of(model, stored=64), Add(request)).tokens["r", 0]
     assert found[0] == exact[0], "a prompt attends exact pages"
     assert found[1] != exact[1]
@@ -229,6 +230,6 @@ def test_free_pages_of_all_groups_are_reported(model: Model) -> None:
 def test_there_must_be_pages_of_all_groups_of_the_format(
     name: str, pages: tuple[int, ...], fault: str
 ) -> None:
-    model = Model(tiny_checkpoint(), kv_format=name)
+    model = build_model(tiny_checkpoint(), kv_format=name)
     with pytest.raises(ValueError, match=fault):
         Engine(model, pages=PageCount(*pages), limits=Limits(4, 4, 64, 64))

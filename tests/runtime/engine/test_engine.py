@@ -9,6 +9,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.compress.forward import forward
 from runtime.core.request import FinishReason, SamplingParams
 from runtime.engine import Add, Reserve, StepOutput
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from tests.runtime.tiny import (
     CONFIG,
@@ -51,7 +52,7 @@ def margin(checkpoint: Checkpoint, tokens: list[int]) -> float:
 )
 def test_greedy_output_equals_full_forward_passes(kinds: dict[str, object]) -> None:
     checkpoint = tiny_checkpoint(**kinds)  # type: ignore[arg-type]
-    engine = engine_of(Model(checkpoint))
+    engine = engine_of(build_model(checkpoint))
     for length in (1, 15, 16, 17, 63):
         request = request_of(f"r{length}", length, 12)
         output = drive(engine, Add(request)).output(request.id)

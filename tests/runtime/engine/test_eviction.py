@@ -15,6 +15,7 @@ from runtime.errors import OutOfPages
 from runtime.kv import fdc
 from runtime.kv.eviction import gumbel_noise, key_scores
 from runtime.kv.windowed import WindowedFormat
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.eviction import QUERIES, evicted_tokens
 from runtime.pages.plan import pages_for
@@ -45,7 +46,7 @@ FORMATS = ("dense", "k4v2")
 
 @pytest.fixture(scope="module", params=FORMATS)
 def model(request: pytest.FixtureRequest) -> Model:
-    return Model(tiny_checkpoint(), kv_format=request.param)
+    return build_model(tiny_checkpoint(), kv_format=request.param)
 
 
 def engine_of(
@@ -155,7 +156,7 @@ def test_formats_store_what_is_kept(name: str, tmp_path: Path) -> None:
         name = f"fdc:{tmp_path / 'fdc'}"
     elif name == "kvquant":
         name = quantized_spec(name, tmp_path)
-    model = Model(tiny_checkpoint(), kv_format=name)
+    model = build_model(tiny_checkpoint(), kv_format=name)
     request = request_of("r", 190, 60, sampling=SEEDED)
     engine = engine_of(model)
     assert drive(engine, Add(request)).tokens["r", 0] == output_by_hand(model, request)
@@ -227,7 +228,7 @@ def test_preempted_sequences_produce_the_same_tokens(
 
 def test_sequences_that_grow_beyond_the_pages_of_their_tokens_are_preempted() -> None:
     """The pages hold the kept tokens of both sequences, but not all of their tokens."""
-    model = Model(tiny_checkpoint())
+    model = build_model(tiny_checkpoint())
     requests = [request_of(f"r{n}", 160, 120, sampling=SEEDED) for n in range(2)]
     expected = drive(engine_of(model), *map(Add, requests))
     tight = engine_of(model, pages=14)
@@ -328,7 +329,7 @@ def test_held_output_is_not_computed_again_with_the_prompt(model: Model) -> None
 
 def test_short_prompts_are_computed_with_their_output() -> None:
     """Without eviction and compressed pages, output tokens are prefilled."""
-    model = Model(tiny_checkpoint())
+    model = build_model(tiny_checkpoint())
     request = replayed(request_of("r", 100, 90), range(40))
     engine = engine_of(model)
     engine.step([Add(request)])

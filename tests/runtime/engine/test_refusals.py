@@ -10,6 +10,7 @@ from runtime.core.request import SamplingParams
 from runtime.core.sequence import Purpose, SequenceGroup
 from runtime.engine import Add, Reserve
 from runtime.errors import InvalidRequest, NotFinite, OutOfPages, QueueFull
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.sampling.reference import Draw, SamplingRow
 from tests.runtime.tiny import Record, drive, engine_of, prompt_of, request_of, tiny_checkpoint
@@ -89,7 +90,7 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
     checkpoint = tiny_checkpoint()
     embedding = checkpoint.embedding.clone()
     embedding[poison] = torch.nan
-    engine = engine_of(Model(replace(checkpoint, embedding=embedding)))
+    engine = engine_of(build_model(replace(checkpoint, embedding=embedding)))
     pages = engine.pages_free
     record = drive(engine, *(Add(request) for request in requests))
     assert {name: type(fault) for name, fault in record.refused.items()} == {"1": NotFinite}
@@ -104,7 +105,7 @@ def test_request_is_refused_once_if_choices_are_decoded_and_prefilled_in_one_ste
 
     The logits of both are not finite.
     """
-    engine = engine_of(Model(tiny_checkpoint()), pages=24)
+    engine = engine_of(build_model(tiny_checkpoint()), pages=24)
     bystander = request_of("z", 20, 60)
     pair = request_of("r", 20, 60, choices=2, seed=1)
     record = Record()

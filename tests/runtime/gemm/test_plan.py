@@ -7,8 +7,10 @@ import torch
 
 from runtime.checkpoint import Dense, FactorPair
 from runtime.errors import PlanError
+from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import KernelPlan, LargeTile, Tile, choice_key, group_key, large_tile
-from runtime.models.model import Model
+from runtime.models.build import build_model
+from runtime.models.kernel_plan_hash import kernel_plan_hash
 from tests.runtime.tiny import tiny_checkpoint
 
 PAIRS = (9, 5, 8, 12, 17, 11, 24)
@@ -86,11 +88,10 @@ def test_model_uses_its_plan_and_hashes_it() -> None:
     checkpoint = tiny_checkpoint(ranks=PAIRS)
     name = group_key(checkpoint.layers[0], ("o",))
     plan = KernelPlan(dense=frozenset([name or ""]))
-    models = [Model(checkpoint, backend="gemm", plan=one) for one in (None, plan)]
-    assert models[0].kernel_plan_hash != models[1].kernel_plan_hash
+    models = [build_gemm_model(checkpoint, device="cpu", plan=one) for one in (None, plan)]
+    every = [build_model(checkpoint), *models]
+    assert len({kernel_plan_hash(model) for model in every}) == 3
     first, second = ([p.shapes for p in model.grouped_gemms()] for model in models)
     assert len(first) == 2 * 8
     assert len(second) == 2 * 7
     assert ((48, 96),) in second
-    assert Model(checkpoint).kernel_plan_hash not in {model.kernel_plan_hash for model in models}
-    assert not list(Model(checkpoint).grouped_gemms())

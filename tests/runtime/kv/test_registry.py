@@ -15,7 +15,7 @@ from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import COMPRESSED
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import create_format
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.quality.formats import format_factory
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -59,7 +59,7 @@ def test_dense_format_is_built_in() -> None:
 
 def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
     assert create(f"{plug_in}:Renamed") == "renamed"
-    model = Model(tiny_checkpoint(), kv_format=f"{plug_in}:Renamed")
+    model = build_model(tiny_checkpoint(), kv_format=f"{plug_in}:Renamed")
     assert model.kv_format.name == "renamed"
 
 
@@ -92,7 +92,7 @@ def calibration(tmp_path: Path) -> Path:
 
 
 def test_name_and_path_create_a_calibrated_format(calibration: Path) -> None:
-    model = Model(tiny_checkpoint(), kv_format=f"fdc:{calibration}")
+    model = build_model(tiny_checkpoint(), kv_format=f"fdc:{calibration}")
     assert model.kv_format.name == "fdc"
     made = fdc.FdcFormat.load(calibration, CONFIG)
     assert model.kv_format.artifact_hash == made.artifact_hash
@@ -104,7 +104,7 @@ def test_calibration_of_another_model_is_refused(calibration: Path) -> None:
     """The hash is compared if it is known, otherwise the shapes are."""
     spec = f"fdc:{calibration}"
     with pytest.raises(CalibrationError, match=rf"{calibration}: .* tiny-0, not to tiny-1"):
-        Model(tiny_checkpoint(seed=1), kv_format=spec)
+        build_model(tiny_checkpoint(seed=1), kv_format=spec)
     with pytest.raises(CalibrationError, match="tiny-0, not to other"):
         format_factory(spec)(CONFIG, "other")
     assert format_factory(spec)(CONFIG) is not None

@@ -13,6 +13,7 @@ from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.window import SINK_PAGES, first_recent
@@ -44,7 +45,7 @@ class Recorded(Identity):
 
 
 def windowed_model(compressed: CompressedFormat) -> Model:
-    model = Model(tiny_checkpoint())
+    model = build_model(tiny_checkpoint())
     exact = model.kv_format
     assert isinstance(exact, DenseFormat)
     model.kv_format = WindowedFormat(exact, compressed)
@@ -84,7 +85,7 @@ def tokens() -> list[int]:
 
 
 def test_lossless_stored_pages_change_nothing(tokens: list[int]) -> None:
-    expected = list(logits(Model(tiny_checkpoint()), tokens))
+    expected = list(logits(build_model(tiny_checkpoint()), tokens))
     found = list(logits(windowed_model(Identity(CONFIG)), tokens))
     for row, other in zip(found, expected, strict=True):
         torch.testing.assert_close(row, other, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.launch import DecodeStep
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from tests.runtime.attention.samples import pages_of
 from tests.runtime.device import DEVICE
@@ -62,7 +62,7 @@ def check_step(
 ) -> None:
     """Compare logits and KV pages of three launches with those of the torch backend."""
     config = checkpoint.config
-    model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
+    model = build_model(checkpoint, device=DEVICE, dtype=torch.float32)
     pages = pages_of([position + 1 for position in positions])
     cache = model.new_cache(PageCount(sum(map(len, pages)) + 1))
     texts = [

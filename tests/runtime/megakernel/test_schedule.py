@@ -12,7 +12,7 @@ from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.reference import Interpreter, Messages, ProtocolError
 from runtime.megakernel.schedule import Pass, split_at_attention
 from runtime.megakernel.support import unsupported
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -23,7 +23,7 @@ RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24
 @pytest.mark.parametrize("position", [0, 21])
 def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: int) -> None:
     checkpoint = tiny_checkpoint(ranks=ranks, bias=True)
-    model = Model(checkpoint)
+    model = build_model(checkpoint)
     cache = model.new_cache(PageCount(8))
     text, pages = [(7 * at + 3) % CONFIG.vocab_size for at in range(position + 1)], [3, 5]
     if position:

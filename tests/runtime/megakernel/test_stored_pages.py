@@ -8,10 +8,11 @@ import torch
 
 from runtime.attention.base import Batch
 from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
+from runtime.gemm.model import build_gemm_model
 from runtime.kv.compressed import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
+from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.megakernel.launch import MAX_SEQUENCES_WITHOUT_ATTENTION
-from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -55,8 +56,8 @@ def test_step_matches_one_kernel_after_another(
         path = tmp_path / "calibration"
         replace(CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)
         spec = f"{name}:{path}"
-    model = Model(checkpoint, device=DEVICE, backend="gemm", kv_format=spec)
-    assert model.unsupported_by_megakernel is None
+    model = build_gemm_model(checkpoint, device=DEVICE, kv_format=spec)
+    assert unsupported_by_megakernel(model) is None
     assert isinstance(model.kv_format, WindowedFormat)
     batch = Batch.static(count, PAGES, DEVICE)
     tables = batch.page_table, torch.zeros_like(batch.page_table)
@@ -74,7 +75,7 @@ def test_step_matches_one_kernel_after_another(
     model.kv_format.encoder(layers).encode(sources, targets, positions)
     for tensor, source in zip(reference.planes, ours.planes, strict=True):
         tensor.copy_(source)
-    step = model.static_step(batch, ours)
+    step = decode_step(model, batch, ours)
     for number in range(3):
         lengths = torch.tensor(LENGTHS[:count]) + 16 * number
         batch.tokens.copy_(torch.arange(count) * 5 + number)

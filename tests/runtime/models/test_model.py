@@ -1,6 +1,8 @@
 """Logits compared with transformers, and the batch invariance of matmuls."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from runtime.errors import CheckpointError
 from runtime.gemm.weights import PackedWeights
 from runtime.layers import stored_weight
 from runtime.layers.linear import PackedLinear, Projection, TorchLinear
-from runtime.models.model import Model, _place, unsupported_by_gemm
+from runtime.models import model as model_module
+from runtime.models.build import build_model, place
+from runtime.models.kernel_plan_hash import kernel_plan_hash
+from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
@@ -63,7 +68,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
     peer = peer_of(smollm2)
-    model = Model(smollm2)
+    model = build_model(smollm2)
     equal = positions = 0
     worst = 0.0
     for text in TEXTS:
@@ -85,7 +90,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
     torch.__version__ < "2.13", reason="before oneDNN 3.12, bits depend on the number of rows"
 )
 def test_smollm2_logits_do_not_depend_on_chunks_or_batch(smollm2: Checkpoint) -> None:
-    model = Model(smollm2)
+    model = build_model(smollm2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(49152, (75,), generator=generator).tolist()
     whole = logits_of(model, tokens)
@@ -98,15 +103,21 @@ def test_smollm2_logits_do_not_depend_on_chunks_or_batch(smollm2: Checkpoint) ->
 
 def test_kernel_plan_hash_differs_by_dtype_and_factorization_but_not_weights() -> None:
     dense, factorized = tiny_model(), tiny_model(ranks=(5,) * 7)
-    half = Model(tiny_checkpoint(), dtype=torch.bfloat16)
-    assert dense.kernel_plan_hash == tiny_model(seed=4).kernel_plan_hash
-    assert len({dense.kernel_plan_hash, factorized.kernel_plan_hash, half.kernel_plan_hash}) == 3
+    half = build_model(tiny_checkpoint(), dtype=torch.bfloat16)
+    assert kernel_plan_hash(dense) == kernel_plan_hash(tiny_model(seed=4))
+    assert len({kernel_plan_hash(model) for model in (dense, factorized, half)}) == 3
+
+
+def test_models_name_no_kernels_of_one_kind_of_gpu() -> None:
+    for path in Path(model_module.__file__).parent.iterdir():
+        if path.suffix in {".py", ".md"}:
+            assert not re.search("hopper|megakernel", path.read_text(), re.IGNORECASE), path
 
 
 def test_bfloat16_model_runs_on_reference_attention() -> None:
     tokens = list(range(40))
     expected = logits_of(tiny_model(), tokens)
-    got = logits_of(Model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
+    got = logits_of(build_model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
     assert got.dtype == torch.float32
     # bf16 has 8 bits of precision; logits differ by a few percent of the largest.
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
@@ -124,28 +135,12 @@ def test_layers_packed_one_at_a_time_use_their_own_weights(shared: bool) -> None
             checkpoint,
             layers=tuple(replace(each, down=first) for each in checkpoint.layers),
         )
-    rounded: Checkpoint = _place(checkpoint, torch.device("cpu"), torch.bfloat16, {})
+    rounded: Checkpoint = place(checkpoint, torch.device("cpu"), torch.bfloat16, {})
     first_logits, second_logits = (
-        logits_of(Model(one, dtype=torch.bfloat16), list(range(20)))
+        logits_of(build_model(one, dtype=torch.bfloat16), list(range(20)))
         for one in (checkpoint, rounded)
     )
     assert torch.equal(first_logits, second_logits)
-
-
-def test_unsupported_by_gemm_returns_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
-    assert unsupported_by_gemm(checkpoint, "cuda:0", bf16) is None
-    assert "cpu" in str(unsupported_by_gemm(checkpoint, "cpu", bf16))
-    assert "float32" in str(unsupported_by_gemm(checkpoint, "cuda", torch.float32))
-    assert unsupported_by_gemm(tiny_checkpoint(head_norms=True), "cuda", bf16) is None
-    odd = tiny_checkpoint(config=replace(CONFIG, head_dim=20))
-    assert "heads of 20" in str(unsupported_by_gemm(odd, "cuda", bf16))
-    with pytest.raises(ValueError, match="heads of 20"):
-        PackedWeights.pack(odd, "cpu")
-    capability = (8, 0)
-    assert "8.0" in str(unsupported_by_gemm(checkpoint, "cuda", bf16))
 
 
 def test_tied_embedding_is_stored_once() -> None:

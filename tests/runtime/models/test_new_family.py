@@ -33,8 +33,10 @@ from runtime.compress.forward import forward
 from runtime.config import ModelConfig, RopeConfig
 from runtime.engine import Add
 from runtime.errors import CheckpointError
+from runtime.gemm.model import build_gemm_model, unsupported_by_gemm
+from runtime.models.build import build_model
 from runtime.models.family import LayerBuilder, LayerParts, ModelFamily, Norm
-from runtime.models.model import Model, unsupported_by_gemm
+from runtime.models.model import Model
 from runtime.models.registry import register
 from tests.runtime.tiny import drive, engine_of, request_of
 
@@ -277,7 +279,7 @@ def test_forward_of_a_loaded_folder_matches_plain_torch(tmp_path: Path) -> None:
 
 def test_engine_generates_the_tokens_of_the_plain_implementation(tmp_path: Path) -> None:
     weights = save_folder(tmp_path / "m")
-    model = Model(load_checkpoint(tmp_path / "m"))
+    model = build_model(load_checkpoint(tmp_path / "m"))
     assert model.factorized_layers == 0
     assert_served(model, weights)
 
@@ -297,7 +299,7 @@ def test_compressed_model_is_written_loaded_and_served(method: Method, tmp_path:
     assert basis_groups(again) == basis_groups(made)
     tokens = CALIBRATION[:2]
     torch.testing.assert_close(forward(again, tokens), forward(made, tokens))
-    model = Model(again)
+    model = build_model(again)
     assert model.factorized_layers > 0
     assert_served(model, multiplied_out(again))
 
@@ -315,7 +317,7 @@ def test_gemm_backend_rejects_the_family_with_a_reason(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(tmp_path / "m")
     assert "Puddle" in str(unsupported_by_gemm(checkpoint, "cuda", torch.bfloat16))
     with pytest.raises(ValueError, match="Puddle"):
-        Model(checkpoint, backend="gemm")
+        build_gemm_model(checkpoint, device="cpu")
 
 
 def test_family_is_found_through_an_entry_point(

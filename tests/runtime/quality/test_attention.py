@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runtime.errors import KVFormatError
 from runtime.kv.compressed import CompressedFormat
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.quality.attention import TeacherForced, blocks, stored_pages
 from runtime.quality.measure import logits_of
@@ -101,7 +102,7 @@ def test_errors_of_fewer_bits_are_larger() -> None:
 
 def test_many_kv_heads_and_another_page_size() -> None:
     config = replace(CONFIG, num_kv_heads=6)
-    model = Model(tiny_checkpoint(config=config), page_size=8)
+    model = build_model(tiny_checkpoint(config=config), page_size=8)
     exact = logits(model, 150, None)
     assert torch.equal(logits(model, 150, Identity(config)), exact)
     changed = (logits(model, 150, Scaled(config)) - exact).abs().amax(1) > 0

@@ -8,7 +8,7 @@ import torch
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import QualityError
-from runtime.models.model import _place
+from runtime.models.build import place
 from runtime.quality.checkpoint_report import checkpoint_tables
 from runtime.quality.checkpoints import BF16, PAIR, PEER, SERVED, Load, measure_checkpoints
 from runtime.quality.measure import describe
@@ -22,7 +22,7 @@ PROMPTS = [list(prompt_of(length)) for length in (7, 40, 100)]
 
 
 def loads(checkpoint: Checkpoint) -> Load:
-    return lambda dtype: _place(checkpoint, torch.device("cpu"), dtype, {})
+    return lambda dtype: place(checkpoint, torch.device("cpu"), dtype, {})
 
 
 def measured(prompts: list[list[int]], **checkpoints: Checkpoint) -> list[Any]:

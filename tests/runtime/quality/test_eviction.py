@@ -8,7 +8,7 @@ import torch
 from runtime.core.request import SamplingParams
 from runtime.engine import Add
 from runtime.errors import KVFormatError
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.quality.attention import TeacherForced
 from runtime.quality.formats import format_factory
 from runtime.quality.measure import Result, describe, logits_after_eviction, logits_of, measure
@@ -23,14 +23,14 @@ TEXTS = torch.tensor([prompt_of(320, seed) for seed in (1, 2)])
 @pytest.mark.parametrize("length", [150, 160])
 def test_logits_equal_those_of_an_engine(name: str, length: int) -> None:
     """Compare the log probabilities of what an engine generates after an eviction."""
-    served = Model(tiny_checkpoint(), kv_format="dense" if name == "exact" else name)
+    served = build_model(tiny_checkpoint(), kv_format="dense" if name == "exact" else name)
     sampling = SamplingParams(temperature=0.8, seed=3, logprobs=1)
     request = request_of("r", length, length, sampling=sampling)
     stored = 64 * served.layout.plan.encodes
     engine = engine_of(served, stored=stored, kv_eviction=0.5)
     output = drive(engine, Add(request)).tokens["r", 0]
     text = torch.tensor([*request.tokens, *(token.token for token in output)])
-    model = Model(tiny_checkpoint())
+    model = build_model(tiny_checkpoint())
     teacher_forced = TeacherForced(CONFIG, format_factory(name)(CONFIG))
     logits = logits_after_eviction(model, text, TeacherForced(CONFIG, None), teacher_forced, 0.5)
     assert len(logits) == length
@@ -47,7 +47,7 @@ def test_logits_equal_those_of_an_engine(name: str, length: int) -> None:
 def measured(name: str, eviction: float) -> Result:
     spec = name if name in ("exact", "int4") else f"{formats.__name__}:{name}"
     inputs = describe("tiny", "tiny-0", "random", TEXTS)
-    model, compressed = Model(tiny_checkpoint()), format_factory(spec)(CONFIG)
+    model, compressed = build_model(tiny_checkpoint()), format_factory(spec)(CONFIG)
     return measure(model, {spec: compressed}, TEXTS, inputs, eviction=eviction)[0]
 
 

@@ -9,6 +9,7 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.errors import KVFormatError, NotFinite, QualityError
 from runtime.kv.compressed import CompressedFormat
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.quality.checkpoints import peer_output
@@ -76,7 +77,7 @@ def test_a_prompt_has_the_same_output_in_any_batch() -> None:
 def test_outputs_end_after_an_end_token() -> None:
     full = Generator(tiny_model(), PROMPTS, 30).exact()
     end = full[1][7]
-    model = Model(tiny_checkpoint(config=replace(CONFIG, eos_token_ids=(end,))))
+    model = build_model(tiny_checkpoint(config=replace(CONFIG, eos_token_ids=(end,))))
     for output, expected in zip(Generator(model, PROMPTS, 30).exact(), full, strict=True):
         count = expected.index(end) + 1 if end in expected else 30
         assert output == expected[:count]
@@ -95,7 +96,7 @@ def test_malformed_pages_and_logits_are_refused() -> None:
     own = model.kv_format
     broken = tiny_checkpoint()
     with pytest.raises(NotFinite):
-        Generator(Model(replace(broken, final_norm=broken.final_norm * math.nan)), PROMPTS, 4)
+        Generator(build_model(replace(broken, final_norm=broken.final_norm * math.nan)), PROMPTS, 4)
     assert model.kv_format is own
 
 
@@ -104,7 +105,7 @@ def test_float32_kv_is_closer_to_transformers_than_bf16_kv() -> None:
 
     checkpoint = tiny_checkpoint()
     peer = peers.build(checkpoint)
-    model = Model(checkpoint)
+    model = build_model(checkpoint)
     found = outputs_of(model, PROMPTS, 30, Float32KV(CONFIG))
     assert found == [peer_output(peer, prompt, 30, ()) for prompt in PROMPTS]
     assert Float32KV(CONFIG).planes(0, 16)[1].dtype == torch.float32

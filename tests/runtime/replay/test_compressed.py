@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from runtime.core.limits import Limits
 from runtime.engine import Add, Cancel, Command, Engine
 from runtime.kv.registry import COMPRESSED
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
@@ -22,7 +23,7 @@ TINY = replace(CONFIG, num_layers=1, vocab_size=1300)
 
 @pytest.fixture(scope="module")
 def compressed() -> Model:
-    return Model(tiny_checkpoint(config=TINY), kv_format="k4v2")
+    return build_model(tiny_checkpoint(config=TINY), kv_format="k4v2")
 
 
 def engines(model: Model, pages: int, stored: int, running: int) -> Iterator[Engine]:
@@ -54,7 +55,7 @@ def check(
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_output_equals_output_without_replay(name: str) -> None:
-    model = Model(tiny_checkpoint(config=TINY), kv_format=name)
+    model = build_model(tiny_checkpoint(config=TINY), kv_format=name)
     script: list[list[Command]] = [[], [], [], [], []]
     for number, length in enumerate((70, 150, 12, 95, 200)):
         script[number].append(Add(request(2 * number, length, 60, number, 1 + number % 2)))

@@ -9,7 +9,9 @@ import torch
 from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.core.limits import Limits
 from runtime.engine import Add, Command, Engine
+from runtime.gemm.model import build_fastest_model
 from runtime.kv.registry import COMPRESSED
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from tests.runtime.replay.scripts import compare, play, request
 from tests.runtime.tiny import CONFIG, Record, pages_of, tiny_checkpoint
@@ -63,7 +65,7 @@ def created(name: str, folder: Path) -> Model:
         path = folder / "calibration"
         replace(_CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)
         spec = f"{name.partition('-')[0]}:{path}"
-    return Model(checkpoint, device="cuda", dtype=torch.bfloat16, kv_format=spec)
+    return build_model(checkpoint, device="cuda", dtype=torch.bfloat16, kv_format=spec)
 
 
 @pytest.mark.parametrize(("pages", "stored"), [(80, 80), (30, 80)], ids=["enough", "preempted"])
@@ -84,13 +86,8 @@ def test_graphs_give_the_tokens_of_their_launches_after_an_eviction(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a Hopper GPU, both formats use the megakernel."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    model = Model(
-        tiny_checkpoint(config=WIDE),
-        device="cuda",
-        dtype=torch.bfloat16,
-        backend="gemm" if hopper else "torch",
-        kv_format=name,
+    model = build_fastest_model(
+        tiny_checkpoint(config=WIDE), device="cuda", dtype=torch.bfloat16, kv_format=name
     )
     stored = 80 * model.layout.plan.encodes
     found = played(model, 80, stored, 0.5)

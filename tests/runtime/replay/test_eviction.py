@@ -10,7 +10,7 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine import Add, Cancel, Command, Engine
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from runtime.replay.eviction import PromptEviction
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 TINY = replace(CONFIG, num_layers=1, vocab_size=1300)
 FORMATS = ("dense", "k4v2")
-MODELS = {name: Model(tiny_checkpoint(config=TINY), kv_format=name) for name in FORMATS}
+MODELS = {name: build_model(tiny_checkpoint(config=TINY), kv_format=name) for name in FORMATS}
 
 
 def check(

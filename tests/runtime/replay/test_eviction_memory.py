@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.engine import Add
 from runtime.kv import eviction as scores
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.replay import eviction
 from runtime.replay.eviction import PromptEviction
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
@@ -53,7 +53,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 def test_memory_of_an_eviction_is_that_of_one_head(
     kv_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Model(tiny_checkpoint(config=WIDE), kv_format=kv_format)
+    model = build_model(tiny_checkpoint(config=WIDE), kv_format=kv_format)
     stored = 32 * model.layout.plan.encodes
     requests = [Add(request_of(f"r{n}", TOKENS, 12, seed=n)) for n in range(2)]
     expected = drive(engine_of(model, stored=stored, kv_eviction=0.5), *requests)

@@ -8,6 +8,7 @@ import torch
 from runtime.core.sequence import SequenceGroup
 from runtime.engine import Add, Cancel, Command, Reserve
 from runtime.errors import NotFinite
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from tests.runtime.replay.scripts import Watch, compare, engine_of, play, request
 from tests.runtime.tiny import request_of, tiny_checkpoint
@@ -105,14 +106,14 @@ def test_non_finite_logits_end_a_request_whose_next_step_is_in_flight() -> None:
     checkpoint = tiny_checkpoint()
     requests = [request_of(str(n), 9 + n, 12, choices=1 + n % 2, seed=n) for n in range(3)]
     script: list[list[Command]] = [[Add(r) for r in requests]]
-    sound = play(engine_of(Model(checkpoint), 64, 4, replay=False), script)
+    sound = play(engine_of(build_model(checkpoint), 64, 4, replay=False), script)
     others = {t for name in "02" for t in sound.output(name)} | {
         t for r in requests for t in r.tokens
     }
     index = next(i for i, token in enumerate(sound.output("1")) if i > 2 and token not in others)
     embedding = checkpoint.embedding.clone()
     embedding[sound.output("1")[index]] = torch.nan
-    engine = engine_of(Model(replace(checkpoint, embedding=embedding)), 64, 4, replay=True)
+    engine = engine_of(build_model(replace(checkpoint, embedding=embedding)), 64, 4, replay=True)
     with Watch().over(engine):
         found = play(engine, script)
     assert {name: type(fault) for name, fault in found.refused.items()} == {"1": NotFinite}

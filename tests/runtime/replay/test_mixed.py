@@ -10,6 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.plan import MAX_CHUNKS
 from runtime.engine import Add, Cancel, Command
 from runtime.kv.cache import PagedCache
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.replay.mixed import MixedReplay, pass_shapes
@@ -31,7 +32,7 @@ class Passes:
     """
 
     def __init__(self, max_rows: int = 128, *, bias: bool = False, norms: bool = False) -> None:
-        self.model = Model(tiny_checkpoint(bias=bias, head_norms=norms))
+        self.model = build_model(tiny_checkpoint(bias=bias, head_norms=norms))
         self.cache, self.expected = (self.model.new_cache(PageCount(PAGES + 1)) for _ in range(2))
         self.slots = BatchSlots(SLOTS, 25, (PAGES,), self.model.device)
         self.logits = torch.zeros(SLOTS, VOCAB)

@@ -10,6 +10,7 @@ from runtime.attention.base import SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine
+from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.replay.mixed import MixedReplay
@@ -33,9 +34,7 @@ CHECKPOINTS = {
 @pytest.fixture(params=list(CHECKPOINTS))
 def model(request: pytest.FixtureRequest) -> Model:
     checkpoint = CHECKPOINTS[request.param]
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    backend = "gemm" if hopper else "torch"
-    return Model(checkpoint, device="cuda", dtype=torch.bfloat16, backend=backend)  # type: ignore[arg-type]
+    return build_fastest_model(checkpoint, device="cuda", dtype=torch.bfloat16)
 
 
 def mixed_pass(

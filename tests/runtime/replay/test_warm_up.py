@@ -7,7 +7,7 @@ import pytest
 from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
 from runtime.kv.windowed import PageEncoder
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.replay.prompts import PromptEncoder
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
@@ -30,7 +30,7 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> None:
-    model = Model(tiny_checkpoint(), kv_format="int4")
+    model = build_model(tiny_checkpoint(), kv_format="int4")
     warm, cold = (
         Engine(model, pages=PageCount(20, 10), limits=LIMITS, replay=replay) for _ in range(2)
     )

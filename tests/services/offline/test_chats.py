@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.quality.generate import outputs_of
 from runtime.quality.metrics import compare
 from services.common.model_source import resolve_model
@@ -55,7 +55,7 @@ def test_prompt_is_rendered_with_the_chat_template() -> None:
     path = resolve_model("smollm2-135m")
     tokenizer = load_tokenizer(path)
     checkpoint = tiny_checkpoint(config=replace(CONFIG, vocab_size=tokenizer.vocab_size))
-    made = answer(Model(checkpoint), tokenizer, ["What is gravity?"], 3)
+    made = answer(build_model(checkpoint), tokenizer, ["What is gravity?"], 3)
     [chat] = made
     text = tokenizer.decode(chat.prompt, skip_special=False)
     assert text.endswith("<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n")
@@ -64,7 +64,7 @@ def test_prompt_is_rendered_with_the_chat_template() -> None:
 
 
 def test_equal_models_agree_and_others_do_not() -> None:
-    dense, other = (Model(tiny_checkpoint(seed=seed)) for seed in (0, 1))
+    dense, other = (build_model(tiny_checkpoint(seed=seed)) for seed in (0, 1))
     made = [Chat([1, 5, 9, 4], [7, 3, 8, 8, 1, 5]), Chat([3, 6], [4, 4, 7])]
     same = compare_chats(dense, dense, made, 4)
     assert same.top1 == 1.0
@@ -79,7 +79,8 @@ def test_equal_models_agree_and_others_do_not() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_models_on_a_gpu_are_compared() -> None:
     dense, same, other = (
-        Model(tiny_checkpoint(seed=seed), device="cuda", dtype=torch.bfloat16) for seed in (0, 0, 1)
+        build_model(tiny_checkpoint(seed=seed), device="cuda", dtype=torch.bfloat16)
+        for seed in (0, 0, 1)
     )
     prompts = [[1, 5, 9, 4], [3, 6]]
     made = [Chat(*pair) for pair in zip(prompts, outputs_of(dense, prompts, 6), strict=True)]
@@ -96,6 +97,6 @@ def test_only_positions_of_the_answer_are_compared(monkeypatch: pytest.MonkeyPat
         return compare(baseline, other, tokens)
 
     monkeypatch.setattr(chats, "compare", record)
-    model = Model(tiny_checkpoint())
+    model = build_model(tiny_checkpoint())
     compare_chats(model, model, [Chat([1, 5, 9, 4], [7, 3])], 2)
     assert compared == [[4, 7, 3]]

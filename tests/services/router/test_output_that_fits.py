@@ -9,6 +9,7 @@ import pytest
 from runtime.core.request import FinishReason
 from runtime.engine import Add
 from runtime.errors import InvalidRequest
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from services.common.placement import Placement, PlaceRequest, Role
@@ -32,7 +33,7 @@ from tests.services.router.samples import (
 CONTEXT = 32_768
 POOL = 16_384  # tokens
 CHAT = Demand(20, CONTEXT - 20, required_tokens=1)
-MODELS = {name: Model(tiny_checkpoint(), kv_format=name) for name in ("dense", "int4")}
+MODELS = {name: build_model(tiny_checkpoint(), kv_format=name) for name in ("dense", "int4")}
 
 
 def chat(prompt_tokens: int = 20, **changes: object) -> PlaceRequest:

@@ -90,7 +90,7 @@ async def test_worker_info_names_model_kv_format_and_kernels(site: Site) -> None
         "kv_format": "dense",
         "matmul": "packed",
         "attention": model.kv_format.kernels,
-        "kernel_plan": model.kernel_plan_hash,
+        "kernel_plan": prefill.loaded.identity.compatibility.kernel_plan_hash,
     }
     value = prefill.worker.metrics.registry.get_sample_value
     assert value("headrace_worker_info", labels) == 1

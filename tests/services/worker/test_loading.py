@@ -11,7 +11,7 @@ import torch
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpoint
 from runtime.engine import Add
 from runtime.kv.int4 import Int4Format
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
@@ -101,7 +101,7 @@ def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> 
     prefill, decode = (load_worker(settings_of(model), decodes=one) for one in (False, True))
     assert prefill.identity.compatibility == decode.identity.compatibility
     request = request_of("r", 30)
-    expected = drive(engine_of(Model(load_checkpoint(model))), Add(request))
+    expected = drive(engine_of(build_model(load_checkpoint(model))), Add(request))
     assert drive(decode.engine, Add(request)).tokens == expected.tokens
 
 

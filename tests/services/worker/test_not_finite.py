@@ -11,7 +11,7 @@ import torch
 from headrace.v1 import decode_pb2, error_pb2
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from runtime.errors import NotFinite
-from runtime.models.model import Model
+from runtime.models.build import build_model
 from services.common.errors import SettingsError
 from services.worker.loading import load_worker
 from services.worker.self_test import check_logits
@@ -85,7 +85,7 @@ async def test_worker_whose_weights_were_damaged_is_not_ready_until_they_are_sou
     site: Site,
 ) -> None:
     decode = await site.decode(colocated=True)
-    cosines, _ = decode.loaded.engine.model._rope
+    cosines, _ = decode.loaded.engine.model.rope
     sound = cosines.clone()
     cosines.fill_(torch.nan)
     assert await error_of(decode, TOKENS) == error_pb2.ERROR_CODE_NOT_FINITE
@@ -104,8 +104,8 @@ def test_worker_does_not_start_if_the_embedding_of_any_token_is_damaged(tmp_path
 
 
 def test_worker_does_not_start_with_damaged_weights() -> None:
-    sound = engine_of(Model(tiny_checkpoint()))
+    sound = engine_of(build_model(tiny_checkpoint()))
     check_logits(sound)
     assert sound.pages_free == sound.pages_total
     with pytest.raises(NotFinite, match="test prompt"):
-        check_logits(engine_of(Model(damaged(3))))
+        check_logits(engine_of(build_model(damaged(3))))

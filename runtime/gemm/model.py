@@ -1,0 +1,156 @@
+"""Builds models over packed weights, whose matmuls and attention are kernels for Hopper GPUs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.checkpoint.weights import Checkpoint
+from runtime.config import ModelConfig
+from runtime.gemm import weights as packed_weights
+from runtime.gemm.plan import KernelPlan
+from runtime.gemm.weights import PackedWeights
+from runtime.kv.registry import check_windows, create_format
+from runtime.layers.embedding import embedding_op
+from runtime.layers.linear import linear_op
+from runtime.models.build import build_model
+from runtime.models.decoder import DecoderLayer
+from runtime.models.model import Model
+from runtime.models.registry import model_family
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.gemm.ops import GroupedGemm
+
+HOPPER = (9, 0)
+"""Compute capability for which the GEMM kernels and the megakernel are written."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GemmModel(Model):
+    """A model over packed weights.
+
+    Attributes:
+        weights: the weights that its layers read.
+    """
+
+    weights: PackedWeights
+
+    def grouped_gemms(self) -> "Iterator[GroupedGemm]":
+        """Yield the GEMMs for which a kernel plan chooses tiles."""
+        from runtime.gemm.projections import PackedProjection
+
+        for layer in self.layers:
+            for part in vars(layer.parts).values():
+                if isinstance(part, PackedProjection):
+                    yield from part.gemms
+
+
+def build_gemm_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    page_size: int = 16,
+    plan: KernelPlan | None = None,
+    kv_format: str = "dense",
+) -> GemmModel:
+    """Pack a checkpoint as bf16; see also `runtime.models.build.build_model`.
+
+    Args:
+        plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels.
+
+    Raises:
+        KVFormatError: the KV format is unknown or does not support the model.
+        ValueError: the kernels do not support the model; see `unsupported_by_gemm`.
+    """
+    from runtime.attention.gpu import TritonAttention
+    from runtime.gemm.layer import packed_norm, packed_parts
+
+    config, device, dtype = checkpoint.config, torch.device(device), torch.bfloat16
+    chosen = create_format(
+        kv_format, config, device, dtype, by_halves=True, model_hash=checkpoint.model_hash
+    )
+    check_windows(chosen, config)
+    if reason := _unsupported_family(config):
+        raise ValueError(reason)
+    plan = plan or KernelPlan()
+    weights = PackedWeights.pack(plan.multiply_out(checkpoint), device)
+    attention = TritonAttention(
+        config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
+    )
+    fused = attention if chosen.dense_bf16 else None
+    family = model_family(config)
+    return GemmModel(
+        config=config,
+        kv_format=chosen,
+        device=device,
+        dtype=dtype,
+        page_size=page_size,
+        embed=embedding_op(weights.embedding),
+        layers=[
+            DecoderLayer(
+                family,
+                config,
+                packed_parts(weights, layer, plan, fused),
+                factorized=bool(layer.inner),
+            )
+            for layer in weights.layers
+        ],
+        final_norm=packed_norm(weights, weights.final_norm),
+        lm_head=linear_op(weights.lm_head.weight),
+        matmul="gemm",
+        weight_bytes=checkpoint.nbytes,
+        plan_hash=plan.hash,
+        weights=weights,
+    )
+
+
+def unsupported_by_gemm(
+    checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
+) -> str | None:
+    """Return why `build_gemm_model` does not support a checkpoint on a device, or None.
+
+    Only shapes are read.
+    """
+    if reason := _unsupported_family(checkpoint.config):
+        return reason
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"weights are {dtype}, not bf16"
+    if (found := torch.cuda.get_device_capability(device)) != HOPPER:
+        return f"compute capability {found[0]}.{found[1]}, not {HOPPER[0]}.{HOPPER[1]}"
+    return packed_weights.unsupported(checkpoint)
+
+
+def build_fastest_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    page_size: int = 16,
+    plan: KernelPlan | None = None,
+    kv_format: str = "dense",
+) -> Model:
+    """Prepare a checkpoint with the fastest kernels that support it, as workers do.
+
+    Args:
+        dtype: dtype of the computation.
+        plan: used only if `unsupported_by_gemm` is None.
+    """
+    if unsupported_by_gemm(checkpoint, device, dtype) is None:
+        return build_gemm_model(
+            checkpoint, device=device, page_size=page_size, plan=plan, kv_format=kv_format
+        )
+    return build_model(
+        checkpoint, device=device, dtype=dtype, page_size=page_size, kv_format=kv_format
+    )
+
+
+def _unsupported_family(config: ModelConfig) -> str | None:
+    """Return why `runtime.gemm` does not support a model's family, or None if it supports it."""
+    family = model_family(config)
+    if any(config.windows):
+        return "layers with a sliding window have no GPU kernels"
+    return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

@@ -1,0 +1,95 @@
+"""Builds models whose linear layers are torch's or, on the CPU, oneDNN's and our compiled loops."""
+
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.sharing import basis_groups
+from runtime.checkpoint.weights import Checkpoint
+from runtime.kv.registry import check_windows, create_format
+from runtime.layers.embedding import embedding_op
+from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
+from runtime.models.decoder import DecoderLayer
+from runtime.models.model import Model
+from runtime.models.registry import model_family
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 16,
+    kv_format: str = "dense",
+) -> Model:
+    """Prepare a checkpoint to run on one device.
+
+    The weights are moved to the device and packed one layer at a time, to limit peak memory. If
+    layers share bases, all layers stay on the device unpacked until the last one is packed.
+
+    Args:
+        dtype: dtype of the computation.
+        page_size: token slots of a page.
+        kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
+            `runtime.kv.registry.create_format`.
+
+    Raises:
+        KVFormatError: the KV format is unknown or does not support the model.
+        ValueError: attention on a GPU does not support the model.
+    """
+    config, device = checkpoint.config, torch.device(device)
+    chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
+    check_windows(chosen, config)
+    shared: SharedOps = {}
+    placed: dict[int, Tensor] = {}
+    placing = partial(place, device=device, dtype=dtype, placed=placed)
+    sharing = bool(basis_groups(checkpoint))
+    family = model_family(config)
+    final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
+    lm_head = linear_op(placing(checkpoint.lm_head))
+    tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
+    embed = embedding_op(placing(checkpoint.embedding), tied)
+    layers: list[DecoderLayer] = []
+    weight_bytes = 0
+    for number, layer in enumerate(checkpoint.layers, 1):
+        layers.append(DecoderLayer.build(family, config, placing(layer), shared))
+        if not sharing or number == len(checkpoint.layers):
+            weight_bytes += sum(tensor.nbytes for tensor in placed.values())
+            placed.clear()
+            shared.clear()  # its keys are tensor ids, which Python reuses
+    return Model(
+        config=config,
+        kv_format=chosen,
+        device=device,
+        dtype=dtype,
+        page_size=page_size,
+        embed=embed,
+        layers=layers,
+        final_norm=final_norm,
+        lm_head=lm_head,
+        matmul="packed" if uses_packed_layout(device, dtype) else "plain",
+        weight_bytes=weight_bytes,
+    )
+
+
+def place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:
+    """Return ``value`` with all tensors on ``device`` as ``dtype``, copied only where necessary.
+
+    Args:
+        value: a tensor, or nested tuples and dataclasses with tensors.
+        placed: results by the id of the original tensor, so that a tensor that is used twice is
+            copied once.
+    """
+    if isinstance(value, Tensor):
+        return placed.setdefault(id(value), value.to(device, dtype))
+    if isinstance(value, tuple):
+        return tuple(place(item, device, dtype, placed) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        moved = {
+            f.name: place(getattr(value, f.name), device, dtype, placed) for f in fields(value)
+        }
+        return replace(value, **moved)
+    return value

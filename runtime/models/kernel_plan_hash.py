@@ -1,0 +1,43 @@
+"""The hash by which two workers compare the kernels that compute their results."""
+
+import hashlib
+import json
+
+import torch
+
+from runtime import kernels
+from runtime.models.model import Model
+
+
+def kernel_plan_hash(model: Model) -> str:
+    """Return the hash of all that determines results, except the weights and the KV format.
+
+    If it differs, results may not be bitwise identical. The handshake compares the weights and
+    the KV format separately.
+
+    Returns:
+        16 hex digits.
+    """
+    on_cpu = model.device.type == "cpu"
+    plan = {
+        "torch": torch.__version__.split("+")[0],
+        "cuda": None if on_cpu else torch.version.cuda,
+        "triton": None if on_cpu else _triton_version(),
+        "kernels": kernels.VERSION,
+        "device": model.device.type,
+        "instructions": torch.backends.cpu.get_cpu_capability()
+        if on_cpu
+        else torch.cuda.get_device_name(model.device),
+        "dtype": str(model.dtype),
+        "matmul": model.matmul,
+        "plan": model.plan_hash,
+        "kv": model.kv_format.kernels,
+        "factorized": model.factorized_layers > 0,
+    }
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _triton_version() -> str:
+    import triton  # only needed on a GPU
+
+    return str(triton.__version__)
