@@ -28,7 +28,7 @@ from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
 from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
-from runtime.engine import Add, Engine
+from runtime.engine import Add, Engine, LocalExecutor
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -109,7 +109,9 @@ def _alternate(
 
 
 def _prefill_ms(model: Model, prompt: list[int]) -> float:
-    engine = Engine(model, pages=PageCount(64), limits=Limits(max_running=1, max_waiting=1))
+    engine = Engine(
+        LocalExecutor(model, pages=PageCount(64), limits=Limits(max_running=1, max_waiting=1))
+    )
     start = time.perf_counter()
     engine.step([Add(Request("r", tuple(prompt), len(prompt), SamplingParams(), max_tokens=1))])
     while engine.has_work:
@@ -120,7 +122,7 @@ def _prefill_ms(model: Model, prompt: list[int]) -> float:
 def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
     """Return the shortest of 24 decode steps with ``streams`` sequences, in milliseconds."""
     limits = Limits(max_running=streams, max_waiting=streams)
-    engine = Engine(model, pages=PageCount(32 * streams), limits=limits)
+    engine = Engine(LocalExecutor(model, pages=PageCount(32 * streams), limits=limits))
     requests = [
         Request(str(n), (*prompt, n), len(prompt) + 1, SamplingParams(), max_tokens=200)
         for n in range(streams)

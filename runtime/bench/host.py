@@ -19,7 +19,7 @@ from runtime.bench.device import describe
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
-from runtime.engine import Engine
+from runtime.engine import Engine, LocalExecutor
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
 from runtime.gemm.model import build_gemm_model
 from runtime.models.build import build_model
@@ -51,8 +51,10 @@ class HostBench:
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)
         pages = pages_for(PROMPT_TOKENS + OUTPUT_TOKENS, model.page_size)
-        self._engine = Engine(model, pages=PageCount(streams * pages), limits=limits, replay=True)
-        steps = self._engine._steps
+        executor = LocalExecutor(
+            model, pages=PageCount(streams * pages), limits=limits, replay=True
+        )
+        self._engine, steps = Engine(executor), executor.steps
         assert isinstance(steps, StepReplay)
         sampled = steps._sampler.results[0]
 

@@ -13,6 +13,9 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.engine import Engine
+from runtime.engine.executor import Executor, ExecutorShape
+from runtime.engine.local_executor import LocalExecutor
+from runtime.engine.ranks import Ranks
 
 __all__ = [
     "Add",
@@ -22,6 +25,10 @@ __all__ = [
     "Command",
     "Computed",
     "Engine",
+    "Executor",
+    "ExecutorShape",
+    "LocalExecutor",
+    "Ranks",
     "Release",
     "Reserve",
     "Reserved",

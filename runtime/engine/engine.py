@@ -1,7 +1,8 @@
 """The engine of one worker: takes commands, returns tokens and computed chunks, step by step.
 
-A step has two halves: `Engine.plan` takes commands and schedules, `Engine.compute` runs the forward
-passes. The caller can therefore report the results of `plan` before the computation.
+A step has two halves: `Engine.plan` takes commands and schedules, `Engine.compute` launches the
+planned step on the executor. The caller can therefore report the results of `plan` before the
+computation. The engine itself uses no tensor.
 
 With replay, `compute` launches a step and then reads the tokens of the previous one. The host
 processes these tokens while the device computes.
@@ -11,7 +12,6 @@ from collections.abc import Sequence as Items
 
 import torch
 
-from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import Request, SampledToken
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
@@ -27,84 +27,57 @@ from runtime.engine.commands import (
     Reserved,
     StepOutput,
 )
-from runtime.engine.direct import DirectSteps
+from runtime.engine.executor import Executor
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.steps import LaunchedStep, StepRunner
+from runtime.engine.steps import LaunchedStep
 from runtime.errors import NotFinite, RuntimeFault
-from runtime.graphs.events import record_event
-from runtime.kv.eviction import check_eviction
-from runtime.models.model import Model
 from runtime.pages.plan import PageCount
-from runtime.replay.step import UNRESOLVED, StepReplay
+from runtime.replay.step import UNRESOLVED
 from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
 
 
 class Engine:
-    """Continuous batching of one model over its own pool of KV pages.
+    """Continuous batching of one model over the KV pages of an executor.
 
     Call `plan` and `compute` alternately, or `step` for one of each. The engine uses no thread and
     no clock: the same commands in the same steps give the same outputs. A step computes prompt
     chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
-        pages: number of pages of each page group, for sequences.
-        replay: whether to use `StepReplay` (CUDA graphs). Without it, the host takes longer to
-            launch kernels than the device takes to run them. Replay does not change tokens, but
-            they are reported one step later.
-        decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
-            passes that decode.
-        by_layer: whether to capture a decode graph for each layer instead of one for the step.
+        executor: computes the steps; `Ranks` for several devices.
         kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.pages.eviction`.
 
     Attributes:
+        executor: the executor that was passed to the constructor.
         planned: the step that `compute` will run, or None.
 
     Raises:
-        ValueError: a page group has no pages, or there are numbers of pages for other groups.
+        ValueError: a page group has no pages.
         KVFormatError: the KV format or the model does not support eviction.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        pages: PageCount,
-        limits: Limits,
-        replay: bool = False,
-        decodes: bool = True,
-        by_layer: bool = False,
-        kv_eviction: float = 0.0,
-    ) -> None:
+    def __init__(self, executor: Executor, *, kv_eviction: float = 0.0) -> None:
         if kv_eviction:
-            check_eviction(model.kv_format, model.config.windows)
-        self.model = model
-        plan = model.layout.plan
+            executor.check_eviction()
+        self.executor, shape = executor, executor.shape
+        self._config = shape.config
         self._scheduler = Scheduler(
-            limits,
-            plan=plan,
-            total=pages,
-            context_length=model.context_length,
+            shape.limits,
+            plan=shape.plan,
+            total=shape.pages,
+            context_length=shape.config.context_length,
             kv_eviction=kv_eviction,
         )
-        self.cache = model.new_cache(pages.plus(plan.null_pages) if replay else pages)
-        self._steps: StepRunner
-        if replay:
-            self._steps = StepReplay(model, self.cache, limits, decodes=decodes, by_layer=by_layer)
-        else:
-            self._steps = DirectSteps(model, self.cache, limits)
         self.planned: StepPlan | None = None
         self._in_flight: LaunchedStep | None = None  # not read yet
 
-    @torch.inference_mode()
     def warm_up(self, progress: Progress = silent) -> None:
         """Compile kernels and capture graphs, so that they do not delay the first requests.
 
-        Call it before the first command. On a CPU it does nothing.
+        Call it before the first command.
         """
-        if self.model.device.type == "cpu":
-            return
-        self._steps.warm_up(progress)
+        self.executor.warm_up(progress)
 
     @property
     def pages_total(self) -> PageCount:
@@ -141,7 +114,6 @@ class Engine:
         """Whether a step without new commands would compute or report anything."""
         return self._in_flight is not None or self._scheduler.has_work
 
-    @torch.inference_mode()
     def plan(self, incoming: Items[Command]) -> StepOutput:
         """Take commands and schedule the step that `compute` will run.
 
@@ -164,14 +136,13 @@ class Engine:
         output.refused += plan.refused
         output.deferred += [group.request.id for group in plan.deferred]
         if plan.reserved:
-            ready = record_event(self.model.device)
+            ready = self.executor.record_event()
             for group in plan.reserved:
                 tables = tuple(map(tuple, group.sequences[0].page_tables))
                 output.reserved.append(Reserved(group.request.id, tables, ready))
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 
-    @torch.inference_mode()
     def compute(self) -> StepOutput:
         """Run the planned step: prompt chunks and all running sequences.
 
@@ -187,7 +158,7 @@ class Engine:
             self._in_flight = self._launch(plan, output)
         if previous is not None:
             self._collect(previous, output)
-        if self._in_flight is not None and not self._steps.lookahead:
+        if self._in_flight is not None and not self.executor.lookahead:
             self._collect(self._in_flight, output)
             self._in_flight = None
         return output
@@ -220,14 +191,14 @@ class Engine:
 
     def _submit(self, request: Request, purpose: Purpose, output: StepOutput) -> None:
         try:
-            request.validate(self.model.config)
+            request.validate(self._config)
             self._scheduler.submit(request, purpose)
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
 
     def _launch(self, plan: StepPlan, output: StepOutput) -> LaunchedStep:
         """Launch a step and report its chunks. Choices of completed prompts start running."""
-        step = self._steps.launch(plan.decode, plan.chunks)
+        step = self.executor.launch(plan)
         computed = list(plan.decode)
         for chunk in plan.chunks:
             self._report(chunk, step.ready, output)
@@ -269,7 +240,7 @@ class Engine:
         preempted, or if sequences should move to other batch slots.
         """
         return (
-            self._steps.can_launch_ahead(self._scheduler.continuing)
+            self.executor.can_launch_ahead(self._scheduler.continuing)
             and not self._scheduler.must_preempt
             and all(sequence.resolved for sequence in step.sequences)
         )
@@ -311,7 +282,7 @@ class Engine:
         for at in range(plan.prompt_groups):
             last = first.page_tables[at][-1]
             own = [sequence.page_tables[at][-1] for sequence in others]
-            self.cache.copy_pages(at, [last] * len(others), own)
+            self.executor.copy_pages(at, [last] * len(others), own)
 
     def _accept(self, sequence: Sequence, draw: Draw | None, output: StepOutput) -> None:
         """Append a sampled token and report it. Without a draw, refuse the request."""

@@ -1,4 +1,4 @@
-"""Interface of the classes that compute an engine's steps."""
+"""Interface of the classes that compute the steps of a rank."""
 
 from collections.abc import Sequence as Items
 from typing import Protocol

@@ -96,6 +96,7 @@ class InFlightStep:
         """Sequences for which the step samples a token."""
         return self.assignment.sequences
 
+    @torch.inference_mode()
     def read(self) -> list[Draw | None]:
         """See `StepReplay.collect`."""
         return self.replay.collect(self)

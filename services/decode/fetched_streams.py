@@ -16,7 +16,6 @@ from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
 from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
-from services.worker.loading import digest_pages
 from services.worker.stream_service import StreamService
 from services.worker.streams import Stream
 from services.worker.wire import token_from_message
@@ -209,9 +208,7 @@ class FetchedStreams(StreamService):
         if not self._settings.kv_digest:
             return None
         tokens = self._sent_tokens(stream).kept
-        return self._worker.engine.run(
-            lambda engine: digest_pages(engine, reserved.pages, tokens, reserved.stored)
-        )
+        return self._worker.digest(reserved.pages, tokens, reserved.stored)
 
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._receiver.sent_tokens(stream.start.request)

@@ -49,7 +49,7 @@ class DecodeWorker(Worker):
         )
         self.receiver = Receiver(
             agent,
-            loaded.engine.cache,
+            loaded.executor.cache,
             landing,
             self._clients,
             loaded.codecs,
@@ -96,7 +96,7 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     without evicted tokens.
     """
     if settings.overflow_tokens == "auto" and loaded.device != "cpu":
-        layout = loaded.engine.cache.layout
+        layout = loaded.executor.cache.layout
         kept = 1 - loaded.identity.compatibility.kv_eviction
         per_token = kept * (layout.stored_bytes_per_token or layout.bytes_per_token)
         return min(int(2 * loaded.weight_bytes / (3 * per_token)), MAX_KV_TOKENS)

@@ -12,7 +12,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED
-from runtime.engine import Add, Engine, StepOutput
+from runtime.engine import Add, Engine, LocalExecutor, StepOutput
 from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
 from runtime.pages.groups import Part
@@ -64,7 +64,7 @@ def prefill_sample(
         a sequence has few of their pages.
     """
     num_pages = SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE
-    engine = Engine(
+    executor = LocalExecutor(
         model,
         pages=model.layout.plan.each(num_pages),
         limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
@@ -72,12 +72,12 @@ def prefill_sample(
     stride = len(tokens) // SAMPLE_PROMPTS
     longest = min(SAMPLE_TOKENS, model.config.context_length - 1)  # the engine adds a token
     prompts = [tokens[at * stride :][:longest] for at in range(SAMPLE_PROMPTS)]
-    pages = _prefill(engine, prompts, console)
+    pages = _prefill(Engine(executor), prompts, console)
     planes, groups = model.layout.planes, model.layout.page_groups
     encoded = any(plane.encodable and plane.group.part is Part.MIDDLE for _, plane in planes)
     return {
         (layer, plane.name): tensor[pages[groups.index(plane.group)].to(tensor.device)].cpu()
-        for (layer, plane), tensor in zip(planes, engine.cache.planes, strict=True)
+        for (layer, plane), tensor in zip(planes, executor.cache.planes, strict=True)
         if plane.encodable and (plane.group.part is Part.MIDDLE) is encoded
     }
 
@@ -88,7 +88,7 @@ def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> list
         Add(Request(str(at), tuple(prompt), len(prompt), SamplingParams(), max_tokens=1), hold=True)
         for at, prompt in enumerate(prompts)
     ]
-    plan = engine.cache.layout.plan
+    plan = engine.executor.shape.plan
     pages: list[list[int]] = [[] for _ in plan.groups]
     with Progress(console=console) as progress, torch.inference_mode():
         task = progress.add_task("prefill", total=sum(map(len, prompts)))

@@ -13,7 +13,7 @@ import uvloop
 
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
-from runtime.engine import Engine, StepOutput
+from runtime.engine import StepOutput
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
@@ -26,7 +26,7 @@ from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.device import torch_device
 from services.worker.lifecycle import Worker, run_worker
-from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.loading import Loaded, load_worker
 from services.worker.stream_service import SERVICE as DECODE_SERVICE
 from services.worker.stream_service import StreamService
 
@@ -53,7 +53,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._max_sequences = loaded.sizes.max_running + settings.max_waiting
         self.sender = Sender(
             agent,
-            loaded.engine.cache,
+            loaded.executor.cache,
             slab,
             codecs,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
@@ -219,11 +219,10 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             return
         fields, tokens = job.outgoing.log_fields, job.outgoing.tokens
 
-        def log_digest(engine: Engine) -> None:
-            digest = digest_pages(engine, job.pages, tokens, job.stored)
-            log.info("kv computed", **fields, digest=digest)
+        def log_digest(digest: "asyncio.Future[str]") -> None:
+            log.info("kv computed", **fields, digest=digest.result())
 
-        self.engine.run(log_digest)
+        self.digest(job.pages, tokens, job.stored).add_done_callback(log_digest)
 
     def observe(self) -> None:
         """Set the gauges and end expired leases."""

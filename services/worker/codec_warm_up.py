@@ -48,7 +48,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     Raises:
         CodecError: the codec does not reproduce its input.
     """
-    tensors = loaded.engine.cache.tensors
+    tensors = loaded.executor.cache.tensors
     codecs = loaded.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
     plans = _kinds_of_segments(loaded, codecs, slab.slot_bytes)
@@ -65,7 +65,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
 
 def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment of each plane group and number of layers."""
-    layout = loaded.engine.cache.layout
+    layout = loaded.executor.cache.layout
     pages = min(loaded.sizes.chunk_tokens // layout.page_size, *loaded.engine.pages_total)
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):

@@ -141,7 +141,7 @@ class EngineThread:
         machine, a step takes minutes. On a GPU it is not, because a thread that waits for a device
         that hangs uses the processor, too.
         """
-        if self._engine.model.device.type == "cpu":
+        if self._engine.executor.device.type == "cpu":
             used_s = _processor_s(self._thread)
             if used_s != self._used_s:
                 self._used_s, self._used_at = used_s, time.perf_counter()

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,7 @@ from services.common.secret_files import reloading
 from services.transfer.agent import TransferAgent
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
-from services.worker.loading import Loaded
+from services.worker.loading import Loaded, digest_pages
 from services.worker.metrics import WorkerMetrics
 from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
@@ -51,19 +52,18 @@ class Worker(ABC):
         self.identity, self.sizes = loaded.identity, loaded.sizes
         self.metrics = WorkerMetrics()
         self.transfers = TransferMetrics(self.metrics.registry)
-        model = loaded.engine.model
         self.metrics.info.labels(
             self.identity.worker_id,
             self.identity.model.name,
-            model.kv_format.name,
-            model.matmul,
-            model.kv_format.kernels,
+            self.identity.compatibility.kv_format,
+            loaded.matmul,
+            loaded.attention,
             self.identity.compatibility.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
-        self._agent = agent
+        self._agent, self._cache = agent, loaded.executor.cache
         self.draining = False
         self._registrar: Registrar | None = None
 
@@ -107,6 +107,12 @@ class Worker(ABC):
         if affected := self.self_test.observe(output):
             self.metrics.not_finite.inc(affected)
         self._deliver(output)
+
+    def digest(
+        self, pages: Sequence[int], num_tokens: int, stored: Sequence[int]
+    ) -> "asyncio.Future[str]":
+        """Start to compute the digest of a sequence's KV; see `digest_pages`."""
+        return self.engine.run(lambda _: digest_pages(self._cache, pages, num_tokens, stored))
 
     def set_registrar(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""

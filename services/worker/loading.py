@@ -1,27 +1,22 @@
 """Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
-import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
 import codec
 from headrace.v1 import prefill_pb2
-from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
 from runtime.core.request import max_logprobs
-from runtime.engine import Engine
+from runtime.engine import Engine, LocalExecutor
 from runtime.errors import RuntimeFault
-from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
-from runtime.megakernel.decode_step import unsupported_by_megakernel
+from runtime.kv.cache import PagedCache
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE, PageCount
@@ -42,12 +37,10 @@ from services.worker.kv_budget import (
     pages_of_bytes,
     pages_of_tokens,
 )
+from services.worker.model_loading import load_model
 from services.worker.settings import MAX_KV_TOKENS, WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.warm_up import warm_up
-
-if TYPE_CHECKING:
-    from runtime.gemm.plan import KernelPlan
 
 log = structlog.get_logger()
 
@@ -75,21 +68,26 @@ class Loaded:
     """Result of a worker's start-up.
 
     Attributes:
+        executor: the executor of ``engine``, whose cache transfers read and write.
         weight_bytes: size of the model's weights.
+        matmul, attention: implementations of the matmuls and of attention, for metrics.
     """
 
     engine: Engine
+    executor: LocalExecutor
     codebooks: Books
     identity: Identity
     config: ModelConfig
     device: str
     sizes: WorkerSizes
     weight_bytes: int
+    matmul: str
+    attention: str
 
     @cached_property
     def codecs(self) -> SegmentCodecs:
         """Codecs of the cache. Creating one waits for the device, so all users share these."""
-        return SegmentCodecs(self.engine.cache.layout, self.codebooks)
+        return SegmentCodecs(self.executor.cache.layout, self.codebooks)
 
     def new_slab(self) -> Slab:
         """Allocate the slab for KV transfers on the device."""
@@ -108,9 +106,10 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     device = str(torch_device(settings.device))
     try:
         path = resolve_model(settings.model)
-        model, model_hash = _load_model(path, settings, device)
+        model, model_hash = load_model(path, settings, device)
         sizes = _sizes(model, settings)
-        engine = _engine(model, settings, sizes, decodes=decodes)
+        executor = _executor(model, settings, sizes, decodes=decodes)
+        engine = Engine(executor, kv_eviction=settings.kv_eviction)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
@@ -138,7 +137,18 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_eviction=settings.kv_eviction,
         ),
     )
-    return Loaded(engine, codebooks, identity, model.config, device, sizes, model.weight_bytes)
+    return Loaded(
+        engine,
+        executor,
+        codebooks,
+        identity,
+        model.config,
+        device,
+        sizes,
+        weight_bytes=model.weight_bytes,
+        matmul=model.matmul,
+        attention=model.kv_format.kernels,
+    )
 
 
 def _model_info(name: str, path: Path, model: Model, model_hash: str) -> ModelInfo:
@@ -154,70 +164,6 @@ def _model_info(name: str, path: Path, model: Model, model_hash: str) -> ModelIn
         model_hash=model_hash,
         tokenizer_hash=tokenizer.hash if tokenizer else "",
     )
-
-
-def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
-    """Return the model on its device, and its hash.
-
-    For a GPU, the checkpoint is read into host memory, but safetensors tensors that already have
-    the target dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to
-    the device one by one as the model packs them, so the device holds at most one layer twice. On
-    the CPU, layers are read one by one as the model packs them. No tensor of the checkpoint stays
-    in memory.
-    """
-    dtype, started = _dtype(settings.dtype, device), time.perf_counter()
-    log.info("reading checkpoint", model=str(path))
-    with ThreadPoolExecutor(1) as pool:
-        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
-        checkpoint = load_checkpoint(path, dtype=None if device == "cpu" else dtype)
-        context.result()
-    log.info("checkpoint read", seconds=_seconds_since(started))
-    unsupported = unsupported_by_gemm(checkpoint, device, dtype)
-    if unsupported is not None and settings.kernel_plan_file is not None:
-        raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
-    plan = _kernel_plan(settings.kernel_plan_file, device)
-    model = build_fastest_model(
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        page_size=PAGE_SIZE,
-        plan=plan,
-        kv_format=settings.kv_format,
-    )
-    log.info(
-        "model loaded",
-        model=str(path),
-        seconds=_seconds_since(started),
-        device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        weight_bytes=model.weight_bytes,
-        layers_dense=model.config.num_layers - model.factorized_layers,
-        layers_factorized=model.factorized_layers,
-        matmul=model.matmul,
-        unsupported_by_gemm=unsupported,
-        unsupported_by_megakernel=unsupported_by_megakernel(model),
-        attention=model.kv_format.kernels,
-        kernel_plan=kernel_plan_hash(model),
-        plan_file=plan and plan.hash,
-        plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
-        plan_multiplied_out=plan and sorted(plan.dense),
-    )
-    return model, checkpoint.model_hash
-
-
-def _seconds_since(started: float) -> float:
-    return round(time.perf_counter() - started, 2)
-
-
-def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
-    if path is None:
-        return None
-    from runtime.gemm.plan import KernelPlan
-
-    plan = KernelPlan.load(path)
-    if plan.device != torch.cuda.get_device_name(device):
-        raise SettingsError(f"{path} is for {plan.device}: run `headrace tune` on this GPU")
-    return plan
 
 
 def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
@@ -240,8 +186,10 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
     return sizes
 
 
-def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool) -> Engine:
-    """Build the engine with the pages of `_kv_pages`."""
+def _executor(
+    model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool
+) -> LocalExecutor:
+    """Build the executor with the pages of `_kv_pages`."""
     limits = Limits(
         max_running=sizes.max_running,
         max_waiting=settings.max_waiting,
@@ -249,14 +197,13 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
         chunk_tokens=sizes.chunk_tokens,
     )
     pages = _kv_pages(model, settings, sizes)
-    return Engine(
+    return LocalExecutor(
         model,
         pages=pages,
         limits=limits,
         replay=model.replayable,
         decodes=decodes,
         by_layer=settings.decode_graphs == "layer",
-        kv_eviction=settings.kv_eviction,
     )
 
 
@@ -295,15 +242,9 @@ def _log_capacity(engine: Engine, device: str) -> None:
         "kv pages",
         pages=pages.exact,
         stored_pages=pages.stored,
-        kv_tokens=max(pages) * engine.model.page_size,
+        kv_tokens=max(pages) * PAGE_SIZE,
         memory_left_bytes=free,
     )
-
-
-def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device != "cpu" else torch.float32
-    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
@@ -327,7 +268,7 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
 
 
 def digest_pages(
-    engine: Engine, pages: Sequence[int], num_tokens: int, stored: Sequence[int] = ()
+    cache: PagedCache, pages: Sequence[int], num_tokens: int, stored: Sequence[int] = ()
 ) -> str:
     """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
@@ -336,7 +277,7 @@ def digest_pages(
             any value.
         stored: stored pages of a compressed format, in token order.
     """
-    cache, digests = engine.cache, []
+    digests = []
     plan = cache.layout.plan
     for group in cache.layout.groups:
         indices = [i for each in plan.sent(num_tokens, stored=group.stored) for i in each]

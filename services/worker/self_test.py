@@ -19,7 +19,7 @@ def check_logits(engine: Engine) -> None:
     Raises:
         NotFinite: its logits are not finite.
     """
-    output = engine.step([Add(_request(engine.model.config.vocab_size))])
+    output = engine.step([Add(_request(engine.executor.shape.config.vocab_size))])
     while engine.has_work and not output.refused:
         output = engine.step([])
     for _, fault in output.refused:

@@ -18,7 +18,7 @@ def warm_up(engine: Engine) -> None:
     Raises:
         NotFinite: the model's weights or the device are damaged.
     """
-    if engine.model.device.type == "cpu":
+    if engine.executor.device.type == "cpu":
         codec.warm_up()
     else:
         engine.warm_up(progress_log())

@@ -31,7 +31,15 @@ from tests.e2e.test_kv_format_plugin import byte_tokenizer
 from tests.harness.deployment import Running, deployed
 from tests.programs.equality import Case, ask_all
 from tests.runtime.convert.samples import save_folder
-from tests.runtime.tiny import CONFIG, Record, drive, engine_of, request_of, tiny_checkpoint
+from tests.runtime.tiny import (
+    CONFIG,
+    Record,
+    drive,
+    engine_of,
+    executor_of,
+    request_of,
+    tiny_checkpoint,
+)
 
 WINDOW = 40  # tokens, which are not whole pages
 TINY = replace(
@@ -155,7 +163,7 @@ def test_engine_generates_the_tokens_of_transformers(
 
 def held(engine: Engine) -> dict[str, int]:
     """Return the pages in use by name of the group."""
-    plan = engine.cache.layout.plan
+    plan = engine.executor.shape.plan
     return plan.by_name(engine.pages_total.minus(engine.pages_free))
 
 
@@ -196,7 +204,8 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     request = request_of("r", length, OUTPUT, choices=choices)
     colocated = drive(engine_of(model), Add(request))
     prefill, decode, record = engine_of(model), engine_of(model), Record()
-    for plane in decode.cache.planes:
+    planes = [executor_of(engine).cache.planes for engine in (decode, prefill)]
+    for plane in planes[0]:
         plane.fill_(torch.nan)
     drive(decode, Reserve(request), record=record)
     [reserved] = record.steps[0].reserved
@@ -208,8 +217,7 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     assert tuple(held(prefill).values()) == sent, "all other pages of the prompt are free"
     [source] = prefill._scheduler._held.values()
     groups = model.layout.page_groups
-    caches = zip(model.layout.planes, decode.cache.planes, prefill.cache.planes, strict=True)
-    for (_, described), own, other in caches:
+    for (_, described), own, other in zip(model.layout.planes, *planes, strict=True):
         at = groups.index(described.group)
         table = source.sequences[0].page_tables[at]
         own[pages[at]] = other[[page for page in table if page != FREED]]

@@ -141,7 +141,7 @@ async def serve(workload: Workload, codec: str) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": digest_pages(engine, engine.pages, workload.tokens),
+        "digest": digest_pages(loaded.executor.cache, engine.pages, workload.tokens),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201
     while await asyncio.to_thread(sys.stdin.readline):

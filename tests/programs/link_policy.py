@@ -173,21 +173,21 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                     fetch_of(workload, workers[codec], f"{codec}-{number}-{index}", index)
                     for index in range(workload.prompts)
                 ]
-                for plane in loaded.engine.cache.planes:
+                for plane in loaded.executor.cache.planes:
                     plane.zero_()
                 begun = time.perf_counter()
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
                     found = digest_pages(
-                        loaded.engine, fetch.reserved.result().pages, workload.tokens
+                        loaded.executor.cache, fetch.reserved.result().pages, workload.tokens
                     )
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}
         await worker.close()
         agent.close()
-    kv_bytes = workload.prompts * workload.tokens * loaded.engine.cache.layout.bytes_per_token
+    kv_bytes = workload.prompts * workload.tokens * loaded.executor.cache.layout.bytes_per_token
     return {"seconds": seconds, "reports": reports, "kv_bytes": kv_bytes}
 
 

@@ -21,7 +21,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
-from runtime.engine import Add, Engine
+from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
@@ -110,7 +110,9 @@ def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]
     """Continue all prompts greedily in one batch, and return them with their continuations."""
     pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
     limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
-    engine = Engine(model, pages=PageCount(pages), limits=limits, replay=model.replayable)
+    engine = Engine(
+        LocalExecutor(model, pages=PageCount(pages), limits=limits, replay=model.replayable)
+    )
     texts = [list(prompt) for prompt in prompts]
     commands = [
         Add(Request(str(number), tuple(prompt), len(prompt), SamplingParams(), max_tokens=OUTPUT))

@@ -26,7 +26,7 @@ from runtime.bench.shapes import SHAPES
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
-from runtime.engine import Add, Engine
+from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
 from services.common.model_source import DEFAULT_MODEL, resolve_model
@@ -44,10 +44,12 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     checkpoint = load_checkpoint(model_path, dtype=dtype)
     model = build_fastest_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
     engine = Engine(
-        model,
-        pages=PageCount(streams * pages_for(PROMPT + tokens + 1, PAGE_SIZE)),
-        limits=Limits(max_running=streams, max_waiting=streams),
-        replay=model.replayable,
+        LocalExecutor(
+            model,
+            pages=PageCount(streams * pages_for(PROMPT + tokens + 1, PAGE_SIZE)),
+            limits=Limits(max_running=streams, max_waiting=streams),
+            replay=model.replayable,
+        )
     )
     engine.warm_up()
     engine.step([Add(_request(number, tokens)) for number in range(streams)])

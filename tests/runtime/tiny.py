@@ -9,7 +9,7 @@ from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Line
 from runtime.config import ModelConfig, RopeConfig
 from runtime.core.limits import Limits
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
-from runtime.engine import Command, Engine, StepOutput
+from runtime.engine import Command, Engine, LocalExecutor, StepOutput
 from runtime.kv.cache import CacheLayout
 from runtime.models.build import build_model
 from runtime.models.model import Model
@@ -104,10 +104,12 @@ def engine_of(
 ) -> Engine:
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
     return Engine(
-        model,
-        pages=PageCount(pages, stored) if stored else model.layout.plan.each(pages),
-        limits=Limits(**(bounds | limits)),
-        replay=replay,
+        LocalExecutor(
+            model,
+            pages=PageCount(pages, stored) if stored else model.layout.plan.each(pages),
+            limits=Limits(**(bounds | limits)),
+            replay=replay,
+        ),
         kv_eviction=kv_eviction,
     )
 
@@ -115,6 +117,12 @@ def engine_of(
 def pages_of(layout: CacheLayout, *pages: int) -> PageCount:
     """Return numbers of pages of the first page groups of a layout, as many as it has."""
     return PageCount(*pages[: len(layout.page_groups)])
+
+
+def executor_of(engine: Engine) -> LocalExecutor:
+    """Return the executor of an engine of one rank."""
+    assert isinstance(engine.executor, LocalExecutor)
+    return engine.executor
 
 
 def prompt_of(length: int, seed: int = 0, vocab: int = CONFIG.vocab_size) -> tuple[int, ...]:

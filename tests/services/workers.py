@@ -38,6 +38,7 @@ from tests.runtime.tiny import (
     CONFIG,
     drive,
     engine_of,
+    executor_of,
     prompt_of,
     request_of,
     tiny_checkpoint,
@@ -99,9 +100,20 @@ def load(
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
     book = normal_codebook()
-    books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
+    books = {(layer, plane.name): book for layer, plane in tiny.layout.planes}
     sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
-    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes, 1 << 20)
+    return Loaded(
+        engine,
+        executor_of(engine),
+        books if codebooks else {},
+        identity,
+        CONFIG,
+        "cpu",
+        sizes,
+        weight_bytes=1 << 20,
+        matmul=tiny.matmul,
+        attention=tiny.kv_format.kernels,
+    )
 
 
 def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
@@ -117,7 +129,7 @@ def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
 
 def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
     """Return the sizes that the settings ask for."""
-    codecs = SegmentCodecs(loaded.engine.cache.layout, {})
+    codecs = SegmentCodecs(loaded.executor.cache.layout, {})
     return WorkerSizes.of(settings, codecs, gpu_bytes=0)
 
 
@@ -150,7 +162,7 @@ class Decode:
     agent: TransferAgent
 
     def planes(self) -> list[torch.Tensor]:
-        return list(self.loaded.engine.cache.planes)
+        return list(self.loaded.executor.cache.planes)
 
     def landing_slots(self) -> dict[str, float | None]:
         """Return the current values of the gauge by state."""

@@ -7,7 +7,13 @@ import pytest
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
 from runtime.models.model import Model
-from tests.runtime.tiny import Record, drive, engine_of, request_of
+from tests.runtime.tiny import (
+    Record,
+    drive,
+    engine_of,
+    executor_of,
+    request_of,
+)
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
 
@@ -19,7 +25,9 @@ def transfer(prefill: Engine, decode: Engine, record: Record, name: str) -> None
         for chunk in output.computed:
             first = chunk.first_token // 16
             pages = target[first : first + len(chunk.pages)]
-            for source, plane in zip(prefill.cache.planes, decode.cache.planes, strict=True):
+            for source, plane in zip(
+                executor_of(prefill).cache.planes, executor_of(decode).cache.planes, strict=True
+            ):
                 plane[pages] = source[list(chunk.pages)]
 
 

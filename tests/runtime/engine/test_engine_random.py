@@ -18,6 +18,7 @@ from runtime.engine import (
     CancelChoice,
     Command,
     Engine,
+    LocalExecutor,
     Release,
     Reserve,
     StepOutput,
@@ -127,7 +128,7 @@ def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
     """Return an engine without replay and one with replay."""
     bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
     return [
-        Engine(model, pages=PageCount(pages), limits=bounds, replay=replay)
+        Engine(LocalExecutor(model, pages=PageCount(pages), limits=bounds, replay=replay))
         for replay in (False, True)
     ]
 

@@ -28,6 +28,7 @@ from tests.runtime.tiny import (
     CONFIG,
     Record,
     drive,
+    executor_of,
     replayed,
     request_of,
     tiny_checkpoint,
@@ -279,10 +280,9 @@ def transfer(prefill: Engine, decode: Engine, output: Record) -> None:
         [pair for pair in zip(*tables, strict=True) if pair[1] >= 0]
         for tables in zip(computed.page_tables, reserved.page_tables, strict=True)
     ]
-    groups = prefill.cache.layout.page_groups
-    planes = zip(
-        prefill.cache.layout.planes, prefill.cache.planes, decode.cache.planes, strict=True
-    )
+    sent, received = executor_of(prefill).cache, executor_of(decode).cache
+    groups = sent.layout.page_groups
+    planes = zip(sent.layout.planes, sent.planes, received.planes, strict=True)
     for (_, plane), source, target in planes:
         for one, other in pairs[groups.index(plane.group)]:
             target[other] = source[one]

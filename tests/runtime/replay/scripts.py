@@ -11,13 +11,17 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
 from runtime.core.sequence import Sequence
-from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
+from runtime.engine import Add, Arrived, Command, Engine, LocalExecutor, Release, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.pool import PagePool
 from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
-from tests.runtime.tiny import Record, prompt_of
+from tests.runtime.tiny import (
+    Record,
+    executor_of,
+    prompt_of,
+)
 
 STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end with one
 SAMPLINGS = [
@@ -36,20 +40,22 @@ SAMPLINGS = [
 
 def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    return Engine(model, pages=PageCount(pages), limits=limits, replay=replay)
+    return Engine(LocalExecutor(model, pages=PageCount(pages), limits=limits, replay=replay))
 
 
 def replay_of(engine: Engine) -> StepReplay:
-    assert isinstance(engine._steps, StepReplay)
-    return engine._steps
+    steps = executor_of(engine).steps
+    assert isinstance(steps, StepReplay)
+    return steps
 
 
 def fill(engine: Engine, request: Request, pages: list[int]) -> None:
     """Write the KV of a prompt into pages, as another worker would send it."""
-    cache = engine.model.new_cache(PageCount(len(pages)))
+    executor = executor_of(engine)
+    cache = executor.model.new_cache(PageCount(len(pages)))
     prompt = SequenceSlice(request.tokens, 0, range(len(pages)))
-    engine.model.forward(Batch.of([prompt]), cache)
-    for target, source in zip(engine.cache.planes, cache.planes, strict=True):
+    executor.model.forward(Batch.of([prompt]), cache)
+    for target, source in zip(executor.cache.planes, cache.planes, strict=True):
         target[pages] = source
 
 

@@ -8,7 +8,7 @@ import torch
 
 from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.core.limits import Limits
-from runtime.engine import Add, Command, Engine
+from runtime.engine import Add, Command, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.kv.registry import COMPRESSED
 from runtime.models.build import build_model
@@ -44,10 +44,12 @@ def script() -> list[list[Command]]:
 def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> Record:
     limits = Limits(max_running=6, max_waiting=64, step_tokens=64, chunk_tokens=32)
     engine = Engine(
-        model,
-        pages=pages_of(model.layout, pages, stored),
-        limits=limits,
-        replay=True,
+        LocalExecutor(
+            model,
+            pages=pages_of(model.layout, pages, stored),
+            limits=limits,
+            replay=True,
+        ),
         kv_eviction=kv_eviction,
     )
     engine.warm_up()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Sequence
-from runtime.engine import Add, Cancel, Command, Engine, Reserve
+from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.replay.slots import BatchSlots
@@ -23,7 +23,11 @@ from tests.runtime.replay.scripts import (
     replay_of,
     request,
 )
-from tests.runtime.tiny import CONFIG, tiny_model
+from tests.runtime.tiny import (
+    CONFIG,
+    executor_of,
+    tiny_model,
+)
 
 Sent = st.tuples(
     st.sampled_from(["add", "add", "hold", "reserve", "cancel", "wait"]),
@@ -81,7 +85,7 @@ def test_slots_move_to_a_smaller_bucket_when_sequences_leave(
     assert max(buckets) == 9
     assert buckets[-1] <= 2
     assert engine.pages_free == engine.pages_total == (64,)
-    assert len(engine.cache.planes[0]) == 65
+    assert len(executor_of(engine).cache.planes[0]) == 65
 
 
 def test_warm_up_does_not_change_output(model: Model) -> None:
@@ -103,11 +107,13 @@ def test_one_graph_per_layer_produces_the_same_tokens(model: Model) -> None:
     records = []
     for by_layer in (False, True):
         engine = Engine(
-            model,
-            pages=PageCount(40),
-            limits=Limits(max_running=4, max_waiting=4),
-            replay=True,
-            by_layer=by_layer,
+            LocalExecutor(
+                model,
+                pages=PageCount(40),
+                limits=Limits(max_running=4, max_waiting=4),
+                replay=True,
+                by_layer=by_layer,
+            )
         )
         script: list[list[Command]] = [[Add(request(n, 5 + 9 * n, 9, n, 1)) for n in range(3)]]
         records.append(play(engine, script))

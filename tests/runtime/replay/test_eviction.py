@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.engine import Add, Cancel, Command, Engine
+from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from runtime.replay.eviction import PromptEviction
@@ -36,10 +36,12 @@ def check(
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
     plain, replayed = (
         Engine(
-            MODELS[name],
-            pages=pages_of(MODELS[name].layout, pages, stored),
-            limits=limits,
-            replay=replay,
+            LocalExecutor(
+                MODELS[name],
+                pages=pages_of(MODELS[name].layout, pages, stored),
+                limits=limits,
+                replay=replay,
+            ),
             kv_eviction=0.5,
         )
         for replay in (False, True)

@@ -9,14 +9,20 @@ from torch import Tensor
 from runtime.attention.base import SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
-from runtime.engine import Add, Engine
+from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.replay.mixed import MixedReplay
 from runtime.replay.slots import BatchSlots
 from tests.runtime.attention.samples import pages_of
-from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
+from tests.runtime.tiny import (
+    CONFIG,
+    drive,
+    executor_of,
+    request_of,
+    tiny_checkpoint,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,7 +89,7 @@ def test_graph_of_a_mixed_pass_gives_the_same_bits_as_its_launches(
 def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
     """Prompts join a running batch; choices, penalties and log probabilities are sampled."""
     limits = Limits(max_running=12, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    engine = Engine(model, pages=PageCount(300), limits=limits, replay=True)
+    engine = Engine(LocalExecutor(model, pages=PageCount(300), limits=limits, replay=True))
     engine.warm_up()
     samplings = [
         SamplingParams(),
@@ -104,9 +110,9 @@ def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
 
 def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     limits = Limits(max_running=4, max_waiting=4, step_tokens=128, chunk_tokens=128)
-    engine = Engine(model, pages=PageCount(60), limits=limits, replay=True)
+    engine = Engine(LocalExecutor(model, pages=PageCount(60), limits=limits, replay=True))
     engine.warm_up()
-    for plane in engine.cache.planes:
+    for plane in executor_of(engine).cache.planes:
         plane.fill_(torch.nan)
     torch.cuda.synchronize()
     output = engine.step([Add(request_of("r", 300), hold=True)])
@@ -114,7 +120,9 @@ def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     assert chunk.ready is not None
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         chunk.ready.wait()
-        found = [plane[list(chunk.pages)].isnan().any() for plane in engine.cache.planes]
+        found = [
+            plane[list(chunk.pages)].isnan().any() for plane in executor_of(engine).cache.planes
+        ]
         torch.cuda.current_stream().synchronize()
     assert not any(found)
     drive(engine)

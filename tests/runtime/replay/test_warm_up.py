@@ -5,23 +5,30 @@ from typing import Any
 import pytest
 
 from runtime.core.limits import Limits
-from runtime.engine import Add, Engine
+from runtime.engine import Add, Engine, LocalExecutor
 from runtime.kv.windowed import PageEncoder
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.replay.prompts import PromptEncoder
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
-from tests.runtime.tiny import drive, request_of, tiny_checkpoint, tiny_model
+from tests.runtime.tiny import (
+    drive,
+    executor_of,
+    request_of,
+    tiny_checkpoint,
+    tiny_model,
+)
 
 LIMITS = Limits(max_running=5, max_waiting=8, step_tokens=64, chunk_tokens=32)
 
 
 def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     model = tiny_model()
-    warm, cold = (Engine(model, pages=PageCount(8), limits=LIMITS) for _ in range(2))
+    warm, cold = (Engine(LocalExecutor(model, pages=PageCount(8), limits=LIMITS)) for _ in range(2))
     progress: list[tuple[str, int]] = []
-    encoder = PromptEncoder(model, warm.cache)
-    warm_up_prefill(model, warm.cache, LIMITS, encoder, lambda *stage: progress.append(stage))
+    cache = executor_of(warm).cache
+    encoder = PromptEncoder(model, cache)
+    warm_up_prefill(model, cache, LIMITS, encoder, lambda *stage: progress.append(stage))
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
     assert warm.pages_free == (8,)
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
@@ -32,7 +39,8 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
 def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> None:
     model = build_model(tiny_checkpoint(), kv_format="int4")
     warm, cold = (
-        Engine(model, pages=PageCount(20, 10), limits=LIMITS, replay=replay) for _ in range(2)
+        Engine(LocalExecutor(model, pages=PageCount(20, 10), limits=LIMITS, replay=replay))
+        for _ in range(2)
     )
     encode = PageEncoder.encode
     counts = []
@@ -43,7 +51,7 @@ def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageEncoder, "encode", counted)
-        warm._steps.warm_up(silent)
+        executor_of(warm).steps.warm_up(silent)
     assert counts == [1]
     requests = [Add(request_of(f"r{n}", 90 + n, seed=n)) for n in range(2)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
@@ -51,7 +59,7 @@ def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> 
 
 def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    engine = Engine(model, pages=PageCount(8), limits=LIMITS)
+    engine = Engine(LocalExecutor(model, pages=PageCount(8), limits=LIMITS))
     monkeypatch.setattr(model, "forward", None)
     engine.warm_up(silent)
 

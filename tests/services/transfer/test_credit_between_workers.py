@@ -83,13 +83,12 @@ async def test_lease_runs_only_while_segments_are_unacknowledged(site: Site) -> 
 
 async def test_worker_info_names_model_kv_format_and_kernels(site: Site) -> None:
     prefill = await site.prefill()
-    model = prefill.loaded.engine.model
     labels = {
         "worker": prefill.loaded.identity.worker_id,
         "model": prefill.loaded.identity.model.name,
         "kv_format": "dense",
         "matmul": "packed",
-        "attention": model.kv_format.kernels,
+        "attention": prefill.loaded.attention,
         "kernel_plan": prefill.loaded.identity.compatibility.kernel_plan_hash,
     }
     value = prefill.worker.metrics.registry.get_sample_value

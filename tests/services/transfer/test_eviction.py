@@ -71,7 +71,7 @@ async def test_wire_carries_what_is_kept(site: Site) -> None:
     await until(lambda: idle(prefill, decode))
     kept = 300 - evicted_tokens(300, SHARE, 16)
     assert kept == 300 - 144
-    expected = kept * prefill.loaded.engine.cache.layout.bytes_per_token
+    expected = kept * prefill.loaded.executor.cache.layout.bytes_per_token
     value = prefill.worker.metrics.registry.get_sample_value
 
     def sent() -> float:

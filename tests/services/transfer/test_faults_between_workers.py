@@ -65,8 +65,8 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
     prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=3)
     thread = decode.worker.engine
 
-    def overwrite(engine: Engine) -> None:
-        for plane in engine.cache.planes:
+    def overwrite(_: Engine) -> None:
+        for plane in decode.planes():
             plane.fill_(7)
 
     for steps in range(8):

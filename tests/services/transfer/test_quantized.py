@@ -36,9 +36,9 @@ async def test_stored_pages_are_identical_after_the_wire(
     start(decode.worker.service, decode, 300, prefill, answer=2)
     await until(lambda: idle(prefill, decode))
     for (_, plane), sent, received in zip(
-        prefill.loaded.engine.cache.layout.planes,
-        prefill.loaded.engine.cache.planes,
-        decode.loaded.engine.cache.planes,
+        prefill.loaded.executor.cache.layout.planes,
+        prefill.loaded.executor.cache.planes,
+        decode.loaded.executor.cache.planes,
         strict=True,
     ):
         if plane.group != COMPRESSED:

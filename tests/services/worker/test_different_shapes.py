@@ -9,7 +9,7 @@ from headrace.v1 import error_pb2
 from services.common.placement import Compatibility
 from services.transfer.fetch import FetchFailed
 from services.worker.loading import Loaded
-from tests.runtime.tiny import engine_of
+from tests.runtime.tiny import engine_of, executor_of
 from tests.services import workers
 from tests.services.router.test_unmatched import OTHER
 from tests.services.workers import SLOT_BYTES, Site, fetch_of, open_stream, output_of, until
@@ -58,7 +58,8 @@ async def test_other_batches_steps_and_numbers_of_pages_are_served(
     def different(settings: Any, pages: int) -> Loaded:
         loaded = loaded_of(settings, pages)
         if type(settings).__name__.lower().startswith(role):
-            loaded = replace(loaded, engine=engine_of(loaded.engine.model, **changes))
+            engine = engine_of(loaded.executor.model, **changes)
+            loaded = replace(loaded, engine=engine, executor=executor_of(engine))
         return loaded
 
     monkeypatch.setattr(workers, "loaded_of", different)

@@ -12,7 +12,12 @@ from runtime.engine import Add, Cancel, Engine, Reserve, StepOutput
 from runtime.kv.cache import PagedCache
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
-from tests.runtime.tiny import engine_of, request_of, tiny_model
+from tests.runtime.tiny import (
+    engine_of,
+    executor_of,
+    request_of,
+    tiny_model,
+)
 
 LIMIT_S = 20.0  # seconds, for operations that take milliseconds
 
@@ -22,13 +27,13 @@ class Gate:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        forward = engine.model.forward
+        forward = executor_of(engine).model.forward
 
         def gated(batch: Batch, cache: PagedCache) -> torch.Tensor:
             assert self.open.wait(LIMIT_S)
             return forward(batch, cache)
 
-        monkeypatch.setattr(engine.model, "forward", gated)
+        monkeypatch.setattr(executor_of(engine).model, "forward", gated)
 
 
 class Outputs:
@@ -207,7 +212,7 @@ async def test_step_that_uses_the_processor_is_not_stalled(
     A thread that waits for a GPU that hangs uses the processor.
     """
     engine = engine_of(tiny_model())
-    monkeypatch.setattr(engine.model, "device", torch.device(device))
+    monkeypatch.setattr(engine.executor, "device", torch.device(device))
     release, used = threading.Event(), [0.0]
     monkeypatch.setattr(engine_thread, "_processor_s", lambda _thread: used[0])
     thread = start(engine, lambda _: None)

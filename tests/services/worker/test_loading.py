@@ -19,7 +19,7 @@ from services.offline.tune import tune
 from services.prefill.settings import PrefillSettings
 from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
-from services.worker import loading as worker
+from services.worker import model_loading
 from services.worker.loading import load_worker
 from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
@@ -49,7 +49,7 @@ def test_device_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("kv_tokens", "pages"), [("auto", 1024), (160, 10)])
 def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages: int) -> None:
     loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
-    assert loaded.engine.pages_total[0] == pages == len(loaded.engine.cache.planes[0])
+    assert loaded.engine.pages_total[0] == pages == len(loaded.executor.cache.planes[0])
     assert loaded.identity.compatibility.page_size == PAGE_SIZE
     assert loaded.config == CONFIG
 
@@ -154,7 +154,7 @@ def test_checkpoint_is_freed_after_loading(model: Path, monkeypatch: pytest.Monk
         read.extend([weakref.ref(checkpoint), weakref.ref(value.weight)])
         return checkpoint
 
-    monkeypatch.setattr(worker, "load_checkpoint", watched)
+    monkeypatch.setattr(model_loading, "load_checkpoint", watched)
     loaded = load_worker(settings_of(model), decodes=False)
     gc.collect()
     assert loaded.identity.model.model_hash

@@ -13,7 +13,7 @@ import codec
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from runtime.core.request import SamplingParams
-from runtime.engine import Add, Engine
+from runtime.engine import Add
 from runtime.graphs.capture import Captured
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.build import build_model
@@ -26,7 +26,8 @@ from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.kv_budget import RESERVE, ROW_BYTES
-from services.worker.loading import Loaded, _load_model, load_worker
+from services.worker.loading import Loaded, load_worker
+from services.worker.model_loading import load_model
 from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
 
@@ -65,9 +66,9 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, L
     return request.param, path, load_worker(settings_of(path), decodes=True)
 
 
-def replay_of(engine: Engine) -> StepReplay:
-    assert isinstance(engine._steps, StepReplay)
-    return engine._steps
+def replay_of(loaded: Loaded) -> StepReplay:
+    assert isinstance(loaded.executor.steps, StepReplay)
+    return loaded.executor.steps
 
 
 def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
@@ -88,7 +89,7 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
     of each of the two logits is up to 0.04.
     """
     kind, path, worker = loaded
-    model = worker.engine.model
+    model = worker.executor.model
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert model.matmul == ("gemm" if hopper else "plain")
     if hopper:
@@ -113,7 +114,7 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
 
 def test_warm_up_captures_every_graph(loaded: tuple[str, Path, Loaded]) -> None:
     _, _, worker = loaded
-    replay = replay_of(worker.engine)
+    replay = replay_of(worker)
     buckets = (1, 2, 4, 8, 12)
     captured: list[dict[Any, Any]]
     captured = [replay._decode._passes, replay._sampler._runs, replay._mixed._passes]
@@ -149,7 +150,7 @@ def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
 ) -> None:
     _, path, decode = loaded
     prefill = load_worker(settings_of(path), decodes=False)
-    replay = replay_of(prefill.engine)
+    replay = replay_of(prefill)
     assert not replay._decode._passes
     assert all(shape.decoded == 0 for shape in replay._mixed._passes)
     assert prefill.identity.compatibility == decode.identity.compatibility
@@ -161,8 +162,8 @@ def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
 def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     worker = load_worker(settings_of(path, dtype="float32"), decodes=True)
-    assert worker.engine.model.matmul == "plain"
-    assert worker.engine.model.kv_format.kernels.startswith("triton-")
+    assert worker.executor.model.matmul == "plain"
+    assert worker.executor.model.kv_format.kernels.startswith("triton-")
     assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
 
 
@@ -198,7 +199,7 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     worker = load_worker(settings, decodes=True)
     logits = worker.sizes.max_running * CONFIG.vocab_size
     left = 3 * GIB - RESERVE - ROW_BYTES * logits - worker.sizes.slab_bytes
-    assert 0.95 * left < sum(plane.nbytes for plane in worker.engine.cache.planes) <= left
+    assert 0.95 * left < sum(plane.nbytes for plane in worker.executor.cache.planes) <= left
     assert torch.cuda.memory_reserved() - had <= 3 * GIB
 
 
@@ -218,7 +219,7 @@ def test_loading_never_holds_the_weights_twice(head_norms: bool, tmp_path: Path)
     path = folder_of(tiny_checkpoint(config=config, head_norms=head_norms), tmp_path)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model, _ = _load_model(path, settings_of(path), "cuda:0")
+    model, _ = load_model(path, settings_of(path), "cuda:0")
     kept = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     weights = load_checkpoint(path, dtype=torch.bfloat16).nbytes

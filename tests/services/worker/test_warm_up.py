@@ -24,7 +24,7 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
 ) -> None:
     loaded = load(codebooks=codebooks)
     loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=CHUNK))
-    planes = loaded.engine.cache.planes
+    planes = loaded.executor.cache.planes
     for plane in planes:
         plane.normal_()
     kept = [plane.clone() for plane in planes]
@@ -52,7 +52,7 @@ def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a codec was created while serving")
 
     monkeypatch.setattr(codec, "paged", refused)
-    cache = loaded.engine.cache
+    cache = loaded.executor.cache
     plans = plan_segments(
         cache.layout,
         first_token=0,
@@ -71,7 +71,7 @@ def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) ->
     loaded = load(kv_format="int4")
     chunk = 8 * PAGE_SIZE
     loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=chunk))
-    layout, bound = loaded.engine.cache.layout, loaded.codecs.max_frame_bytes
+    layout, bound = loaded.executor.cache.layout, loaded.codecs.max_frame_bytes
     capacity = max(loaded.codecs.min_slot_bytes, bound(1, CONFIG.num_layers, fitting))
     prepared = {
         (plan.extent.plane_group, plan.extent.num_layers): pages_for(

@@ -121,11 +121,11 @@ class Replay:
         self.recorded = recorded
         self.agent = FakeAgent(recorded)
         loaded = load(codebooks=True)
-        self._planes = list(loaded.engine.cache.planes)
+        self._planes = list(loaded.executor.cache.planes)
         self._slab = Slab(8, SLOT_BYTES)
         self.receiver = Receiver(
             self.agent,  # type: ignore[arg-type]
-            loaded.engine.cache,
+            loaded.executor.cache,
             self._slab,
             self,  # type: ignore[arg-type]
             loaded.codecs,

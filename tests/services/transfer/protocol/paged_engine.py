@@ -1,24 +1,13 @@
 """Engines of the search of pages: the product's, without a model, one step at a time."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
-
-import torch
 
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk
-from runtime.core.sequence import Sequence as Decoded
 from runtime.core.sequence import SequenceGroup
 from runtime.engine import Command, Engine, StepOutput
-from runtime.engine.scheduler import Scheduler
-from runtime.pages.plan import PageCount, PagePlan
-from runtime.sampling.reference import Draw
 from services.worker.engine_thread import EngineLoad
-from tests.runtime.tiny import CONFIG
+from tests.runtime.engine.fake_executor import PAGE_SIZE, FakeExecutor
 
-PAGE_SIZE = 16
 SLOTS = 16
 
 
@@ -45,40 +34,9 @@ class PageBounds:
     cancels: int = 0
 
 
-class _Step(NamedTuple):
-    sequences: list[Decoded]
-    ready: None = None
-
-    def read(self) -> list[Draw]:
-        return [Draw(1)] * len(self.sequences)
-
-
-class _Steps:
-    """Steps that sample the token 1."""
-
-    lookahead = False
-
-    def can_launch_ahead(self, sequences: list[Decoded]) -> bool:
-        return False
-
-    def launch(self, decode: list[Decoded], chunks: Sequence[Chunk]) -> _Step:
-        first = [s for chunk in chunks if chunk.completes for s in chunk.group.sequences]
-        return _Step([s for s in (*decode, *first) if not s.forced])
-
-
 def _engine_of(pages: int) -> Engine:
-    """Return an engine without a model and a cache."""
-    engine = object.__new__(Engine)
-    cpu = torch.device("cpu")
-    engine.model = cast(Any, SimpleNamespace(config=CONFIG, page_size=PAGE_SIZE, device=cpu))
-    engine._steps = cast(Any, _Steps())
     limits = Limits(SLOTS, max_waiting=64, step_tokens=1024, chunk_tokens=PAGE_SIZE * 4)
-    length = CONFIG.context_length
-    engine._scheduler = Scheduler(
-        limits, plan=PagePlan(PAGE_SIZE), total=PageCount(pages), context_length=length
-    )
-    engine.planned = engine._in_flight = None
-    return engine
+    return Engine(FakeExecutor(pages, limits))
 
 
 class Thread:

@@ -1,0 +1,83 @@
+"""Interface between an engine, which schedules, and the ranks that compute its steps.
+
+An engine calls the methods of an executor on one thread, in this order for each step: `launch`,
+`copy_pages`, and later `LaunchedStep.read`. A rank in another process implements the same
+interface: it sends the plan to an executor there. With lookahead, an executor keeps the state of a
+sequence from one step to the next by the identity of the object, so that a plan that was sent must
+name the same objects again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from runtime.config import ModelConfig
+from runtime.core.limits import Limits
+from runtime.core.plan import StepPlan
+from runtime.core.sequence import Sequence
+from runtime.engine.steps import LaunchedStep
+from runtime.pages.plan import PageCount, PagePlan
+from runtime.replay.warm_up import Progress
+
+
+@dataclass(frozen=True)
+class ExecutorShape:
+    """Sizes for which an engine schedules. They are equal on all ranks of a worker.
+
+    Attributes:
+        config: shape of the model. Ranks that hold some of its heads differ in the numbers of
+            heads, which an engine does not read.
+        plan: page groups of the KV cache.
+        pages: number of pages of each page group, for sequences.
+        limits: batch slots and tokens of a step.
+    """
+
+    config: ModelConfig
+    plan: PagePlan
+    pages: PageCount
+    limits: Limits
+
+
+class Executor(ABC):
+    """One rank of a worker: a device with weights, KV pages and the graphs of steps.
+
+    Attributes:
+        shape: sizes for which steps may be planned.
+        device: the rank's device.
+        lookahead: whether a step should be launched before the previous one is read.
+    """
+
+    shape: ExecutorShape
+    device: torch.device
+    lookahead: bool
+
+    @abstractmethod
+    def check_eviction(self) -> None:
+        """Raise `KVFormatError` if tokens cannot be evicted from the rank's pages."""
+
+    @abstractmethod
+    def warm_up(self, progress: Progress) -> None:
+        """Compile kernels and capture graphs. Call it before the first `launch`."""
+
+    @abstractmethod
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+        """Return whether a step that decodes ``sequences`` may be launched before reading."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step that decodes ``plan.decode`` and computes ``plan.chunks``.
+
+        It samples a token for each decoded sequence and for all choices of completed prompts,
+        except those whose next token is forced. It also encodes the pages that complete prompts
+        leave outside of their windows, if the KV format has a page group for them.
+        """
+
+    @abstractmethod
+    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+        """Copy page ``sources[i]`` of a page group to page ``targets[i]``, after launched steps."""
+
+    @abstractmethod
+    def record_event(self) -> torch.cuda.Event | None:
+        """Return an event after which all launched work has completed; None if it has already."""

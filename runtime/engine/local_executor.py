@@ -1,0 +1,83 @@
+"""The executor of a rank in this process."""
+
+from collections.abc import Sequence as Items
+
+import torch
+
+from runtime.core.limits import Limits
+from runtime.core.plan import StepPlan
+from runtime.core.sequence import Sequence
+from runtime.engine.direct import DirectSteps
+from runtime.engine.executor import Executor, ExecutorShape
+from runtime.engine.steps import LaunchedStep, StepRunner
+from runtime.graphs.events import record_event
+from runtime.kv.eviction import check_eviction
+from runtime.models.model import Model
+from runtime.pages.plan import PageCount
+from runtime.replay.step import StepReplay
+from runtime.replay.warm_up import Progress
+
+
+class LocalExecutor(Executor):
+    """Computes steps of a model over its own pages.
+
+    Args:
+        pages: number of pages of each page group, for sequences.
+        replay: whether to use `StepReplay` (CUDA graphs). Without it, the host takes longer to
+            launch kernels than the device takes to run them. Replay does not change tokens, but
+            they are reported one step later.
+        decodes: whether the executor decodes. False on a prefill worker, which needs no graphs of
+            passes that decode.
+        by_layer: whether to capture a decode graph for each layer instead of one for the step.
+
+    Attributes:
+        model: the model, or the rank's part of it.
+        cache: KV pages; with replay, those for sequences precede null pages.
+        steps: computes the steps.
+
+    Raises:
+        ValueError: there are numbers of pages for other page groups than the cache has.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        pages: PageCount,
+        limits: Limits,
+        replay: bool = False,
+        decodes: bool = True,
+        by_layer: bool = False,
+    ) -> None:
+        self.model, self.device, plan = model, model.device, model.layout.plan
+        self.cache = model.new_cache(pages.plus(plan.null_pages) if replay else pages)
+        self.steps: StepRunner
+        if replay:
+            self.steps = StepReplay(model, self.cache, limits, decodes=decodes, by_layer=by_layer)
+        else:
+            self.steps = DirectSteps(model, self.cache, limits)
+        self.lookahead = self.steps.lookahead
+        self.shape = ExecutorShape(model.config, plan, pages, limits)
+
+    def check_eviction(self) -> None:
+        check_eviction(self.model.kv_format, self.model.config.windows)
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress) -> None:
+        """See `Executor`. On a CPU it does nothing."""
+        if self.device.type != "cpu":
+            self.steps.warm_up(progress)
+
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+        return self.steps.can_launch_ahead(sequences)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return self.steps.launch(plan.decode, plan.chunks)
+
+    @torch.inference_mode()
+    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+        self.cache.copy_pages(group, sources, targets)
+
+    def record_event(self) -> torch.cuda.Event | None:
+        return record_event(self.device)

@@ -1,0 +1,90 @@
+"""An executor over several ranks, which compute every step together."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from runtime.core.plan import StepPlan
+from runtime.core.sequence import Sequence
+from runtime.engine.executor import Executor
+from runtime.engine.steps import LaunchedStep
+from runtime.replay.warm_up import Progress, silent
+from runtime.sampling.reference import Draw
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """One step on every rank, the first rank's first."""
+
+    steps: Items[LaunchedStep]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.steps[0].sequences
+
+    @property
+    def ready(self) -> torch.cuda.Event | None:
+        """The event of the first rank. Pages of other ranks have events of their own."""
+        return self.steps[0].ready
+
+    def read(self) -> list[Draw | None]:
+        """Wait for all ranks and return the draws of the first.
+
+        Every rank reads, because reading may complete the sampling of a token on its device.
+        """
+        first, *_ = [step.read() for step in self.steps]
+        return first
+
+
+class Ranks(Executor):
+    """Launches every step on all ranks and takes the tokens of the first one.
+
+    Ranks exchange activations, so that all of them have the same logits. Sampling depends on these
+    and on the plan alone; all ranks therefore sample the same tokens.
+
+    Args:
+        ranks: the executors. Those of other processes return from all methods at once, except
+            `LaunchedStep.read`. A rank in this process may block until all ranks have launched a
+            step, so it must be the first: its methods are called last.
+
+    Raises:
+        ValueError: the shapes of ranks differ in more than the numbers of heads.
+    """
+
+    def __init__(self, ranks: Items[Executor]) -> None:
+        first, *others = ranks
+        self._first, self._others = first, others
+        self.shape, self.device, self.lookahead = first.shape, first.device, first.lookahead
+        for other in others:
+            _check_alike(first, other)
+
+    def check_eviction(self) -> None:
+        self._first.check_eviction()
+
+    def warm_up(self, progress: Progress) -> None:
+        for other in self._others:
+            other.warm_up(silent)
+        self._first.warm_up(progress)
+
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+        return self._first.can_launch_ahead(sequences)
+
+    def launch(self, plan: StepPlan) -> RankSteps:
+        others = [other.launch(plan) for other in self._others]
+        return RankSteps([self._first.launch(plan), *others])
+
+    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+        for rank in (*self._others, self._first):
+            rank.copy_pages(group, sources, targets)
+
+    def record_event(self) -> torch.cuda.Event | None:
+        return self._first.record_event()
+
+
+def _check_alike(first: Executor, other: Executor) -> None:
+    for name in ("plan", "pages", "limits"):
+        if getattr(first.shape, name) != getattr(other.shape, name):
+            raise ValueError(f"ranks with different {name}: {first.shape} and {other.shape}")
+    if first.lookahead is not other.lookahead:
+        raise ValueError("ranks with and without lookahead")

@@ -1,0 +1,93 @@
+"""Reading of a worker's checkpoint, and preparation of its model for the device."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from runtime.checkpoint import load_checkpoint
+from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
+from runtime.megakernel.decode_step import unsupported_by_megakernel
+from runtime.models.kernel_plan_hash import kernel_plan_hash
+from runtime.models.model import Model
+from runtime.pages.plan import PAGE_SIZE
+from services.common.errors import SettingsError
+from services.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from runtime.gemm.plan import KernelPlan
+
+log = structlog.get_logger()
+
+
+def load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
+    """Return the model on its device, and its hash.
+
+    For a GPU, the checkpoint is read into host memory, but safetensors tensors that already have
+    the target dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to
+    the device one by one as the model packs them, so the device holds at most one layer twice. On
+    the CPU, layers are read one by one as the model packs them. No tensor of the checkpoint stays
+    in memory.
+    """
+    dtype, started = _dtype(settings.dtype, device), time.perf_counter()
+    log.info("reading checkpoint", model=str(path))
+    with ThreadPoolExecutor(1) as pool:
+        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
+        checkpoint = load_checkpoint(path, dtype=None if device == "cpu" else dtype)
+        context.result()
+    log.info("checkpoint read", seconds=_seconds_since(started))
+    unsupported = unsupported_by_gemm(checkpoint, device, dtype)
+    if unsupported is not None and settings.kernel_plan_file is not None:
+        raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
+    plan = _kernel_plan(settings.kernel_plan_file, device)
+    model = build_fastest_model(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        plan=plan,
+        kv_format=settings.kv_format,
+    )
+    log.info(
+        "model loaded",
+        model=str(path),
+        seconds=_seconds_since(started),
+        device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        weight_bytes=model.weight_bytes,
+        layers_dense=model.config.num_layers - model.factorized_layers,
+        layers_factorized=model.factorized_layers,
+        matmul=model.matmul,
+        unsupported_by_gemm=unsupported,
+        unsupported_by_megakernel=unsupported_by_megakernel(model),
+        attention=model.kv_format.kernels,
+        kernel_plan=kernel_plan_hash(model),
+        plan_file=plan and plan.hash,
+        plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
+        plan_multiplied_out=plan and sorted(plan.dense),
+    )
+    return model, checkpoint.model_hash
+
+
+def _seconds_since(started: float) -> float:
+    return round(time.perf_counter() - started, 2)
+
+
+def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
+    if path is None:
+        return None
+    from runtime.gemm.plan import KernelPlan
+
+    plan = KernelPlan.load(path)
+    if plan.device != torch.cuda.get_device_name(device):
+        raise SettingsError(f"{path} is for {plan.device}: run `headrace tune` on this GPU")
+    return plan
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device != "cpu" else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16

@@ -1,0 +1,55 @@
+"""An executor without a device, for tests of what engines plan and report."""
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import torch
+
+from runtime.core.limits import Limits
+from runtime.core.plan import StepPlan
+from runtime.core.sequence import Sequence
+from runtime.engine import Executor, ExecutorShape
+from runtime.pages.plan import PageCount, PagePlan
+from runtime.replay.warm_up import Progress
+from runtime.sampling.reference import Draw
+from tests.runtime.tiny import CONFIG
+
+PAGE_SIZE = 16
+TOKEN = 1
+
+
+class FakeStep(NamedTuple):
+    """A step that samples `TOKEN`."""
+
+    sequences: list[Sequence]
+    ready: None = None
+
+    def read(self) -> list[Draw | None]:
+        return [Draw(TOKEN)] * len(self.sequences)
+
+
+class FakeExecutor(Executor):
+    """Samples `TOKEN` for every sequence. It has pages of one group."""
+
+    def __init__(self, pages: int, limits: Limits, *, lookahead: bool = False) -> None:
+        self.shape = ExecutorShape(CONFIG, PagePlan(PAGE_SIZE), PageCount(pages), limits)
+        self.device, self.lookahead = torch.device("cpu"), lookahead
+
+    def check_eviction(self) -> None:
+        """Any tokens can be evicted."""
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("decode", self.shape.limits.max_running)
+
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+        return self.lookahead
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
+        return FakeStep([s for s in (*plan.decode, *first) if not s.forced])
+
+    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+        """There is nothing in the pages."""
+
+    def record_event(self) -> None:
+        return None

@@ -1,0 +1,119 @@
+"""What an engine asks of its executor, and steps of several ranks. No tensor is computed."""
+
+from collections.abc import Sequence as Items
+
+import pytest
+
+from runtime.core.limits import Limits
+from runtime.core.plan import StepPlan
+from runtime.engine import Add, Engine, Ranks
+from runtime.errors import NotFinite
+from runtime.sampling.reference import Draw
+from tests.runtime.engine.fake_executor import TOKEN, FakeExecutor, FakeStep
+from tests.runtime.tiny import drive, request_of
+
+LIMITS = Limits(max_running=8, max_waiting=8, step_tokens=32, chunk_tokens=32)
+
+
+class Recorded(FakeExecutor):
+    """Records the calls of an engine, in order.
+
+    Args:
+        calls: list to append to. Ranks may share one.
+    """
+
+    def __init__(
+        self, name: str, calls: list[tuple[object, ...]], pages: int = 64, limits: Limits = LIMITS
+    ) -> None:
+        super().__init__(pages, limits)
+        self.name, self.calls = name, calls
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        chunks = [(chunk.first, chunk.count) for chunk in plan.chunks]
+        self.calls.append((self.name, "launch", chunks, len(plan.decode)))
+        return super().launch(plan)
+
+    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+        self.calls.append((self.name, "copy", [*sources], len(set(targets))))
+
+
+def test_engine_without_a_model_runs_requests_to_their_end() -> None:
+    calls: list[tuple[object, ...]] = []
+    engine = Engine(Recorded("rank", calls))
+    record = drive(engine, Add(request_of("a", 40, 3)))
+    assert [token.token for token in record.tokens["a", 0]] == [TOKEN] * 3
+    assert calls == [
+        ("rank", "launch", [(0, 32)], 0),
+        ("rank", "launch", [(32, 8)], 0),
+        ("rank", "launch", [], 1),
+        ("rank", "launch", [], 1),
+    ]
+    assert engine.pages_free == engine.pages_total
+
+
+def test_choices_copy_the_partly_filled_page_after_the_launch() -> None:
+    calls: list[tuple[object, ...]] = []
+    engine = Engine(Recorded("rank", calls))
+    output = engine.step([Add(request_of("a", 24, 2, choices=3))])
+    last = output.computed[0].pages[-1]
+    assert calls == [("rank", "launch", [(0, 24)], 0), ("rank", "copy", [last] * 2, 2)]
+
+
+def test_lookahead_of_the_executor_delays_tokens_by_one_step() -> None:
+    engine = Engine(FakeExecutor(64, LIMITS, lookahead=True))
+    assert not engine.step([Add(request_of("a", 8, 2))]).tokens
+    assert len(engine.step([]).tokens) == 1
+
+
+def test_first_rank_launches_last_and_gives_the_tokens() -> None:
+    """The first rank is in this process, where a launch may block until all ranks have launched."""
+
+    class Other(Recorded):
+        def launch(self, plan: StepPlan) -> FakeStep:
+            step = super().launch(plan)
+            return OtherStep(step.sequences)
+
+    class OtherStep(FakeStep):
+        def read(self) -> list[Draw | None]:
+            read.append(len(self.sequences))
+            return [Draw(TOKEN + 1)] * len(self.sequences)
+
+    calls: list[tuple[object, ...]] = []
+    read: list[int] = []
+    engine = Engine(Ranks([Recorded("first", calls), Other("second", calls)]))
+    record = drive(engine, Add(request_of("a", 24, 2, choices=2)))
+    assert {token.token for token in record.tokens["a", 0]} == {TOKEN}
+    assert [call[0] for call in calls] == ["second", "first"] * 3
+    assert [call[1:] for call in calls[::2]] == [call[1:] for call in calls[1::2]]
+    assert read == [2, 2], "every rank reads every step"
+
+
+def test_ranks_with_different_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="different pages"):
+        Ranks([FakeExecutor(8, LIMITS), FakeExecutor(9, LIMITS)])
+
+
+def test_step_without_finite_logits_refuses_the_request() -> None:
+    class Damaged(FakeExecutor):
+        def launch(self, plan: StepPlan) -> FakeStep:
+            return DamagedStep(super().launch(plan).sequences)
+
+    class DamagedStep(FakeStep):
+        def read(self) -> list[Draw | None]:
+            return [None for _ in self.sequences]
+
+    engine = Engine(Damaged(64, LIMITS))
+    output = engine.step([Add(request_of("a", 8, 2))])
+    [(name, fault)] = output.refused
+    assert name == "a"
+    assert isinstance(fault, NotFinite)
+    assert engine.pages_free == engine.pages_total
+
+
+def test_preempted_sequence_is_launched_again_from_its_start() -> None:
+    calls: list[tuple[object, ...]] = []
+    engine = Engine(Recorded("rank", calls, pages=4))
+    record = drive(engine, Add(request_of("a", 20, 30)), Add(request_of("b", 20, 30)))
+    assert [len(record.tokens[name, 0]) for name in "ab"] == [30, 30]
+    prompts = [call[2] for call in calls if call[1] == "launch" and call[2]]
+    assert len(prompts) > 2, "one of the sequences was preempted"
