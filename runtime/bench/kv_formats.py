@@ -139,11 +139,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Ablations: the format, and fields of `KernelSource` to replace."""
 FORMATS = (
-    *(
-        name
-        for name in COMPRESSED
-        if getattr(COMPRESSED[name](SHAPES["llama-3-8b"]), "fused", False)
-    ),
+    *(name for name in COMPRESSED if COMPRESSED[name](SHAPES["llama-3-8b"]).fused),
     *RANDOM,
     *VARIANTS,
 )

@@ -9,14 +9,19 @@ The first page of a sequence stays in full precision, too: attention concentrate
 tokens (sinks), and errors in their K and V cost far more than errors elsewhere.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.kv.format import Plane
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.window import SINK_PAGES, WINDOW, first_recent
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import CompressedPageKernels
 
 __all__ = [
     "COMPRESSED",
@@ -40,17 +45,10 @@ def compressed_table(batch: Batch) -> Tensor | None:
     return batch.page_tables[1] if batch.page_tables else None
 
 
-class CompressedLayer(Protocol):
-    """Encoding of one layer's K and V in some compressed format.
+class CompressedLayer(ABC):
+    """Encoding of one layer's K and V in some compressed format."""
 
-    A layer may also have
-
-    - a method ``attend_prompt(q, planes, batch)``, which replaces exact attention over K and V of
-      prompts unless it returns None;
-    - a method ``kernels(device)``, which returns its `runtime.kv.gpu.CompressedPageKernels`, or
-      None if they do not run on the device.
-    """
-
+    @abstractmethod
     def encode(
         self,
         keys: Tensor,
@@ -68,8 +66,8 @@ class CompressedLayer(Protocol):
                 contiguous, a plane need not be.
             targets: int64 `[p]`, compressed pages to write, without repetition.
         """
-        ...
 
+    @abstractmethod
     def decode(
         self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -82,30 +80,53 @@ class CompressedLayer(Protocol):
         Returns:
             Two fp32 tensors `[p, kv_heads, page_size, dim]`.
         """
-        ...
+
+    def attend_prompt(
+        self,
+        q: Tensor,  # noqa: ARG002 - the default attends exactly
+        planes: tuple[Tensor, ...],  # noqa: ARG002
+        batch: Batch,  # noqa: ARG002
+    ) -> Tensor | None:
+        """Return the attention of prompts, `[n, heads * dim]`; None to attend K and V exactly.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
+            planes: K and V of the layer.
+        """
+        return None
+
+    def kernels(self, device: torch.device) -> "CompressedPageKernels | None":  # noqa: ARG002
+        """Return the layer's fused kernels, or None if there are none for the device."""
+        return None
 
 
-class CompressedFormat(Protocol):
+class CompressedFormat(ABC):
     """A lossy representation of K and V in pages.
-
-    A format that encodes K after RoPE, and hence ignores ``first_positions``, sets the optional
-    attribute ``keeps_rope`` to True. The tokens of a page may then have any positions, as after an
-    eviction (`runtime.kv.eviction`).
 
     Attributes:
         name: stable name of the format.
         version: number to increase whenever the same K and V are stored as different bits.
         artifact_hash: hash of calibration results; empty if the format has none.
+        fused: whether the layers have fused kernels for the model on a GPU.
+        keeps_rope: whether K is encoded after RoPE, so that ``first_positions`` make no difference.
+            The tokens of a page may then have any positions, as after an eviction
+            (`runtime.kv.eviction`).
     """
 
     name: str
     version: int
-    artifact_hash: str
+    artifact_hash: str = ""
+    fused: bool = False
+    keeps_rope: bool = False
 
+    @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         """Return the compressed planes of one layer; their ``group`` is ignored."""
-        ...
 
+    @abstractmethod
     def layer(self, index: int) -> CompressedLayer:
         """Return the encoding of one layer."""
-        ...
+
+    def describe(self, layer: int) -> str:  # noqa: ARG002 - the default is for uncalibrated formats
+        """Return the ranks or bits of one layer in words; empty if all layers are alike."""
+        return ""

@@ -11,7 +11,7 @@ from runtime.attention import dense_attention
 from runtime.attention.base import Batch, DenseAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
-from runtime.kv.format import KV, Plane, sliding_window
+from runtime.kv.format import KV, KVFormat, Plane, sliding_window
 
 
 class DenseLayer:
@@ -31,8 +31,8 @@ class DenseLayer:
         return self._attention.attend(q, k_pages, v_pages, batch)
 
 
-class DenseFormat:
-    """Implements `runtime.kv.format.KVFormat`. Planes are bf16 for any dtype of the model.
+class DenseFormat(KVFormat):
+    """K (after RoPE) and V. Planes are bf16 for any dtype of the model.
 
     There is a page group for all layers with the same sliding window, and one for those without.
 

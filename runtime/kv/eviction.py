@@ -37,7 +37,7 @@ def check_eviction(
     """Raise `KVFormatError` if the tokens of a format's pages cannot be moved.
 
     Formats that undo RoPE derive the positions of a page's tokens from its index. After an
-    eviction, these positions are not consecutive. A format without the attribute ``keeps_rope`` is
+    eviction, these positions are not consecutive. A format that does not state ``keeps_rope`` is
     refused too, and so are models with sliding windows, whose pages lack the first tokens.
 
     Args:
@@ -45,11 +45,10 @@ def check_eviction(
     """
     if any(windows):
         raise KVFormatError("kv_eviction does not support models with sliding windows")
-    keeps_rope = getattr(kv_format, "keeps_rope", None)
-    if keeps_rope:
+    if kv_format.keeps_rope:
         return
-    reason = "it has no attribute keeps_rope"
-    if keeps_rope is not None:
+    reason = "it does not state keeps_rope"
+    if kv_format.keeps_rope is not None:
         reason = (
             "it undoes RoPE by the positions of a page, which are not consecutive after an eviction"
         )

@@ -1,5 +1,6 @@
 """Interface of a KV format: how keys and values are stored, sent and attended to."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class LayerKV(Protocol):
         ...
 
 
-class KVFormat(Protocol):
+class KVFormat(ABC):
     """A representation of keys and values in pages.
 
     A prefill worker and a decode worker are compatible only if ``name``, ``version`` and
@@ -84,26 +85,29 @@ class KVFormat(Protocol):
         dense_bf16: whether the planes of every layer are K (after RoPE) and V, bf16
             `[page, kv_head, slot, head_dim]`. Fused kernels may then read and write the planes
             without calling `append` and `attend`.
+        keeps_rope: whether the tokens of a page may have any positions, as after an eviction
+            (`runtime.kv.eviction`); None if the format does not say.
     """
 
     name: str
     version: int
-    artifact_hash: str
-    graph_safe: bool
-    dense_bf16: bool
+    artifact_hash: str = ""
+    graph_safe: bool = False
+    dense_bf16: bool = False
+    keeps_rope: bool | None = None
 
     @property
+    @abstractmethod
     def kernels(self) -> str:
         """Name and version of the format's kernels; part of the kernel plan's hash."""
-        ...
 
+    @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         """Return the planes of one layer. Methods of `LayerKV` get their tensors in this order."""
-        ...
 
+    @abstractmethod
     def layer(self, index: int) -> LayerKV:
         """Return the storage and attention of one layer; called once per layer and step."""
-        ...
 
 
 class KVFormatFactory(Protocol):

@@ -1,7 +1,7 @@
 """Base class of the KV formats that quantize each vector on its own, without calibration."""
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
@@ -33,20 +34,16 @@ class VectorQuantizer:
     dequantize: Callable[[Tensor, Tensor], Tensor]
 
 
-class QuantizedFormat(ABC):
+class QuantizedFormat(CompressedFormat, CompressedLayer):
     """K (after RoPE) and V as codes and scales of each token and head.
 
-    Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike. Subclasses define
-    ``name``, ``version``, `planes` and `kernel_source`.
+    All layers are alike. Subclasses define ``name``, ``version``, `planes` and `kernel_source`.
 
     Attributes:
         fused: whether the Triton kernels support the model. They run on GPUs, and on CPUs in
             Triton's interpreter; the torch reference runs otherwise.
     """
 
-    name: str
-    version: int
-    artifact_hash = ""
     keeps_rope = True
 
     def __init__(

@@ -17,7 +17,7 @@ from runtime.kv.calibration import Artifact
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
-from runtime.kv.format import KVFormat, KVFormatFactory, sliding_window
+from runtime.kv.format import KVFormat, KVFormatFactory, LayerKV, Plane, sliding_window
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
@@ -41,14 +41,6 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
 """Compressed formats by name. `create_format` combines them with the pages of `dense`."""
 
 
-class Calibrated(CompressedFormat, Protocol):
-    """A compressed format that reads a calibration."""
-
-    def describe(self, layer: int) -> str:
-        """Return the ranks or bits of one layer in words."""
-        ...
-
-
 class CalibratedFactory(Protocol):
     """Creates a format from a calibration; see `runtime.kv.calibration.CalibratedFormat`."""
 
@@ -58,7 +50,7 @@ class CalibratedFactory(Protocol):
         artifact: Artifact,
         model_hash: str = "",
         device: torch.device | str = "cpu",
-    ) -> Calibrated: ...
+    ) -> CompressedFormat: ...
 
 
 CALIBRATED: dict[str, CalibratedFactory] = {
@@ -76,6 +68,34 @@ _MEMBERS = (
     *("name", "version", "artifact_hash", "graph_safe", "dense_bf16"),
     *("kernels", "planes", "layer"),
 )
+"""Members of `KVFormat` that a plug-in must have."""
+
+
+class PlainFormat(KVFormat):
+    """A plug-in whose class does not extend `KVFormat`, with the defaults of optional attributes.
+
+    Args:
+        own: an object with the members `_MEMBERS`.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.name, self.version = own.name, own.version
+        self.artifact_hash = own.artifact_hash
+        self.graph_safe, self.dense_bf16 = own.graph_safe, own.dense_bf16
+        self.keeps_rope = getattr(own, "keeps_rope", None)
+
+    @property
+    def kernels(self) -> str:
+        return str(self._own.kernels)
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        planes: tuple[Plane, ...] = self._own.planes(layer, page_size)
+        return planes
+
+    def layer(self, index: int) -> LayerKV:
+        layer: LayerKV = self._own.layer(index)
+        return layer
 
 
 def _windowed(
@@ -127,10 +147,12 @@ def create_format(
         return WindowedFormat(exact, compressed)
     factory = _plug_in(spec) if ":" in spec else _BUILT_IN[spec]
     kv_format = factory(config, device, dtype, by_halves=by_halves)
+    if isinstance(kv_format, KVFormat):
+        return kv_format
     missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
     if missing:
         raise KVFormatError(f"{spec} is not a KV format: it has no {', '.join(missing)}")
-    return kv_format
+    return PlainFormat(kv_format)
 
 
 def check_windows(kv_format: KVFormat, config: ModelConfig) -> None:
@@ -174,7 +196,7 @@ def from_artifact(
     config: ModelConfig,
     model_hash: str = "",
     device: torch.device | str = "cpu",
-) -> Calibrated:
+) -> CompressedFormat:
     """Create a format from a calibration, with quantized latents if the calibration has codes.
 
     Args:

@@ -25,7 +25,7 @@ from runtime.kv.compressed import (
     compressed_table,
 )
 from runtime.kv.dense import DenseFormat, DenseLayer
-from runtime.kv.format import LayerKV, Plane
+from runtime.kv.format import KVFormat, LayerKV, Plane
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
@@ -74,8 +74,7 @@ class WindowedLayer:
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         table = compressed_table(batch)
         if table is None:
-            projected = getattr(self._compressed, "attend_prompt", None)
-            found = projected(q, planes[:_KV], batch) if projected else None
+            found = self._compressed.attend_prompt(q, planes[:_KV], batch)
             return self._exact.attend(q, planes[:_KV], batch) if found is None else found
         if kernels := self.kernels(q.device):
             return kernels.attend(q, planes, batch)
@@ -116,8 +115,7 @@ class WindowedLayer:
         )
 
     def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
-        find = getattr(self._compressed, "kernels", None)
-        return find(device) if find else None
+        return self._compressed.kernels(device)
 
     def _encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch, table: Tensor) -> None:
         page_size = planes[0].shape[2]
@@ -157,23 +155,15 @@ class WindowedLayer:
         return k, v
 
 
-class WindowedFormat:
-    """Implements `runtime.kv.format.KVFormat` with a compressed format.
-
-    Attributes:
-        compressed: True; formats without compressed pages lack this attribute.
-        keeps_rope: see `CompressedFormat`.
-    """
-
-    compressed = True
-    dense_bf16 = False
+class WindowedFormat(KVFormat):
+    """Implements `KVFormat` with a compressed format."""
 
     def __init__(self, exact: DenseFormat, compressed: CompressedFormat) -> None:
         self._exact, self._compressed = exact, compressed
         self.name, self.version = compressed.name, compressed.version
         self.artifact_hash = compressed.artifact_hash
-        self.keeps_rope = getattr(compressed, "keeps_rope", None)
-        self.graph_safe = exact.graph_safe and bool(getattr(compressed, "fused", False))
+        self.keeps_rope = compressed.keeps_rope
+        self.graph_safe = exact.graph_safe and compressed.fused
 
     @property
     def kernels(self) -> str:

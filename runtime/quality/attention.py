@@ -16,8 +16,8 @@ from runtime.attention.base import Batch
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.compressed import SINK_PAGES, CompressedFormat, first_recent
-from runtime.kv.format import Plane
+from runtime.kv.compressed import SINK_PAGES, CompressedFormat, CompressedLayer, first_recent
+from runtime.kv.format import KVFormat, Plane
 from runtime.kv.windowed import compressed_cache
 
 _POISON = 255
@@ -53,12 +53,12 @@ def blocks(
         yield slice(first, (rest[-1] if rest else first) + 1), stored
 
 
-class TeacherForced:
+class TeacherForced(KVFormat):
     """KV format that evaluates a `CompressedFormat` in one forward pass over a whole text.
 
-    It implements `runtime.kv.format.KVFormat` for `runtime.models.model.Model` with backend
-    "torch". The planes are those of format `dense` and hold exact K and V. A batch must be one
-    sequence. Its earlier tokens, if any, must be in the planes as exact K and V.
+    It is for models with torch's matmuls. The planes are those of format `dense` and hold exact K
+    and V. A batch must be one sequence. Its earlier tokens, if any, must be in the planes as exact
+    K and V.
 
     Args:
         compressed: format to evaluate, or None to attend exact K and V only. The order of summation
@@ -68,9 +68,6 @@ class TeacherForced:
 
     name = "teacher-forced"
     version = 1
-    artifact_hash = ""
-    graph_safe = False
-    dense_bf16 = False
     kernels = "teacher-forced-1"
 
     def __init__(
@@ -180,14 +177,13 @@ def round_trip(
     return decoded
 
 
-class RoundTrip:
+class RoundTrip(CompressedFormat):
     """Compressed format whose stored pages hold the decoded values of another format, in fp32.
 
     It computes what the other format computes, and decodes each page only once.
     """
 
     version = 1
-    artifact_hash = ""
 
     def __init__(self, compressed: CompressedFormat, config: ModelConfig) -> None:
         self._compressed = compressed
@@ -202,8 +198,8 @@ class RoundTrip:
         return RoundTripLayer(self._compressed, index)
 
 
-class RoundTripLayer:
-    """One layer of `RoundTrip`; a `CompressedLayer`."""
+class RoundTripLayer(CompressedLayer):
+    """One layer of `RoundTrip`."""
 
     def __init__(self, compressed: CompressedFormat, index: int) -> None:
         self._compressed = compressed

@@ -12,7 +12,6 @@ from runtime.kv.registry import CALIBRATED, COMPRESSED, calibrated_format
 
 EXACT = "exact"
 """Name that stands for no compression."""
-_MEMBERS = ("name", "version", "artifact_hash", "planes", "layer")
 
 
 class FormatFactory(Protocol):
@@ -42,12 +41,11 @@ def format_factory(spec: str) -> FormatFactory:
 
     def create(config: ModelConfig, model_hash: str = "") -> CompressedFormat:  # noqa: ARG001
         try:
-            made: CompressedFormat = factory(config)
-        except ValueError as error:
+            made = factory(config)
+        except (ValueError, TypeError) as error:
             raise KVFormatError(f"KV format {spec} cannot be created: {error}") from error
-        missing = [member for member in _MEMBERS if not hasattr(made, member)]
-        if missing:
-            raise KVFormatError(f"{spec} is not a compressed format: no {', '.join(missing)}")
+        if not isinstance(made, CompressedFormat):
+            raise KVFormatError(f"{spec} does not extend runtime.kv.compressed.CompressedFormat")
         return made
 
     return create

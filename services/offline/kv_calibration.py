@@ -18,7 +18,8 @@ from runtime.compress.kv_moments import kv_moments
 from runtime.errors import CompressionError
 from runtime.kv import fdc, kvquant, palu, shard
 from runtime.kv.calibration import Artifact, KVMoments
-from runtime.kv.registry import CALIBRATED, Calibrated, from_artifact
+from runtime.kv.compressed import CompressedFormat
+from runtime.kv.registry import CALIBRATED, from_artifact
 from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from runtime.quality.measure import bytes_per_token
@@ -259,7 +260,7 @@ def _search(
         evaluator = Evaluator(model, held_out)
 
     @lru_cache(maxsize=1)  # the report uses the calibration that was evaluated
-    def made(rate: float) -> Calibrated:
+    def made(rate: float) -> CompressedFormat:
         with_rate = replace(options, of_format=replace(options.of_format, removal_rate=rate))
         artifact = _artifact(name, moments, with_rate, checkpoint, on)
         return from_artifact(name, artifact, checkpoint.config, device=on)
@@ -282,7 +283,7 @@ def _search(
 
 
 def _table(
-    compressed: Calibrated, checkpoint: Checkpoint, artifact: Artifact, rows: Tensor
+    compressed: CompressedFormat, checkpoint: Checkpoint, artifact: Artifact, rows: Tensor
 ) -> Table:
     """Return the bytes per token, the compression ratio and the ranks of each layer."""
     config = checkpoint.config
@@ -308,7 +309,7 @@ def _table(
     return table
 
 
-def _layer_bytes(compressed: Calibrated, layer: int) -> int:
+def _layer_bytes(compressed: CompressedFormat, layer: int) -> int:
     return sum(
         plane.shape[0] * plane.shape[2] * plane.dtype.itemsize
         for plane in compressed.planes(layer, PAGE_SIZE)

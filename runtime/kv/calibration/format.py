@@ -1,7 +1,7 @@
 """Base class of the KV formats that read a calibration."""
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -11,7 +11,7 @@ import torch
 from runtime.config import ModelConfig
 from runtime.errors import CalibrationError
 from runtime.kv.calibration.artifact import Artifact
-from runtime.kv.compressed import CompressedLayer
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # optional: Triton
 LayerT = TypeVar("LayerT", bound=CompressedLayer)
 
 
-class CalibratedFormat(ABC, Generic[LayerT]):
-    """Implements `runtime.kv.compressed.CompressedFormat` with layers read from an artifact.
+class CalibratedFormat(CompressedFormat, Generic[LayerT]):
+    """A compressed format with layers read from an artifact.
 
     Subclasses define ``name``, ``version``, `planes` and `_read_layers`.
 
@@ -35,11 +35,6 @@ class CalibratedFormat(ABC, Generic[LayerT]):
         CalibrationError: the artifact belongs to another model or format.
         KVFormatError: the format does not support the model.
     """
-
-    name: str
-    version: int
-    fused = False
-    """Whether the Triton kernels support the model and the calibration."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import RANK_MULTIPLE, split_basis
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import CompressedLayer
 from runtime.kv.fdc.calibrate import NAME, VERSION
 from runtime.kv.fdc.prefill import LatentPrefill, attend_projected
 from runtime.kv.fdc.rows import pack_rows, unpack_rows
@@ -25,8 +26,8 @@ if TYPE_CHECKING:  # optional: Triton
 
 
 @dataclass(frozen=True)
-class FdcLayer:
-    """Implements `runtime.kv.compressed.CompressedLayer`.
+class FdcLayer(CompressedLayer):
+    """Latents of K and V.
 
     Attributes:
         k_basis: R of the keys and queries, fp32 ``[kv_heads, dim, k_width]``.
@@ -128,11 +129,6 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             for name, basis in zip(("k", "v"), bases, strict=True)
         )
 
-    @property
-    def keeps_rope(self) -> bool:
-        """Whether K is projected after RoPE; see `CompressedFormat`."""
-        return all(layer.rotation is None for layer in self._layers)
-
     def unpadded_bytes_per_token(self, layer: int) -> int:
         """Return the bytes of one layer and token that are not padding of heads with lower rank.
 
@@ -169,6 +165,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             for plane in "kv"
         }
         after_rope = artifact.options.get("prc", True)
+        self.keeps_rope = after_rope
         rotation = None if after_rope else PageRotation(config, device)
         compressed = artifact.options.get("compressed_prefill", False)
         prefill = LatentPrefill(config) if compressed else None

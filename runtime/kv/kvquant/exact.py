@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.format import Plane
 from runtime.kv.kvquant.codes import NAME
 from runtime.kv.rotation import PageRotation
 
 
-class ExactPages:
-    """Implements `runtime.kv.compressed.CompressedFormat` without compression.
+class ExactPages(CompressedFormat):
+    """K and V without compression.
 
     Args:
         before_rope: whether K is stored before RoPE, rounded to bf16.
@@ -18,7 +19,6 @@ class ExactPages:
 
     name = NAME
     version = 1
-    artifact_hash = ""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class ExactPages:
         return self._layer
 
 
-class ExactLayer:
-    """Implements `runtime.kv.compressed.CompressedLayer`; ``rotation`` is None for K after RoPE."""
+class ExactLayer(CompressedLayer):
+    """One layer; ``rotation`` is None for K after RoPE."""
 
     def __init__(self, rotation: PageRotation | None) -> None:
         self._rotation = rotation

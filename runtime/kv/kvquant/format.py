@@ -26,8 +26,8 @@ from runtime.kv.kvquant.exact import ExactPages
 
 
 @dataclass(frozen=True)
-class QuantizedLayer:
-    """Implements `runtime.kv.compressed.CompressedLayer` with the K and V that another one stores.
+class QuantizedLayer(CompressedLayer):
+    """Quantizes the K and V that another layer stores.
 
     Attributes:
         latents: layer with two bf16 planes, K and V, that are quantized.
@@ -85,8 +85,8 @@ class QuantizedLayer:
         )
 
 
-class QuantizedPages:
-    """Implements `runtime.kv.compressed.CompressedFormat` with quantized planes of another format.
+class QuantizedPages(CompressedFormat):
+    """Quantizes the planes of another format.
 
     Args:
         latents: format whose layers have two bf16 planes, K and V.
@@ -107,7 +107,7 @@ class QuantizedPages:
         device: torch.device | str,
     ) -> None:
         self.name, self.version, self.artifact_hash = name, version, artifact.hash
-        self.keeps_rope = getattr(latents, "keeps_rope", None)
+        self.keeps_rope = latents.keeps_rope
         self._heads = config.num_kv_heads
         artifact.check_layers(config.num_layers, "k_code")
         options = artifact.options.get(OPTION, artifact.options)

@@ -13,6 +13,7 @@ from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
 from runtime.kv.palu.calibrate import NAME, VERSION
 from runtime.kv.rotation import PageRotation
@@ -29,8 +30,8 @@ _ALIGNED = 8
 
 
 @dataclass(frozen=True)
-class PaluLayer:
-    """Implements `runtime.kv.compressed.CompressedLayer`.
+class PaluLayer(CompressedLayer):
+    """Latents of K before RoPE, and of V.
 
     Attributes:
         k_basis: fp32 ``[groups, g * dim, g * k_width]``, for K before RoPE of g heads.

@@ -14,6 +14,7 @@ from runtime.kv import two_bits
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
@@ -33,8 +34,8 @@ _MIN_FUSED_DIM, _MAX_FUSED_DIM = 64, 128
 
 
 @dataclass(frozen=True)
-class ShardLayer:
-    """Implements `runtime.kv.compressed.CompressedLayer`.
+class ShardLayer(CompressedLayer):
+    """Coefficients of K before RoPE, and codes of V.
 
     Attributes:
         k_mean: fp32 ``[kv_heads * dim]``, mean of K before RoPE.

@@ -14,7 +14,7 @@ from runtime.kv.dense import DenseFormat
 from runtime.kv.eviction import check_eviction, compact, gumbel_noise, kept_tokens, key_scores
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.palu import PaluFormat
-from runtime.kv.registry import COMPRESSED, create_format
+from runtime.kv.registry import COMPRESSED, PlainFormat, create_format
 from runtime.kv.shard import ShardFormat
 from runtime.kv.windowed import WindowedFormat
 from runtime.pages.eviction import MIN_PROMPT, QUERIES, evicted_tokens
@@ -170,9 +170,10 @@ def test_quantized_formats_support_eviction_if_they_keep_rope(name: str, support
 
 
 class Foreign:
-    name = "foreign"
+    name, version, artifact_hash, kernels = "foreign", 1, "", "none"
+    graph_safe = dense_bf16 = False
 
 
 def test_formats_that_do_not_state_keeps_rope_are_refused() -> None:
-    with pytest.raises(KVFormatError, match=r"foreign does not support .* no attribute keeps_rope"):
-        check_eviction(Foreign())  # type: ignore[arg-type]
+    with pytest.raises(KVFormatError, match=r"foreign does not support .* not state keeps_rope"):
+        check_eviction(PlainFormat(Foreign()))

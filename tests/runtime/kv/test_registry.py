@@ -14,6 +14,7 @@ from runtime.kv import fdc
 from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import COMPRESSED
 from runtime.kv.dense import DenseFormat
+from runtime.kv.format import KVFormat, Plane
 from runtime.kv.registry import create_format
 from runtime.models.build import build_model
 from runtime.quality.formats import format_factory
@@ -40,10 +41,27 @@ class Incomplete:
         return cls()
 
 
+class Plain:
+    """A format whose class does not extend `KVFormat`."""
+
+    name, version, artifact_hash, kernels = "plain", 3, "hash", "none-1"
+    graph_safe, dense_bf16 = True, False
+
+    @classmethod
+    def create(cls, *_: object, by_halves: bool = False) -> "Plain":
+        return cls()
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        return (Plane(f"plane{layer}", torch.bfloat16, (2, page_size, 4)),)
+
+    def layer(self, index: int) -> int:
+        return index
+
+
 @pytest.fixture
 def plug_in(monkeypatch: pytest.MonkeyPatch) -> str:
     module = ModuleType("kv_plug_in")
-    for found in (Renamed, WithoutCreate, Incomplete):
+    for found in (Renamed, WithoutCreate, Incomplete, Plain):
         setattr(module, found.__name__, found)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module.__name__
@@ -61,6 +79,17 @@ def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
     assert create(f"{plug_in}:Renamed") == "renamed"
     model = build_model(tiny_checkpoint(), kv_format=f"{plug_in}:Renamed")
     assert model.kv_format.name == "renamed"
+
+
+def test_plain_class_gets_the_defaults_of_optional_attributes(plug_in: str) -> None:
+    made = create_format(f"{plug_in}:Plain", CONFIG, torch.device("cpu"), torch.float32)
+    assert isinstance(made, KVFormat)
+    assert (made.name, made.version, made.artifact_hash) == ("plain", 3, "hash")
+    assert (made.graph_safe, made.dense_bf16, made.keeps_rope) == (True, False, None)
+    assert made.kernels == "none-1"
+    assert [plane.name for plane in made.planes(2, 16)] == ["plane2"]
+    layer: object = made.layer(5)
+    assert layer == 5
 
 
 @pytest.mark.parametrize(

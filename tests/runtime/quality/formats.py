@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.format import Plane
 
 
-class Identity:
+class Identity(CompressedFormat, CompressedLayer):
     """K and V in bf16, without any loss."""
 
     name = "test-identity"

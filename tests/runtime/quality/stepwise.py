@@ -8,14 +8,14 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.kv.compressed import CompressedFormat
-from runtime.kv.format import Plane
+from runtime.kv.format import KVFormat, Plane
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 
 PAGE, SINK_TOKENS, WINDOW_TOKENS = 16, 16, 64
 
 
-class Stepwise:
+class Stepwise(KVFormat):
     """KV format of one sequence that encodes each page in the step in which it leaves the window.
 
     The exact page is then overwritten with NaN. Pages are encoded one at a time, and each stored
