@@ -73,10 +73,10 @@ class PagePlan:
         Raises:
             ValueError: the names are not those of the groups.
         """
-        names = [group.name for group in self.groups]
-        if pages.keys() != set(names):
+        names = self._names
+        if pages.keys() != names.keys():
             raise ValueError(f"pages of {', '.join(pages)} instead of {', '.join(names)}")
-        return PageCount(*(pages[name] for name in names))
+        return PageCount(*map(pages.__getitem__, names))
 
     def by_name(self, pages: PageCount) -> dict[str, int]:
         """Return numbers of pages by the name of the group."""
@@ -106,6 +106,10 @@ class PagePlan:
     def span(self, first_token: int, end: int) -> range:
         """Return the pages with tokens ``first_token … end - 1``, as indices within a sequence."""
         return range(first_token // self.page_size, pages_for(end, self.page_size))
+
+    def filled(self, pages: range, tokens: int) -> int:
+        """Return the number of tokens in some pages of a sequence of ``tokens`` tokens."""
+        return min(pages.stop * self.page_size, tokens) - pages.start * self.page_size
 
     def page_bytes(self, pages: PageCount) -> int:
         """Return the bytes of pages."""
@@ -296,6 +300,11 @@ class PagePlan:
     def compressed(self) -> bool:
         """Whether there is more than one group. Deprecated."""
         return len(self.groups) > 1
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        """Names of the groups, in their order."""
+        return dict.fromkeys(group.name for group in self.groups)
 
     @cached_property
     def _dense(self) -> bool:
