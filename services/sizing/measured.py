@@ -10,12 +10,12 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from runtime.pages.plan import compressed_plan
+from runtime.pages.plan import PagePlan
+from runtime.pages.sizes import sequence_bytes, token_bytes
 from services.common.errors import SettingsError
 
 DENSE = "dense"
 FOLDER = Path(__file__).parent / "figures"
-_PLAN = compressed_plan()
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -48,42 +48,43 @@ class KVFigures(_Part):
     """Sizes of KV, and memory of a decode worker for it.
 
     Attributes:
-        bytes_per_token: by KV format; of a compressed format, of the tokens in stored pages.
-        bytes: memory for pages; `headrace_kv_pages` times 16 times the bytes of a token.
+        page_plans: by KV format, as workers register them (``page_plan`` in the list of workers of
+            a router).
+        bytes: memory for pages; the sum over page groups of `headrace_kv_pages` times
+            ``page_bytes``.
         read_bytes_per_s: rate at which attention reads KV, by KV format, to correct token times
             for contexts other than the measured ones; formats without it are not corrected.
         link_bits_per_s: measured bandwidth of KV transfers between two workers, by kind of link.
     """
 
-    bytes_per_token: dict[str, Positive]
+    page_plans: dict[str, PagePlan]
     bytes: Positive
     read_bytes_per_s: dict[str, Positive] = {}
     link_bits_per_s: dict[str, Positive] = {}
 
     @model_validator(mode="after")
     def _formats_are_known(self) -> Self:
-        unknown = {DENSE, *self.read_bytes_per_s} - self.bytes_per_token.keys()
+        unknown = self.read_bytes_per_s.keys() - self.page_plans.keys()
         if unknown:
-            raise ValueError(f"bytes_per_token lacks {', '.join(sorted(unknown))}")
+            raise ValueError(f"page_plans lacks {', '.join(sorted(unknown))}")
         return self
 
     def size(self, kv_format: str, tokens: float) -> float:
-        """Return the bytes of the first and the recent pages, exact, and of all others, stored.
+        """Return the bytes of the KV of a sequence.
 
         Raises:
-            SettingsError: if the size of the format is unknown.
+            SettingsError: if the pages of the format are unknown.
         """
-        stored = self.bytes_per_token.get(kv_format)
-        if stored is None:
-            raise _unknown_format("bytes per token", kv_format, self.bytes_per_token)
+        plan = self.page_plans.get(kv_format)
+        if plan is None:
+            raise _unknown_format("page plan", kv_format, self.page_plans)
         length = math.ceil(tokens)
-        exact = min(tokens, length - _PLAN.stored(length) * _PLAN.page_size)
-        return exact * self.bytes_per_token[DENSE] + (tokens - exact) * stored
+        return sequence_bytes(plan, length) - (length - tokens) * token_bytes(plan)
 
     def read_s_per_token(self, kv_format: str) -> float:
         """Return the seconds in which attention reads the KV of a token; 0 if unknown."""
         rate = self.read_bytes_per_s.get(kv_format)
-        return 0.0 if rate is None else self.bytes_per_token[kv_format] / rate
+        return 0.0 if rate is None else token_bytes(self.page_plans[kv_format]) / rate
 
 
 class Figures(_Part):
