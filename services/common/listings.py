@@ -25,8 +25,7 @@ class WorkerView(Message):
             kv_faster_raw_bytes: see `Heartbeat`.
         slowdown: factor by which the worker is slower than the fastest one with its role and model.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
-            placements, and of all pages; of exact pages with a compressed KV format.
-        stored_free, promised_stored, stored_total: the same of stored pages.
+            placements, and of all pages, by name of the page group.
         silent_s: time since the last heartbeat, seconds.
     """
 
@@ -43,12 +42,9 @@ class WorkerView(Message):
     prompt_tokens_per_s: float = 0.0
     inter_token_s: float = 0.0
     slowdown: float = 1.0
-    pages_free: Count
-    promised_pages: Count
-    pages_total: Count
-    stored_free: Count = 0
-    promised_stored: Count = 0
-    stored_total: Count = 0
+    pages_free: dict[Label, Count]
+    promised_pages: dict[Label, Count]
+    pages_total: dict[Label, Count]
     running: Count
     waiting: Count
     kv_raw_bytes: Count = 0

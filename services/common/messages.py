@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOKENS = 1 << 31  # maximum tokens of one request
 MAX_PAGES = 1 << 31
+MAX_PAGE_GROUPS = 64
 MAX_QUEUE_TOKENS = (1 << 63) - 1  # maximum tokens of all requests of a worker
 MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
@@ -29,6 +30,7 @@ Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=64)]
 QueueTokens = Annotated[int, Field(ge=0, le=MAX_QUEUE_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
+PagesByGroup = Annotated[dict[Label, Pages], Field(max_length=MAX_PAGE_GROUPS)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own

@@ -23,16 +23,17 @@ Responses with status 429 or 503 have a ``Retry-After`` header in seconds.
 """
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Self
 from uuid import uuid4
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.messages import (
     MAX_ADMITTED,
     MAX_CHOICES,
     MAX_EXCLUDED,
-    MAX_PAGES,
     MAX_PRIORITY,
     MAX_STEP_S,
     MAX_TOKENS,
@@ -43,14 +44,25 @@ from services.common.messages import (
     Epoch,
     Label,
     Message,
-    Pages,
+    PagesByGroup,
     PlacementId,
     QueueTokens,
     Sequences,
     TokenIds,
-    Tokens,
     WorkerId,
 )
+
+PROTOCOL = 2
+"""Version of the messages between workers and routers. Increase it with each change of them."""
+
+
+def _same_protocol(version: int) -> int:
+    if version != PROTOCOL:
+        raise ValueError(
+            f"this router registers workers of protocol version {PROTOCOL}, and the worker has "
+            f"version {version}: both must be of the same release"
+        )
+    return version
 
 
 def new_placement_id() -> str:
@@ -109,6 +121,7 @@ class Compatibility(Message):
     """Properties that must be equal on two workers that exchange KV.
 
     Attributes:
+        page_plan: page size and page groups, by which every process counts a worker's pages.
         chunk_tokens: maximum prompt tokens of one sequence in a step. With chunks of another size,
             the results of a prompt that is computed again may differ in rounding.
     """
@@ -119,7 +132,7 @@ class Compatibility(Message):
     kv_format: Label
     kv_format_hash: Label
     kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
+    page_plan: PagePlan
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
     frame_version: Annotated[int, Field(ge=0, le=1 << 16)]
     codec: Label  # "raw", or "splitzip" if the worker supports both
@@ -139,30 +152,13 @@ _SHARED = ModelInfo.model_fields.keys() & Compatibility.model_fields.keys()
 """Facts that gateways need to know, and that must be equal on two workers."""
 
 
-class StoredPages(Message):
-    """Stored pages of a worker with a compressed KV format.
-
-    A prompt is computed over exact pages. In decode, a sequence occupies stored pages, except for
-    its first pages and its recent tokens, which stay exact.
-
-    Attributes:
-        total: number of stored pages.
-        sink_pages: number of pages at the start of a sequence that stay exact.
-        window: minimum number of recent tokens that stay exact.
-    """
-
-    total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
-    sink_pages: Pages
-    window: Tokens
-
-
 class Registration(Message):
     """Registration of a worker: once per epoch, and again when a router requests it.
 
     Attributes:
+        protocol: `PROTOCOL` of the worker; 1 for workers of releases that did not send it.
         address: host and port of the gRPC server.
-        pages_total: number of pages; of exact pages with a compressed KV format.
-        stored: stored pages; None if the KV format has none.
+        pages_total: number of pages of each page group, by name.
         max_running: number of batch slots.
         max_waiting: maximum number of requests without a batch slot; the worker refuses more.
         heartbeat_s: time between two heartbeats, seconds. A router refuses workers that it would
@@ -173,14 +169,14 @@ class Registration(Message):
             with ``decodes`` take over requests; None: never. Ignored for other roles.
     """
 
+    protocol: Annotated[int, AfterValidator(_same_protocol)] = Field(1, validate_default=True)
     worker_id: WorkerId
     epoch: Epoch
     role: Role
     address: Address
     model: ModelInfo
     compatibility: Compatibility
-    pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
-    stored: StoredPages | None = None
+    pages_total: PagesByGroup
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
     max_waiting: Annotated[int, Field(ge=1, le=1 << 20)]
     heartbeat_s: Annotated[float, Field(gt=0, le=60)]
@@ -192,7 +188,18 @@ class Registration(Message):
         for name in sorted(_SHARED):
             if getattr(self.model, name) != getattr(self.compatibility, name):
                 raise ValueError(f"{name} of the model is not that of the compatibility")
+        if not all(self.page_count):
+            raise ValueError("a page group has no pages")
         return self
+
+    @cached_property
+    def page_count(self) -> PageCount:
+        """Numbers of pages of the worker.
+
+        Raises:
+            ValueError: ``pages_total`` does not have the groups of the plan.
+        """
+        return self.compatibility.page_plan.count(self.pages_total)
 
 
 class StepPace(Message):
@@ -223,8 +230,7 @@ class Heartbeat(Message):
         inter_token_s: mean duration of recent steps with running sequences, which is the time
             between two tokens of a sequence, seconds; 0 if that is unknown.
         pace: means over recent steps; None if that is unknown.
-        pages_free: number of free pages; of exact pages with a compressed KV format.
-        stored_free: number of free stored pages; 0 if the KV format has none.
+        pages_free: number of free pages of each page group, by name.
         running: number of occupied batch slots; each choice occupies one.
         waiting: number of requests without a batch slot.
         kv_raw_bytes: bytes of KV that were sent or received since the start, as in the pages.
@@ -244,8 +250,7 @@ class Heartbeat(Message):
     prompt_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     inter_token_s: Annotated[float, Field(ge=0)] = 0.0
     pace: StepPace | None = None
-    pages_free: Pages
-    stored_free: Pages = 0
+    pages_free: PagesByGroup
     running: Sequences
     waiting: Sequences
     kv_raw_bytes: Bytes = 0

@@ -168,7 +168,7 @@ class FetchedStreams(StreamService):
         lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
         need = PageCount.total(map(self._receiver.layout.plan.received, lengths))
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
-        fits = fits and 2 * need.exact < load.pages_free and 2 * need.stored <= load.stored_free
+        fits = fits and need.times(2).fits(load.pages_free)
         return fits and load.waiting == 0
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
@@ -208,7 +208,7 @@ class FetchedStreams(StreamService):
         if not self._settings.kv_digest:
             return None
         tokens = self._sent_tokens(stream).kept
-        return self._worker.digest(reserved.pages, tokens, reserved.stored)
+        return self._worker.digest(reserved.page_tables, tokens)
 
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._receiver.sent_tokens(stream.start.request)

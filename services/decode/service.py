@@ -6,6 +6,7 @@ import uvloop
 
 from headrace.v1 import decode_pb2_grpc, prefill_pb2
 from runtime.engine import StepOutput
+from runtime.pages.sizes import token_bytes
 from services.common.grpc_server import GrpcServer
 from services.common.placement import Role
 from services.decode.fetched_streams import FetchedStreams
@@ -92,14 +93,13 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     """Return the tokens above which prefill workers decode further requests; None for never.
 
     A step reads the weights and the KV of all sequences. By default, the KV of this many tokens
-    has two thirds of the bytes of the weights: in stored pages with a compressed KV format, and
-    without evicted tokens.
+    has two thirds of the bytes of the weights. Evicted tokens and windows do not count.
     """
     if settings.overflow_tokens == "auto" and loaded.device != "cpu":
-        layout = loaded.executor.cache.layout
-        kept = 1 - loaded.identity.compatibility.kv_eviction
-        per_token = kept * (layout.stored_bytes_per_token or layout.bytes_per_token)
-        return min(int(2 * loaded.weight_bytes / (3 * per_token)), MAX_KV_TOKENS)
+        compatibility = loaded.identity.compatibility
+        per_token = (1 - compatibility.kv_eviction) * token_bytes(compatibility.page_plan)
+        most = 2 * loaded.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
+        return min(int(most), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None
 
 

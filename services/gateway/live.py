@@ -197,9 +197,7 @@ def _value(metric: Counter | Gauge) -> float:
 
 
 def _kv_usage(worker: WorkerView) -> float:
-    """Return the share of KV pages in use, 0 to 1: the larger one of exact and stored pages."""
-    kinds = (
-        (worker.pages_free, worker.pages_total),
-        (worker.stored_free, worker.stored_total),
-    )
-    return max((1 - min(free, total) / total for free, total in kinds if total), default=0.0)
+    """Return the share of KV pages in use, 0 to 1: that of the fullest page group."""
+    free = worker.pages_free
+    used = (1 - min(free[group], total) / total for group, total in worker.pages_total.items())
+    return max(used)

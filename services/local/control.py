@@ -153,12 +153,18 @@ def _workers(deployment: Deployment) -> Table:
         httpx.HTTPError, ValueError: if the router does not answer, or its answer is not JSON.
     """
     answer = _ask_router(deployment, "workers")
-    columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "stored_free", "reason")
+    columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "reason")
     table = Table("worker", *(name.replace("_", " ") for name in columns[1:]), title="router")
     for worker in answer["workers"]:
-        values = (worker.get(column) for column in columns)
-        table.add_row(*("-" if value is None else escape(str(value)) for value in values))
+        table.add_row(*(escape(_text(worker.get(column))) for column in columns))
     return table
+
+
+def _text(value: object) -> str:
+    """Return a property of a worker as text; numbers by page group as ``group number``."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return "-" if value is None else str(value)
 
 
 def _not_ready(deployment: Deployment) -> list[str]:

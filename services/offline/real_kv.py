@@ -63,10 +63,10 @@ def prefill_sample(
         encode are left out. If pages are encoded into encodable planes, so are all others, because
         a sequence has few of their pages.
     """
-    num_pages = SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE
+    plan = model.layout.plan
     executor = LocalExecutor(
         model,
-        pages=model.layout.plan.each(num_pages),
+        pages=plan.each(plan.full(SAMPLE_PROMPTS * SAMPLE_TOKENS)),
         limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
     )
     stride = len(tokens) // SAMPLE_PROMPTS

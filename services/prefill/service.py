@@ -10,6 +10,8 @@ from collections import Counter
 import grpc
 import structlog
 import uvloop
+from google.protobuf.message import Message
+from google.protobuf.text_format import MessageToString
 
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
@@ -129,8 +131,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         hello = commands[0].hello
         mine = self.identity.compatibility_message()
         differing = [
-            f"{field.name}: decode worker has {getattr(hello.compatibility, field.name)!r}, "
-            f"prefill worker has {getattr(mine, field.name)!r}"
+            f"{field.name}: decode worker has {_text(getattr(hello.compatibility, field.name))}, "
+            f"prefill worker has {_text(getattr(mine, field.name))}"
             for field in pb.Compatibility.DESCRIPTOR.fields
             if getattr(hello.compatibility, field.name) != getattr(mine, field.name)
         ]
@@ -201,8 +203,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
                     complete.append(key)
         for chunk in output.computed:
             if job := self.jobs.get(chunk.id):
-                job.pages += chunk.pages
-                job.stored += chunk.stored
+                job.add_pages(chunk.page_tables)
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
                 end = chunk.first_token + chunk.num_tokens
@@ -222,13 +223,17 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         def log_digest(digest: "asyncio.Future[str]") -> None:
             log.info("kv computed", **fields, digest=digest.result())
 
-        self.digest(job.pages, tokens, job.stored).add_done_callback(log_digest)
+        self.digest(job.page_tables, tokens).add_done_callback(log_digest)
 
     def observe(self) -> None:
         """Set the gauges and end expired leases."""
         super().observe()
         self.sender.expire()
         self.sender.observe()
+
+
+def _text(value: object) -> str:
+    return MessageToString(value, as_one_line=True) if isinstance(value, Message) else repr(value)
 
 
 async def serve(settings: PrefillSettings) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import add
 
 import grpc
 import structlog
@@ -45,8 +46,8 @@ class Job:
         limit: maximum number of tokens of a choice, including the prompt.
         accepted: time of acceptance, in seconds of `time.perf_counter`.
         computing_since: start time of the first chunk, on the same clock; 0 until then.
-        pages: pages with computed KV.
-        stored: stored pages of a compressed KV format.
+        page_tables: pages with computed KV in each page group, by the index of the page in the
+            sequence.
         computed: time of the first tokens, on the same clock; 0 until then.
         first: first tokens sampled so far, one per choice.
         deadline_s: seconds from the acceptance to the end of the sequence by ``expiry``.
@@ -62,14 +63,18 @@ class Job:
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     computed: float = 0.0
-    pages: tuple[int, ...] = ()
-    stored: tuple[int, ...] = ()
+    page_tables: tuple[tuple[int, ...], ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
     @property
     def ends_at_once(self) -> bool:
         """Whether the next token reaches the maximum length, so that no KV is sent."""
         return self.samples_first and len(self.request.tokens) + 1 >= self.limit
+
+    def add_pages(self, page_tables: tuple[tuple[int, ...], ...]) -> None:
+        """Add the pages of a computed chunk."""
+        before = self.page_tables or ((),) * len(page_tables)
+        self.page_tables = tuple(map(add, before, page_tables))
 
     def end_span(self) -> None:
         """End the span, after one for each stage that was reached."""

@@ -114,7 +114,8 @@ class Fleet:
             )
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
-        if known := self._find(worker_id, epoch):
+        known = self._find(worker_id, epoch)
+        if known and known.registration.compatibility == registration.compatibility:
             known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
             if known.suspect_at is None:
                 self._time(known)
@@ -136,12 +137,16 @@ class Fleet:
 
         Raises:
             StaleEpoch: if the epoch has ended or was replaced.
+            InvalidBody: if it does not have the page groups of the registration.
         """
         self._refuse_retired(beat.worker_id, beat.epoch)
         worker = self._find(beat.worker_id, beat.epoch)
         if worker is None:
             return False
-        worker.load, worker.last_heartbeat_at, worker.snapshot = beat, now, None
+        try:
+            worker.report(beat, now)
+        except ValueError as error:
+            raise InvalidBody(f"pages_free: {error}") from None
         self._changed[beat.worker_id] = None
         if worker.suspect_at is None:
             self._time(worker)

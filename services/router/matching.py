@@ -53,14 +53,23 @@ def difference(workers: Sequence[Member]) -> str:
         product(*([w for w in workers if w.role is role] for role in _OTHER)),
         key=lambda pair: len(pair[0].compatibility.mismatches(pair[1].compatibility)),
     )
+    ours, theirs = prefill.compatibility, decode.compatibility
     differing = [
-        f"{name} is {_value(prefill, name)} and {_value(decode, name)}"
-        for name in prefill.compatibility.mismatches(decode.compatibility)
+        f"{name} is {_value(ours, theirs, name)} and {_value(theirs, ours, name)}"
+        for name in ours.mismatches(theirs)
     ]
     names = f"{prefill.worker_id} and {decode.worker_id}"
     return f"the workers {names} are not compatible: {', '.join(differing)}"
 
 
-def _value(worker: Member, name: str) -> str:
-    value = getattr(worker.compatibility, name)
+def _value(of: Compatibility, other: Compatibility, name: str) -> str:
+    """Return a property as text; of a page plan, the groups that the other worker does not have."""
+    if name == "page_plan":
+        groups = [
+            f"{g.name} ({g.part}, {g.page_bytes} bytes, {g.sink_pages} sinks, window {g.window})"
+            for g in of.page_plan.groups
+            if g not in other.page_plan.groups
+        ]
+        return ", ".join([f"{of.page_plan.page_size} tokens per page", *groups])
+    value = getattr(of, name)
     return repr(value[:_MAX_VALUE_CHARS] if isinstance(value, str) else value)

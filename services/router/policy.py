@@ -205,7 +205,7 @@ class _Offers:
         demand = self.demand
         if (need := self.needs.get((shape, role))) is None:
             output = shape.sample.max_output(demand, role)
-            need = output, demand.pages(role, shape.sample.paging, output)
+            need = output, demand.pages(role, shape.sample.page_plan, output)
             self.needs[shape, role] = need
         output, pages = need
         found = with_space(workers.values(), demand, role, pages) if output else []

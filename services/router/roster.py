@@ -222,7 +222,7 @@ class Roster:
 
     def _add(self, worker: WorkerSnapshot) -> Shape:
         pool_key = (worker.model, worker.compatibility, worker.role is Role.COLOCATED)
-        size = (worker.paging, worker.pages_total, worker.max_running)
+        size = (worker.pages_total, worker.max_running)
         key: tuple[object, ...] = (*pool_key, worker.role, worker.decodes, *size)
         if (shape := self._shapes.get(key)) is None:
             pool = self._pools.setdefault(pool_key, Pool(worker.role is Role.COLOCATED))

@@ -9,8 +9,10 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
+from runtime.pages.plan import PAGE_SIZE, PageCount, PagePlan
 from services.common.pace import MeasuredStep, PaceMeter
 from services.common.placement import (
+    PROTOCOL,
     Compatibility,
     Heartbeat,
     ModelInfo,
@@ -25,7 +27,7 @@ STEP_S = 5e-3  # duration of a decode step without resident tokens, seconds
 RESIDENT_S = 1e-6  # additional step time per resident token, seconds
 MAX_RUNNING = 32  # maximum sequences in the batch of a decode worker
 HEARTBEAT_S = 0.25
-PAGE_SIZE = 16  # tokens
+PAGE_PLAN = PagePlan(PAGE_SIZE)
 PAGES = 1 << 15  # per worker: enough that pages are never the limit
 EPOCH = "1"
 
@@ -229,7 +231,7 @@ def heartbeat(
         prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
         prompt_tokens_per_s=prompt_tokens_per_s,
         pace=pace,
-        pages_free=max(0, PAGES - -(-queue_tokens // PAGE_SIZE)),
+        pages_free=PAGE_PLAN.by_name(PageCount(max(0, PAGES - PAGE_PLAN.pages(queue_tokens)))),
         running=running,
         waiting=waiting,
         admitted=admitted,
@@ -239,6 +241,7 @@ def heartbeat(
 def registration(name: str, role: Role) -> Registration:
     """Return the registration of a simulated worker."""
     return Registration(
+        protocol=PROTOCOL,
         worker_id=name,
         epoch=EPOCH,
         role=role,
@@ -252,7 +255,7 @@ def registration(name: str, role: Role) -> Registration:
             kv_format="dense",
             kv_format_hash="",
             kv_format_version=1,
-            page_size=PAGE_SIZE,
+            page_plan=PAGE_PLAN,
             codec_version=1,
             frame_version=1,
             codec="raw",
@@ -260,7 +263,7 @@ def registration(name: str, role: Role) -> Registration:
             kernel_plan_hash="",
             chunk_tokens=512,
         ),
-        pages_total=PAGES,
+        pages_total=PAGE_PLAN.by_name(PageCount(PAGES)),
         max_running=MAX_RUNNING,
         max_waiting=256,
         heartbeat_s=HEARTBEAT_S,

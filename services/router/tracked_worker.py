@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from math import ceil
 
-from runtime.pages.plan import PageCount
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.listings import WorkerView
 from services.common.placement import Heartbeat, Registration, Role, WorkerAddress, WorkerState
-from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot, page_plan
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.speed import noticeable
 
 _AVERAGED = 16  # placements over which the time to their admission is averaged
@@ -33,8 +33,8 @@ class TrackedWorker:
     promises: dict[str, Promise] = field(default_factory=dict)
     promised_tokens: int = 0
     promised_prompt_tokens: int = 0  # tokens
-    promised_pages: int = 0
-    promised_stored: int = 0
+    pages_free: PageCount = field(init=False)  # at the last heartbeat; 0 before the first
+    promised_pages: PageCount = field(init=False)
     promised_slots: int = 0
     slowdown: float = 1.0  # at the last heartbeat, see `services.router.speed.slowdown`
     admission_s: float = 0.0  # recent mean time from a placement to the heartbeat that lists it
@@ -44,6 +44,9 @@ class TrackedWorker:
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
     _address: WorkerAddress | None = None
     suspect_at: float | None = None  # when the fleet will check whether it is suspect
+
+    def __post_init__(self) -> None:
+        self.pages_free = self.promised_pages = self.registration.page_count.times(0)
 
     @property
     def address(self) -> WorkerAddress:
@@ -56,10 +59,9 @@ class TrackedWorker:
         return known
 
     @property
-    def pages_total(self) -> PageCount:
-        """Numbers of pages that the worker has registered."""
-        stored = self.registration.stored
-        return PageCount(self.registration.pages_total, stored.total if stored else 0)
+    def page_plan(self) -> PagePlan:
+        """Counts of the pages that requests need on the worker."""
+        return self.registration.compatibility.page_plan
 
     @property
     def busy(self) -> bool:
@@ -67,18 +69,26 @@ class TrackedWorker:
         load = self.load
         return bool(self.promises or (load and (load.queue_tokens or load.running or load.waiting)))
 
+    def report(self, load: Heartbeat, now: float) -> None:
+        """Replace the load of the worker by that of a new heartbeat.
+
+        Raises:
+            ValueError: the heartbeat does not have the page groups of the registration.
+        """
+        self.pages_free = self.page_plan.count(load.pages_free)
+        self.load, self.last_heartbeat_at, self.snapshot = load, now, None
+
     def promise(
         self, placement_id: str, demand: Demand, role: Role, number: int, now: float
     ) -> None:
         """Add the load of a new placement."""
-        pages = demand.pages(role, page_plan(self.registration))
+        pages = demand.pages(role, self.page_plan)
         prompt = 0 if role is Role.DECODE else demand.prompt_tokens
         promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_prompt_tokens += promise.prompt_tokens
-        self.promised_pages += promise.pages.exact
-        self.promised_stored += promise.pages.stored
+        self.promised_pages = self.promised_pages.plus(pages)
         self.promised_slots += promise.slots
         self.last_placement = number
         self.snapshot = None
@@ -94,8 +104,7 @@ class TrackedWorker:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
             self.promised_prompt_tokens -= promise.prompt_tokens
-            self.promised_pages -= promise.pages.exact
-            self.promised_stored -= promise.pages.stored
+            self.promised_pages = self.promised_pages.minus(promise.pages)
             self.promised_slots -= promise.slots
             self.snapshot = None
 
@@ -154,16 +163,12 @@ class TrackedWorker:
             model=registration.model.name,
             compatibility=registration.compatibility,
             health=health,
-            paging=page_plan(registration),
-            pages_total=self.pages_total,
+            pages_total=registration.page_count,
             queue_tokens=(load.queue_tokens if load else 0) + self.promised_tokens,
             prompt_tokens=(load.prompt_tokens if load else 0) + self.promised_prompt_tokens,
             max_prompt_tokens=self._max_prompt_tokens(prompt_backlog_s),
             slowdown=noticeable(self.slowdown),
-            pages_free=PageCount(
-                (load.pages_free if load else 0) - self.promised_pages,
-                (load.stored_free if load else 0) - self.promised_stored,
-            ),
+            pages_free=self.pages_free.minus(self.promised_pages),
             slots=(load.running + load.waiting if load else 0) + self.promised_slots,
             max_slots=self._max_slots(backlog),
             max_running=registration.max_running,
@@ -208,12 +213,9 @@ class TrackedWorker:
             prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
             inter_token_s=load.inter_token_s if load else 0.0,
             slowdown=self.slowdown,
-            pages_free=load.pages_free if load else 0,
-            promised_pages=self.promised_pages,
-            pages_total=self.pages_total.exact,
-            stored_free=load.stored_free if load else 0,
-            promised_stored=self.promised_stored,
-            stored_total=self.pages_total.stored,
+            pages_free=self.page_plan.by_name(self.pages_free),
+            promised_pages=self.page_plan.by_name(self.promised_pages),
+            pages_total=registration.pages_total,
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             kv_raw_bytes=load.kv_raw_bytes if load else 0,

@@ -88,7 +88,7 @@ class SegmentCodecs:
         return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
 
     def raw_bytes(self, extent: Extent) -> int:
-        """Return the bytes of a segment's KV as it is stored in the pages."""
+        """Return the bytes of a segment's KV in the pages."""
         group = self.layout.groups[extent.plane_group]
         tensors = group.count(extent.first_layer, extent.num_layers)
         return tensors * extent.num_kv_heads * extent.num_tokens * group.dim * group.dtype.itemsize

@@ -1,6 +1,6 @@
 """The manifest: cutting computed KV into segments, and checking that they cover a sequence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from headrace.v1 import request_pb2
 from runtime.kv.cache import CacheLayout, PlaneGroup
 from runtime.pages.eviction import evicted_tokens
-from runtime.pages.plan import pages_for
+from runtime.pages.plan import PagePlan
 from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -49,15 +49,15 @@ def sent_tokens(
 ) -> SentTokens:
     """Return which tokens of a request are computed and sent by a prefill worker.
 
-    With a compressed format or an eviction, these are tokens of the prompt alone: output tokens of
-    an earlier attempt attend to stored pages, or to what eviction has kept, so the decode worker
-    computes them again.
+    If pages are encoded, or with an eviction, these are tokens of the prompt alone: output tokens
+    of an earlier attempt attend to encoded pages, or to what eviction has kept, so the decode
+    worker computes them again.
 
     Args:
         kv_eviction: fraction of the prompt tokens to evict.
     """
     evicted = evicted_tokens(request.prompt_tokens, kv_eviction, layout.page_size)
-    if layout.has_stored or evicted:
+    if layout.plan.encodes or evicted:
         return SentTokens(request.prompt_tokens, evicted)
     return SentTokens(count_tokens(request.tokens), 0)
 
@@ -67,10 +67,9 @@ def plan_segments(
     *,
     first_token: int,
     num_tokens: int,
-    pages: tuple[int, ...],
+    page_tables: Sequence[tuple[int, ...]],
     capacity: int,
     bound: Callable[[int, int, int], int],
-    stored: tuple[int, ...] = (),
     sequence_tokens: int | None = None,
     rank: int = 0,
     first_kv_head: int = 0,
@@ -83,35 +82,35 @@ def plan_segments(
     Args:
         layout: the sender's cache, which holds the KV heads of its rank.
         first_token: a multiple of the page size.
-        pages: pages of the chunk, in token order.
+        page_tables: pages of the chunk in each page group, by their index in the chunk.
         capacity: bytes of a slot.
         bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
-        stored: stored pages of the chunk, in token order, with a compressed format.
-        sequence_tokens: tokens of the whole sequence; needed with a compressed format.
+        sequence_tokens: tokens of the whole sequence, by which the page plan decides what is sent;
+            default: those of the chunk and before it.
         first_kv_head: index of the rank's first KV head, counted over all ranks.
 
     Raises:
         ValueError: one page of one layer does not fit.
     """
-    page_size, end = layout.page_size, first_token + num_tokens
+    plan, end = layout.plan, first_token + num_tokens
     total = end if sequence_tokens is None else sequence_tokens
-    first_page, end_page = first_token // page_size, pages_for(end, page_size)
+    chunk = plan.span(first_token, end)
     for number, group in enumerate(layout.groups):
-        for sent in layout.plan.sent(total, stored=group.stored):
-            begin, stop = max(sent.start, first_page), min(sent.stop, end_page)
+        held = page_tables[group.page_group]
+        for sent in plan.sent(total, group.page_group):
+            begin, stop = max(sent.start, chunk.start), min(sent.stop, chunk.stop)
             if begin >= stop:
                 continue
-            own_tokens = min(stop * page_size, end) - begin * page_size
-            layers, tokens = _segment_shape(group, number, own_tokens, page_size, capacity, bound)
-            held = stored if group.stored else pages[max(0, begin - first_page) :]
-            for page in range(begin, stop, tokens // page_size):
-                last = min(page + tokens // page_size, stop)
-                own = held[page - begin : last - begin]
+            own_tokens = plan.filled(range(begin, stop), end)
+            layers, count = _segment_shape(group, number, own_tokens, plan, capacity, bound)
+            for page in range(begin, stop, count):
+                last = min(page + count, stop)
+                own = held[page - chunk.start : last - chunk.start]
                 for run in group.runs:
                     for layer in range(run.start, run.stop, layers):
                         extent = Extent(
-                            first_token=page * page_size,
-                            num_tokens=min(last * page_size, end) - page * page_size,
+                            first_token=page * plan.page_size,
+                            num_tokens=plan.filled(range(page, last), end),
                             first_layer=layer,
                             num_layers=min(layers, run.stop - layer),
                             first_kv_head=first_kv_head,
@@ -126,17 +125,19 @@ def _segment_shape(
     group: PlaneGroup,
     number: int,
     tokens: int,
-    page_size: int,
+    plan: PagePlan,
     capacity: int,
     bound: Callable[[int, int, int], int],
 ) -> tuple[int, int]:
-    """Return the maximum layers and tokens, in whole pages, of a segment of a plane group.
+    """Return the maximum layers and pages of a segment of a plane group.
 
     Args:
         tokens: tokens of the chunk that are sent in this group.
     """
-    while tokens > page_size and bound(number, 1, tokens) > capacity:
-        tokens = -(-tokens // (2 * page_size)) * page_size
+    pages = plan.pages(tokens)
+    while pages > 1 and bound(number, 1, plan.filled(range(pages), tokens)) > capacity:
+        pages -= pages // 2
+    tokens = plan.filled(range(pages), tokens)
     if bound(number, 1, tokens) > capacity:
         raise ValueError(
             f"a slot of {capacity} bytes does not hold one page of one layer; raise slot_bytes"
@@ -144,7 +145,7 @@ def _segment_shape(
     layers = max(len(run) for run in group.runs)
     while bound(number, layers, tokens) > capacity:
         layers = -(-layers // 2)
-    return layers, -(-tokens // page_size) * page_size
+    return layers, pages
 
 
 class Coverage:
@@ -156,12 +157,16 @@ class Coverage:
     """
 
     def __init__(self, num_tokens: int, layout: CacheLayout, *, ranks: int = 1) -> None:
-        self._tokens, self._page_size, self._ranks = num_tokens, layout.page_size, ranks
-        pages = -(-num_tokens // layout.page_size)
+        self._tokens, self._plan, self._ranks = num_tokens, layout.plan, ranks
         self._groups = layout.groups
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
-        self._sent = [layout.plan.sent(num_tokens, stored=group.stored) for group in layout.groups]
-        shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
+        self._sent = [layout.plan.sent(num_tokens, group.page_group) for group in layout.groups]
+        shape = (
+            len(layout.groups),
+            layout.plan.pages(num_tokens),
+            len(layout.layers),
+            layout.kv_heads,
+        )
         self._arrived = np.zeros(shape, dtype=np.bool_)
         counts = [sum(map(len, ranges)) for ranges in self._sent]
         layers = map(sum, self._present)
@@ -201,14 +206,12 @@ class Coverage:
 
     def _pages(self, extent: Extent) -> range:
         first, end = extent.first_token, extent.first_token + extent.num_tokens
-        on_pages = first % self._page_size == 0 and (
-            end == self._tokens or end % self._page_size == 0
-        )
+        pages = self._plan.span(first, end)
+        on_pages = self._plan.filled(pages, self._tokens) == extent.num_tokens
         if extent.num_tokens < 1 or end > self._tokens or not on_pages:
             raise ForeignSegment(
                 f"tokens {first} to {end} are not whole pages of {self._tokens} tokens"
             )
-        pages = range(first // self._page_size, -(-end // self._page_size))
         group = extent.plane_group
         if group >= len(self._sent):
             raise ForeignSegment(f"plane group {group} does not exist; there are {len(self._sent)}")
@@ -234,5 +237,5 @@ class Coverage:
         if count < 1 or first + count > kv_heads:
             raise ForeignSegment(f"{count} KV heads from {first} exceed the {kv_heads} KV heads")
         if count < kv_heads and self._groups[extent.plane_group].is_block:
-            raise ForeignSegment("blocks of stored planes are sent with all KV heads")
+            raise ForeignSegment("blocks of planes are sent with all KV heads")
         return range(first, first + count)

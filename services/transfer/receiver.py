@@ -17,7 +17,6 @@ import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import CacheLayout, PagedCache
-from runtime.pages.window import SINK_PAGES
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
@@ -283,10 +282,8 @@ class Receiver:
 
     def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
         """Return the pages into which a segment is decoded; ``pages`` are indices."""
-        reserved = fetch.reserved.result()
-        if self._codecs.layout.groups[extent.plane_group].stored:
-            return reserved.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
-        return reserved.pages[pages.start : pages.stop]
+        group = self._codecs.layout.groups[extent.plane_group].page_group
+        return fetch.reserved.result().page_tables[group][pages.start : pages.stop]
 
     async def _pull(
         self, pull: Pull, fetch: Fetch, subscription: Subscription, progress: FetchProgress

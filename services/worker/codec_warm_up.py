@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import codec
 from runtime.kv.cache import CacheLayout
-from runtime.pages.plan import pages_for
-from runtime.pages.window import SINK_PAGES, WINDOW
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.transfer.codec_calls import MAX_BATCH
@@ -66,7 +64,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
 def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment of each plane group and number of layers."""
     layout = loaded.executor.cache.layout
-    pages = min(loaded.sizes.chunk_tokens // layout.page_size, *loaded.engine.pages_total)
+    pages = min(layout.plan.full(loaded.sizes.chunk_tokens), *loaded.engine.pages_total)
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):
         for lacking in (0, 1, layout.page_size - 1):
@@ -85,18 +83,19 @@ def _plans(
     """Return the segments of a chunk.
 
     Args:
-        middle: whether the chunk is one of a longer prompt, without exact pages in a compressed KV
-            format. Otherwise it is a whole prompt.
+        middle: whether the chunk is one of a longer prompt, without sinks and windows. Otherwise it
+            is a whole prompt.
     """
-    page = layout.page_size
-    pages = tuple(range(pages_for(tokens, page)))
+    plan = layout.plan
+    pages = tuple(range(plan.pages(tokens)))
+    sinks = layout.page_size * max(group.sink_pages for group in plan.groups)
+    window = layout.page_size + max(group.window for group in plan.groups)
     return plan_segments(
         layout,
-        first_token=SINK_PAGES * page if middle else 0,
+        first_token=sinks if middle else 0,
         num_tokens=tokens,
-        pages=pages,
-        stored=pages if middle else pages[: layout.plan.stored(tokens)],
-        sequence_tokens=SINK_PAGES * page + tokens + WINDOW + page if middle else tokens,
+        page_tables=(pages,) * len(plan.groups),
+        sequence_tokens=sinks + tokens + window if middle else tokens,
         capacity=slot_bytes,
         bound=codecs.max_frame_bytes,
     )

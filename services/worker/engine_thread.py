@@ -17,6 +17,7 @@ import torch
 
 from runtime.core.plan import StepSize
 from runtime.engine import Command, Engine, StepOutput
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.pace import MeasuredStep, PaceMeter
 from services.common.placement import StepPace
 from services.common.rate import Rate
@@ -44,8 +45,7 @@ class EngineLoad:
         prompt_tokens: accepted prompt tokens that are not computed yet.
         prompt_tokens_per_s: prompt tokens computed per second in recent steps with prompts; 0 if
             there were none.
-        pages_free: free KV pages; exact ones with a compressed KV format.
-        stored_free: free stored pages; 0 without a compressed KV format.
+        pages_free: free KV pages.
         running: sequences in the batch.
         waiting: sequences that wait for pages or a place in the batch.
         steps: steps since the start.
@@ -56,8 +56,7 @@ class EngineLoad:
     queue_tokens: int
     prompt_tokens: int
     prompt_tokens_per_s: float
-    pages_free: int
-    stored_free: int
+    pages_free: PageCount
     running: int
     waiting: int
     steps: int
@@ -82,8 +81,8 @@ class EngineThread:
     Attributes:
         submitted: number of commands submitted since the start; see `EngineLoad.commands`.
         load: load after the last step.
-        pages_total: number of pages; of exact pages with a compressed KV format.
-        stored_total: number of stored pages; 0 without a compressed KV format.
+        page_plan: counts of the pages that sequences need.
+        pages_total: number of pages.
     """
 
     def __init__(
@@ -109,7 +108,8 @@ class EngineThread:
         self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
         self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
-        self.pages_total, self.stored_total = engine.pages_total.exact, engine.pages_total.stored
+        self.page_plan: PagePlan = engine.cache.layout.plan
+        self.pages_total = engine.pages_total
 
     def start(self) -> None:
         """Start the thread."""
@@ -216,8 +216,7 @@ class EngineThread:
             queue_tokens=engine.queue_tokens,
             prompt_tokens=engine.prompt_tokens,
             prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
-            pages_free=engine.pages_free.exact,
-            stored_free=engine.pages_free.stored,
+            pages_free=engine.pages_free,
             running=engine.num_running,
             waiting=engine.num_waiting,
             steps=self._steps,

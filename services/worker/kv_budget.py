@@ -1,14 +1,14 @@
-"""The sizes of a worker's KV page pools.
+"""The memory of a worker's KV page pools.
 
-A compressed KV format has two kinds of pages. Sequences occupy stored pages, except for their first
-page and the window of recent tokens. Exact pages are needed for these, and for prompts until they
-are complete. A worker gets as many exact pages as its batch needs in addition to one prompt
-(`PagePlan.batch`), but at most half of the memory. The prompt has the maximum length, or at most
-`PREEMPTED_TOKENS` on a worker that receives the KV of prompts. A prefill worker, which keeps
-prompts until they are read, gets half. The rest is for stored pages.
+Page groups that hold a window of each sequence (`runtime.pages.sizes`) need pages for the windows
+of a full batch, and for prompts until they are complete. A worker gets as many of these pages as
+its batch needs in addition to one prompt, but at most half of the memory. The prompt has the
+maximum length, or at most `PREEMPTED_TOKENS` on a worker that receives the KV of prompts. A prefill
+worker, which keeps prompts until they are read, gets half. The rest is for the other groups.
 
-The number of long sequences that a worker holds therefore grows with the compression ratio if its
-batch is not much larger: windows of unused batch slots are not available for stored pages.
+With a compressed KV format, the number of long sequences that a worker holds therefore grows with
+the compression ratio if its batch is not much larger: windows of unused batch slots are not
+available for them.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,14 @@ from typing import Self
 
 import torch
 
-from runtime.kv.cache import CacheLayout
-from runtime.pages.plan import PageCount
 from services.common.errors import SettingsError
-from services.worker.settings import MAX_KV_TOKENS
 
 CPU_TOKENS = 16_384
 """Default token slots on the CPU, whose memory other processes need as well."""
 PREEMPTED_TOKENS = 8192
-"""Tokens of the prompt for which a decode worker has exact pages. It computes a prompt only after
-preemption. A longer one waits for pages of ended sequences; if it needs more than all exact pages,
-the worker refuses the request, and the gateway continues it elsewhere."""
+"""Tokens of the prompt for which a decode worker has pages of windows. It computes a prompt only
+after preemption. A longer one waits for pages of ended sequences; if it needs more than all of
+these pages, the worker refuses the request, and the gateway continues it elsewhere."""
 RESERVE = 5 << 28
 """Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60
@@ -54,39 +51,6 @@ class DeviceMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
-
-
-def pages_of_tokens(tokens: int, layout: CacheLayout, exact: int) -> PageCount:
-    """Return the pages for ``tokens`` token slots, of stored pages with a compressed format.
-
-    Args:
-        exact: number of exact pages of a compressed format, if they are not more than the stored
-            ones.
-    """
-    pages = tokens // layout.page_size
-    return PageCount(min(exact, pages), pages) if layout.has_stored else PageCount(pages)
-
-
-def pages_of_bytes(size: int, layout: CacheLayout, exact: int) -> PageCount:
-    """Return the pages that fit into ``size`` bytes, at least `least_bytes`.
-
-    Args:
-        exact: number of exact pages of a compressed format, if they take at most half of the bytes.
-    """
-    most = MAX_KV_TOKENS // layout.page_size
-    page = layout.page_size * layout.bytes_per_token
-    if not layout.has_stored:
-        return PageCount(min(size // page, most))
-    exact = min(exact, size // 2 // page)
-    stored = layout.page_size * layout.stored_bytes_per_token
-    return PageCount(exact, min((size - exact * page) // stored, most))
-
-
-def least_bytes(layout: CacheLayout) -> int:
-    """Return the bytes at which `pages_of_bytes` has a page of each kind."""
-    exact = layout.page_size * layout.bytes_per_token
-    stored = layout.page_size * layout.stored_bytes_per_token
-    return 2 * exact + stored if stored else exact
 
 
 def kv_bytes_for(

@@ -14,12 +14,11 @@ from typing import Any
 import structlog
 
 from runtime.engine import StepOutput
-from runtime.pages.window import SINK_PAGES, WINDOW
 from services.common.addresses import bracketed
 from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.common.metrics_server import OperationServers
-from services.common.placement import Registration, Role, StoredPages
+from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes
 from services.common.secret_files import reloading
 from services.transfer.agent import TransferAgent
@@ -109,10 +108,10 @@ class Worker(ABC):
         self._deliver(output)
 
     def digest(
-        self, pages: Sequence[int], num_tokens: int, stored: Sequence[int]
+        self, page_tables: Sequence[Sequence[int]], num_tokens: int
     ) -> "asyncio.Future[str]":
         """Start to compute the digest of a sequence's KV; see `digest_pages`."""
-        return self.engine.run(lambda _: digest_pages(self._cache, pages, num_tokens, stored))
+        return self.engine.run(lambda _: digest_pages(self._cache, page_tables, num_tokens))
 
     def set_registrar(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""
@@ -133,9 +132,10 @@ class Worker(ABC):
             waiting=load.waiting,
             queue_tokens=load.queue_tokens,
         )
-        self.metrics.observe_pages("exact", load.pages_free, self.engine.pages_total)
-        if self.engine.stored_total:
-            self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
+        plan = self.engine.page_plan
+        self.metrics.observe_pages(
+            plan.by_name(load.pages_free), plan.by_name(self.engine.pages_total)
+        )
         self.metrics.observe_steps(load.steps, load.busy_s)
         self.metrics.observe_stalls(self.stalled_s)
         self.metrics.observe_plans(self.engine.take_plan_times())
@@ -264,24 +264,20 @@ def _registration(
 ) -> Registration:
     identity = worker.identity
     return Registration(
+        protocol=PROTOCOL,
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         role=role,
         address=f"{bracketed(settings.advertised_host)}:{server.port}",
         model=identity.model,
         compatibility=identity.compatibility,
-        pages_total=worker.engine.pages_total,
-        stored=_stored_pages(worker.engine.stored_total),
+        pages_total=worker.engine.page_plan.by_name(worker.engine.pages_total),
         max_running=worker.sizes.max_running,
         max_waiting=settings.max_waiting,
         heartbeat_s=settings.heartbeat_s,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
     )
-
-
-def _stored_pages(total: int) -> StoredPages | None:
-    return StoredPages(total=total, sink_pages=SINK_PAGES, window=WINDOW) if total else None
 
 
 def stop_on_signals() -> asyncio.Event:

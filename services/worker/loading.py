@@ -20,6 +20,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE, PageCount
+from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
@@ -33,9 +34,6 @@ from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
     DeviceMemory,
     kv_bytes_for,
-    least_bytes,
-    pages_of_bytes,
-    pages_of_tokens,
 )
 from services.worker.model_loading import load_model
 from services.worker.settings import MAX_KV_TOKENS, WorkerSettings
@@ -60,7 +58,7 @@ class Identity:
 
     def compatibility_message(self) -> prefill_pb2.Compatibility:
         """Return the compatibility as the handshake sends it."""
-        return prefill_pb2.Compatibility(**self.compatibility.model_dump())
+        return prefill_pb2.Compatibility(**self.compatibility.model_dump(mode="json"))
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kv_format=model.kv_format.name,
             kv_format_hash=model.kv_format.artifact_hash,
             kv_format_version=model.kv_format.version,
-            page_size=model.page_size,
+            page_plan=model.layout.plan,
             codec_version=codec.WIRE_VERSION,
             frame_version=frame.VERSION,
             codec="splitzip" if codebook_id else "raw",
@@ -213,36 +211,35 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     Raises:
         SettingsError: the memory beside the weights does not hold a single page.
     """
-    layout, tokens = model.layout, settings.kv_tokens
-    exact = MAX_KV_TOKENS // layout.page_size
+    plan, tokens = model.layout.plan, settings.kv_tokens
+    windows = plan.batch(0, MAX_KV_TOKENS)
     if not settings.holds_prompts:
         prompt = model.context_length
         if not settings.computes_prompts:
             prompt = min(prompt, PREEMPTED_TOKENS)
-        exact = layout.plan.batch(sizes.max_running, prompt)[0]
+        windows = plan.batch(sizes.max_running, prompt)
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":
-        return pages_of_tokens(tokens, layout, exact)
+        return pools_of_tokens(plan, tokens, windows)
     size = kv_bytes_for(
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
-        slab=sizes.slab_bytes + model.replayable * layout.page_size * layout.bytes_per_token,
+        slab=sizes.slab_bytes + model.replayable * plan.page_bytes(plan.null_pages),
         logits=sizes.max_running * model.config.vocab_size,
-        least=least_bytes(layout),
+        least=least_bytes(plan),
     )
-    return pages_of_bytes(size, layout, exact)
+    return pools_of_bytes(plan, size, windows, plan.pages(MAX_KV_TOKENS))
 
 
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    pages = engine.pages_total
+    plan, pages = engine.executor.shape.plan, engine.pages_total
     log.info(
         "kv pages",
-        pages=pages.exact,
-        stored_pages=pages.stored,
-        kv_tokens=max(pages) * PAGE_SIZE,
+        pages=plan.by_name(pages),
+        kv_tokens=plan.max_tokens(pages),
         memory_left_bytes=free,
     )
 
@@ -268,23 +265,20 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
 
 
 def digest_pages(
-    cache: PagedCache, pages: Sequence[int], num_tokens: int, stored: Sequence[int] = ()
+    cache: PagedCache, page_tables: Sequence[Sequence[int]], num_tokens: int
 ) -> str:
     """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
     Args:
-        pages: pages of the sequence, by index; those of a compressed format that are not sent have
-            any value.
-        stored: stored pages of a compressed format, in token order.
+        page_tables: pages of the sequence in each page group, by the index of the page in it. Those
+            that are not sent have any value.
     """
     digests = []
     plan = cache.layout.plan
     for group in cache.layout.groups:
-        indices = [i for each in plan.sent(num_tokens, stored=group.stored) for i in each]
-        held = list(stored) if group.stored else [pages[index] for index in indices]
-        size = plan.page_size
-        last = num_tokens - size * indices[-1] if indices else 0  # tokens of the last page
-        tokens = size * (len(held) - 1) + min(size, last) if held else 0
+        sent = plan.sent(num_tokens, group.page_group)
+        held = [page_tables[group.page_group][index] for pages in sent for index in pages]
+        tokens = sum(plan.filled(pages, num_tokens) for pages in sent)
         tensors = group_tensors(cache.tensors, group, 0, len(cache.layout.layers))
         digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
     return "-".join(f"{digest:016x}" for digest in digests)

@@ -31,10 +31,10 @@ class WorkerMetrics:
         self.running = make.gauge("num_requests_running", "Sequences in the batch.")
         self.waiting = make.gauge("num_requests_waiting", "Sequences that wait for the batch.")
         self.queue_tokens = make.gauge("queue_tokens", "Tokens accepted and not yet finished.")
-        self.pages_total = make.gauge("kv_pages", "KV pages of the worker.", "kind")
-        self.pages_free = make.gauge("kv_pages_free", "KV pages that are free.", "kind")
+        self.pages_total = make.gauge("kv_pages", "KV pages of a page group.", "group")
+        self.pages_free = make.gauge("kv_pages_free", "KV pages that are free.", "group")
         self.cache_usage = make.gauge(
-            "kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", "kind"
+            "kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", "group"
         )
         self.prompt_tokens = make.counter(
             "worker_prompt_tokens", "Prompt tokens of the streams that this worker accepted."
@@ -79,14 +79,12 @@ class WorkerMetrics:
         self.waiting.set(waiting)
         self.queue_tokens.set(queue_tokens)
 
-    def observe_pages(self, kind: str, free: int, total: int) -> None:
-        """Set the gauges of the KV pages of one kind: ``exact`` or ``stored``.
-
-        Only compressed KV formats have stored pages.
-        """
-        self.pages_total.labels(kind).set(total)
-        self.pages_free.labels(kind).set(free)
-        self.cache_usage.labels(kind).set(1 - free / total)
+    def observe_pages(self, free: Mapping[str, int], total: Mapping[str, int]) -> None:
+        """Set the gauges of the KV pages of each page group; both arguments are by its name."""
+        for group, pages in total.items():
+            self.pages_total.labels(group).set(pages)
+            self.pages_free.labels(group).set(free[group])
+            self.cache_usage.labels(group).set(1 - free[group] / pages)
 
     def observe_plans(self, seconds: Iterable[float]) -> None:
         """Record the durations of plans; see `EngineThread.take_plan_times`."""

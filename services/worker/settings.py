@@ -110,9 +110,9 @@ class WorkerSettings(ServiceSettings):
     )
     kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="size of the KV page pool in tokens, rounded down to a multiple of 16; with a "
-        "compressed format, size of the pool of stored pages, to which exact pages are added; "
-        "auto: on a GPU as many as `gpu_memory_utilization` allows, 16,384 on the CPU",
+        description="size of the KV page pool in tokens, rounded down to a multiple of 16; pages "
+        "for windows of sequences and for prompts are added with a compressed format; auto: on a "
+        "GPU as many as `gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,19 +75,22 @@ def test_disaggregated_tokens_equal_those_of_one_worker(
         computed = digests(running, "prefill-0", "kv computed")
         arrived = digests(running, "decode-0", "kv verified")
         workers = running.workers().values()
-        free = [(worker["pages_free"], worker["stored_free"]) for worker in workers]
-        total = [(worker["pages_total"], worker["stored_total"]) for worker in workers]
+        free = [worker["pages_free"] for worker in workers]
+        total = [worker["pages_total"] for worker in workers]
         wire = running.metric("prefill-0", "headrace_kv_sent_bytes_total", kind="wire")
         sent = [
             running.metric("prefill-0", "headrace_kv_sent_tokens_total"),
             running.metric("decode-0", "headrace_kv_transfer_tokens_total"),
         ]
-        pages = running.metric("decode-0", "headrace_kv_pages", kind="stored")
-        assert pages == running.workers()["decode-0"]["stored_total"]
+        decode: Any = running.workers()["decode-0"]["pages_total"]
+        pages = {
+            group: running.metric("decode-0", "headrace_kv_pages", group=group) for group in decode
+        }
     assert all(len(tokens) == 40 for tokens in together)
     assert len(arrived) == 2 * REQUESTS
     assert arrived == computed
     assert free == total
     assert wire > 0
     assert sent == [2 * sum(40 + 97 * number for number in range(REQUESTS))] * 2
-    assert (pages > 0) == (name != "dense")
+    assert pages == decode
+    assert list(pages) == (["kv"] if name == "dense" else ["full_precision", "compressed"])

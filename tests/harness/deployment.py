@@ -174,9 +174,8 @@ class Running:
 
 def _is_idle(worker: dict[str, object]) -> bool:
     busy = ("running", "waiting", "queue_tokens", "promised_tokens")
-    return not any(worker[figure] for figure in busy) and all(
-        worker[f"{kind}_free"] == worker[f"{kind}_total"] for kind in ("pages", "stored")
-    )
+    has_free_pages = worker["pages_free"] == worker["pages_total"]
+    return has_free_pages and not any(worker[figure] for figure in busy)
 
 
 def _read_metric(url: str, name: str, labels: dict[str, str]) -> float:

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class KeptPrompt(Engine):
         vars(self).update(vars(engine))
         self._workload = workload
         self._pending: list[str] = []
-        self.pages = self._prefill_once()
+        self.page_tables = self._prefill_once()
 
     @property
     def has_work(self) -> bool:
@@ -99,23 +100,24 @@ class KeptPrompt(Engine):
         chunk = self._workload.chunk
         for request_id in self._pending:
             for first in range(0, self._workload.tokens, chunk):
-                pages = self.pages[first // PAGE_SIZE : (first + chunk) // PAGE_SIZE]
-                output.computed.append(Computed(request_id, first, chunk, (pages,)))
+                pages = slice(first // PAGE_SIZE, (first + chunk) // PAGE_SIZE)
+                tables = tuple(table[pages] for table in self.page_tables)
+                output.computed.append(Computed(request_id, first, chunk, tables))
             output.tokens.append((request_id, token))
         self._pending.clear()
         return output
 
-    def _prefill_once(self) -> tuple[int, ...]:
+    def _prefill_once(self) -> tuple[tuple[int, ...], ...]:
         tokens = self._workload.prompt()
         request = Request("kept", tokens, len(tokens), SamplingParams(), max_tokens=2)
-        pages: tuple[int, ...] = ()
+        tables: tuple[tuple[int, ...], ...] = ((),) * len(self.cache.layout.plan.groups)
         commands: list[Command] = [Add(request, hold=True)]
-        while len(pages) < len(tokens) // PAGE_SIZE:
+        while len(tables[0]) < len(tokens) // PAGE_SIZE:
             Engine.plan(self, commands)
             for chunk in Engine.compute(self).computed:
-                pages += chunk.pages
+                tables = tuple(map(add, tables, chunk.page_tables))
             commands = []
-        return pages
+        return tables
 
 
 async def serve(workload: Workload, codec: str) -> None:
@@ -141,7 +143,7 @@ async def serve(workload: Workload, codec: str) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": digest_pages(loaded.executor.cache, engine.pages, workload.tokens),
+        "digest": digest_pages(loaded.executor.cache, engine.page_tables, workload.tokens),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201
     while await asyncio.to_thread(sys.stdin.readline):

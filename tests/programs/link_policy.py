@@ -49,6 +49,7 @@ from runtime.checkpoint.canonical import write_checkpoint
 from runtime.engine import Reserved
 from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.sizes import sequence_bytes
 from services.common.logging import configure_logging
 from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
@@ -180,14 +181,15 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
                     found = digest_pages(
-                        loaded.executor.cache, fetch.reserved.result().pages, workload.tokens
+                        loaded.executor.cache, fetch.reserved.result().page_tables, workload.tokens
                     )
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}
         await worker.close()
         agent.close()
-    kv_bytes = workload.prompts * workload.tokens * loaded.executor.cache.layout.bytes_per_token
+    plan = loaded.executor.cache.layout.plan
+    kv_bytes = workload.prompts * sequence_bytes(plan, workload.tokens)
     return {"seconds": seconds, "reports": reports, "kv_bytes": kv_bytes}
 
 

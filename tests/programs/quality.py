@@ -24,7 +24,7 @@ from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
-from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
+from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
 
@@ -108,11 +108,10 @@ def prompts_of(model: str, count: int) -> list[list[int]]:
 
 def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Continue all prompts greedily in one batch, and return them with their continuations."""
-    pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
+    plan = model.layout.plan
+    pages = PageCount.total(plan.computed(len(prompt) + OUTPUT + 1) for prompt in prompts)
     limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
-    engine = Engine(
-        LocalExecutor(model, pages=PageCount(pages), limits=limits, replay=model.replayable)
-    )
+    engine = Engine(LocalExecutor(model, pages=pages, limits=limits, replay=model.replayable))
     texts = [list(prompt) for prompt in prompts]
     commands = [
         Add(Request(str(number), tuple(prompt), len(prompt), SamplingParams(), max_tokens=OUTPUT))
@@ -129,10 +128,10 @@ def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]
 
 def logits_of(model: Model, tokens: list[int]) -> Tensor:
     """Return the logits after every token, computed by one prefill: `[n, vocab]`."""
-    pages = pages_for(len(tokens), PAGE_SIZE)
-    batch = Batch.of([SequenceSlice(tokens, 0, list(range(pages)))], model.device)
+    pages = model.layout.plan.computed(len(tokens))
+    batch = Batch.of([SequenceSlice(tokens, 0, list(range(pages[0])))], model.device)
     batch = replace(batch, logit_rows=torch.arange(len(tokens), device=model.device))
-    return model.forward(batch, model.new_cache(PageCount(pages)))
+    return model.forward(batch, model.new_cache(pages))
 
 
 @torch.inference_mode()

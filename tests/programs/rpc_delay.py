@@ -28,7 +28,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
-from runtime.pages.plan import PAGE_SIZE, PageCount, pages_for
+from runtime.pages.plan import PAGE_SIZE
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from tests.harness.deployment import Running, deployed
 from tests.harness.random_model import RandomModel
@@ -46,7 +46,7 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     engine = Engine(
         LocalExecutor(
             model,
-            pages=PageCount(streams * pages_for(PROMPT + tokens + 1, PAGE_SIZE)),
+            pages=model.layout.plan.computed(PROMPT + tokens + 1).times(streams),
             limits=Limits(max_running=streams, max_waiting=streams),
             replay=model.replayable,
         )

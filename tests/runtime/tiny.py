@@ -96,17 +96,19 @@ def tiny_model(**kinds: object) -> Model:
 def engine_of(
     model: Model,
     *,
-    pages: int = 64,
+    pages: int | PageCount = 64,
     stored: int = 0,
     kv_eviction: float = 0.0,
     replay: bool = False,
     **limits: int,
 ) -> Engine:
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
+    if isinstance(pages, int):
+        pages = PageCount(pages, stored) if stored else model.layout.plan.each(pages)
     return Engine(
         LocalExecutor(
             model,
-            pages=PageCount(pages, stored) if stored else model.layout.plan.each(pages),
+            pages=pages,
             limits=Limits(**(bounds | limits)),
             replay=replay,
         ),

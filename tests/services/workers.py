@@ -55,7 +55,7 @@ _numbers = itertools.count(1)
 def compile_loops(kv_format: str) -> None:
     """Compile what a step needs, which takes longer than `LIMIT_S` if the machine is busy."""
     model = build_model(tiny_checkpoint(), kv_format=kv_format)
-    engine = engine_of(model, stored=64 * model.layout.plan.encodes, chunk_tokens=CHUNK)
+    engine = engine_of(model, chunk_tokens=CHUNK)
     drive(engine, *(Add(request_of(str(tokens), tokens)) for tokens in (1, CHUNK, 160)))
 
 
@@ -72,10 +72,7 @@ def load(
     """
     compile_loops(kv_format)
     tiny = build_model(tiny_checkpoint(), kv_format=kv_format)
-    stored = 64 * tiny.layout.plan.encodes
-    engine = engine_of(
-        tiny, pages=pages, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction
-    )
+    engine = engine_of(tiny, pages=pages, chunk_tokens=CHUNK, kv_eviction=kv_eviction)
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,
@@ -89,7 +86,7 @@ def load(
         kv_format=kv_format,
         kv_format_hash="",
         kv_format_version=1,
-        page_size=PAGE_SIZE,
+        page_plan=tiny.layout.plan,
         codec_version=codec.WIRE_VERSION,
         frame_version=frame.VERSION,
         codec="splitzip" if codebooks else "raw",

@@ -20,18 +20,6 @@ TENSOR_CODE = {"runtime/attention", "runtime/kv", "runtime/quality"}
 """Where tokens are located in tensors of pages."""
 FORMATS = {"runtime/bench", "runtime/kv", "runtime/megakernel", "runtime/quality", "runtime/replay"}
 """KV formats, what encodes their pages in a step, and programs that measure them."""
-UNMOVED = {
-    *("services/common/listings.py", "services/common/placement.py", "services/decode/service.py"),
-    *("services/decode/fetched_streams.py", "services/gateway/live.py"),
-    *("services/local/control.py", "services/offline/real_kv.py", "services/prefill/session.py"),
-    *("services/router/simulated_workers.py", "services/router/tracked_worker.py"),
-    *("services/sizing/measured.py", "services/transfer/manifest.py"),
-    *("services/worker/codec_warm_up.py", "services/worker/engine_thread.py"),
-    *("services/worker/kv_budget.py", "services/worker/lifecycle.py"),
-    *("services/worker/loading.py", "services/worker/metrics.py"),
-    *("services/worker/registration.py", "services/worker/settings.py"),
-}
-"""Services that still count pages of two kinds."""
 
 
 def sources(*exempt: str) -> Iterator[tuple[str, str]]:
@@ -51,13 +39,7 @@ def sources(*exempt: str) -> Iterator[tuple[str, str]]:
 def test_only_the_page_plan_knows(pattern: re.Pattern[str], exempt: set[str]) -> None:
     found = [
         f"{name}: {match.group()}"
-        for name, text in sources("runtime/pages", *exempt, *UNMOVED)
+        for name, text in sources("runtime/pages", *exempt)
         for match in pattern.finditer(text)
     ]
     assert not found
-
-
-def test_exemptions_are_needed() -> None:
-    for exempt in UNMOVED:
-        text = (ROOT / exempt).read_text()
-        assert ARITHMETIC.search(text) or KINDS.search(text), exempt

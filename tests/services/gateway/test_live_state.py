@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runtime.pages.plan import PagePlan
 from services.common.listings import WorkerView
 from services.common.placement import Compatibility, Role
 from services.gateway import live
@@ -30,9 +31,9 @@ def view(worker_id: str, role: Role = Role.DECODE, **changes: Any) -> WorkerView
         "reason": None,
         "queue_tokens": 100,
         "promised_tokens": 20,
-        "pages_free": 48,
-        "promised_pages": 0,
-        "pages_total": 64,
+        "pages_free": {"kv": 48},
+        "promised_pages": {"kv": 0},
+        "pages_total": {"kv": 64},
         "running": 3,
         "waiting": 1,
         "silent_s": 0.1,
@@ -99,8 +100,8 @@ async def test_state_describes_workers_router_and_requests(site: Site) -> None:
 def compatibility(**changes: Any) -> Compatibility:
     fields: dict[str, Any] = dict.fromkeys(Compatibility.model_fields, "x")
     versions = ("kv_format_version", "codec_version", "frame_version")
-    numbers = (*versions, "page_size", "context_length", "chunk_tokens")
-    others = {"kv_eviction": 0, "eos_token_ids": ()}
+    numbers = (*versions, "context_length", "chunk_tokens")
+    others = {"kv_eviction": 0, "eos_token_ids": (), "page_plan": PagePlan(16)}
     return Compatibility(**fields | dict.fromkeys(numbers, 1) | others | changes)
 
 
@@ -113,6 +114,21 @@ async def test_state_has_the_kv_format_of_each_worker_and_the_version(site: Site
     shown = [(worker["kv_format"], worker["kv_eviction"]) for worker in state["workers"]]
     assert shown == [("fp8", 0.0), ("x", 0.25)]
     assert state["gateway"]["version"] == (await site.http.get("/version")).json()["version"]
+
+
+async def test_state_shows_the_use_of_the_fullest_page_group(site: Site) -> None:
+    total = {"full": 64, "near": 10, "far": 20}
+    site.router.views = [
+        view(
+            "d0",
+            model=site.model.name,
+            pages_total=total,
+            pages_free={"full": 64, "near": 4, "far": 15},
+            promised_pages=dict.fromkeys(total, 0),
+        )
+    ]
+    (worker,) = (await state_of(site))["workers"]
+    assert worker["kv_usage"] == 0.6
 
 
 async def test_state_says_which_share_of_the_kv_is_sent_raw_because_that_is_faster(

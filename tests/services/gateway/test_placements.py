@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Cluster:
         self.dispatcher.register(known, self.now)
         self.beat()
 
-    def beat(self, **load: int) -> None:
+    def beat(self, **load: Any) -> None:
         self.dispatcher.heartbeat(beat("c0", epoch=self.worker.epoch, **load), self.now)
 
     @property

@@ -6,13 +6,13 @@ from typing import Any
 
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import (
+    PROTOCOL,
     Compatibility,
     Heartbeat,
     ModelInfo,
     PlaceRequest,
     Registration,
     Role,
-    StoredPages,
     WorkerState,
 )
 from services.router import policy as policies
@@ -31,7 +31,7 @@ COMPATIBLE = Compatibility(
     kv_format="dense",
     kv_format_hash="",
     kv_format_version=1,
-    page_size=16,
+    page_plan=PagePlan(16),
     codec_version=1,
     frame_version=1,
     codec="splitzip",
@@ -47,8 +47,7 @@ def registration(
     *,
     epoch: str = "e1",
     model: str = "small",
-    pages_total: int = 64,
-    stored: StoredPages | None = None,
+    pages_total: int | PageCount = 64,
     max_running: int = 8,
     max_waiting: int = 256,
     compatibility: Compatibility = COMPATIBLE,
@@ -56,6 +55,7 @@ def registration(
     overflow_tokens: int | None = None,
 ) -> Registration:
     return Registration(
+        protocol=PROTOCOL,
         worker_id=worker_id,
         epoch=epoch,
         role=role,
@@ -69,8 +69,7 @@ def registration(
             model_hash=compatibility.model_hash,
         ),
         compatibility=compatibility,
-        pages_total=pages_total,
-        stored=stored,
+        pages_total=by_group(compatibility.page_plan, pages_total),
         max_running=max_running,
         max_waiting=max_waiting,
         heartbeat_s=0.25,
@@ -88,7 +87,6 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
         model="small",
         compatibility=COMPATIBLE,
         health=WorkerHealth.READY,
-        paging=PagePlan(16),
         pages_total=PageCount(64),
         queue_tokens=queue_tokens,
         pages_free=PageCount(64),
@@ -98,13 +96,24 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
     )
 
 
-def beat(worker_id: str, **changes: Any) -> Heartbeat:
+def by_group(plan: PagePlan, pages: int | PageCount) -> dict[str, int]:
+    """Return numbers of pages by the name of their group; a single number is for all groups."""
+    return plan.by_name(plan.each(pages) if isinstance(pages, int) else pages)
+
+
+def beat(
+    worker_id: str,
+    *,
+    pages_free: int | PageCount = 64,
+    plan: PagePlan = COMPATIBLE.page_plan,
+    **changes: Any,
+) -> Heartbeat:
     fields: dict[str, Any] = {
         "worker_id": worker_id,
         "epoch": "e1",
         "state": WorkerState.READY,
         "queue_tokens": 0,
-        "pages_free": 64,
+        "pages_free": by_group(plan, pages_free),
         "running": 0,
         "waiting": 0,
     }
@@ -120,7 +129,7 @@ def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any)
 def has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
     """Return whether a request fits on a worker now, in one of its roles."""
     output = worker.max_output(demand, role)
-    need = demand.pages(role, worker.paging, output)
+    need = demand.pages(role, worker.page_plan, output)
     takes = worker.is_open and not worker.has_prompt_backlog
     return bool(takes and output and with_space([worker], demand, role, need))
 

@@ -62,7 +62,7 @@ def _has_space(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
         return output > 0
     if worker.role is Role.PREFILL and worker.max_running - worker.slots < demand.slots(role):
         return False
-    return demand.pages(role, worker.paging, output).fits(worker.pages_free)
+    return demand.pages(role, worker.page_plan, output).fits(worker.pages_free)
 
 
 def place(

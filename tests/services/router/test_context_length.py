@@ -1,25 +1,48 @@
 """The context length that the router reports for a model: what its registered workers can serve."""
 
+from typing import Any
+
 import pytest
 
+from runtime.pages.plan import PageCount
 from services.common.listings import ReadinessList
-from services.common.placement import Placement, Registration, Role, StoredPages, WorkerState
+from services.common.placement import (
+    Compatibility,
+    Heartbeat,
+    Placement,
+    Registration,
+    Role,
+    WorkerState,
+)
 from services.gateway.limits import ModelLimits
 from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher, create_app
 from services.router.errors import Starting, TooLarge
 from services.router.readiness import readiness
 from services.router.settings import RouterSettings
+from tests.runtime.pages.plans import compressed_plan
 from tests.services.router.samples import COMPATIBLE, beat, place_request, registration
 
 MODEL = COMPATIBLE.model_copy(update={"context_length": 32_768})
 OTHER = COMPATIBLE.model_copy(update={"context_length": 4_096})
-STORED = StoredPages(total=1000, sink_pages=1, window=64)
+COMPRESSED = MODEL.model_copy(update={"page_plan": compressed_plan()})
+COMPRESSED_PAGES = 1000
 
 
-def pool(name: str, role: Role, tokens: int, stored: StoredPages | None = None) -> Registration:
-    pages = tokens // 16
-    return registration(name, role, pages_total=pages, stored=stored, compatibility=MODEL)
+def pool(name: str, role: Role, tokens: int, compatibility: Compatibility = MODEL) -> Registration:
+    """Return a worker with pages for so many tokens, and `COMPRESSED_PAGES`."""
+    pages = PageCount(*(tokens // 16, COMPRESSED_PAGES)[: len(compatibility.page_plan.groups)])
+    return registration(name, role, pages_total=pages, compatibility=compatibility)
+
+
+def idle(worker: Registration, **changes: Any) -> Heartbeat:
+    """Return the heartbeat of a worker of which all pages are free."""
+    return beat(
+        worker.worker_id,
+        plan=worker.compatibility.page_plan,
+        pages_free=worker.page_count,
+        **changes,
+    )
 
 
 SMALL = pool("c0", Role.COLOCATED, 1_024)
@@ -36,8 +59,8 @@ LARGE = pool("c1", Role.COLOCATED, 16_384)
         ([pool("c0", Role.COLOCATED, 16_384), pool("c1", Role.COLOCATED, 20_480)], 20_481),
         ([pool("p0", Role.PREFILL, 1 << 20), pool("d0", Role.DECODE, 8_192)], 8_193),
         ([pool("p0", Role.PREFILL, 8_192), pool("d0", Role.DECODE, 16_384)], 16_385),
-        ([pool("c0", Role.COLOCATED, 96, STORED)], (1000 + 2) * 16 + 64),
-        ([pool("c0", Role.COLOCATED, 64, STORED)], 65),
+        ([pool("c0", Role.COLOCATED, 96, COMPRESSED)], (1000 + 2) * 16 + 64),
+        ([pool("c0", Role.COLOCATED, 64, COMPRESSED)], 65),
     ],
 )
 def test_smaller_of_context_and_pages(workers: list[Registration], expected: int | None) -> None:
@@ -48,19 +71,19 @@ def test_smaller_of_context_and_pages(workers: list[Registration], expected: int
     assert [model.context_length for model in found] == ([expected] if workers else [])
     assert not any(model.ready for model in found)
     for worker in workers:
-        free = {"pages_free": worker.pages_total, "stored_free": STORED.total}
-        router.heartbeat(beat(worker.worker_id, **free), 0.1)
-        router.heartbeat(beat(worker.worker_id, state=WorkerState.DRAINING, **free), 0.2)
+        router.heartbeat(idle(worker), 0.1)
+        router.heartbeat(idle(worker, state=WorkerState.DRAINING), 0.2)
     found = readiness(router.fleet.snapshots(0.2))
     assert [model.context_length for model in found] == ([expected] if workers else [])
 
 
-@pytest.mark.parametrize("stored", [None, STORED])
-def test_router_places_exactly_what_it_reports(stored: StoredPages | None) -> None:
+@pytest.mark.parametrize("compatibility", [MODEL, COMPRESSED])
+def test_router_places_exactly_what_it_reports(compatibility: Compatibility) -> None:
     """KV of the last output token needs no space."""
     router = build_dispatcher(RouterSettings.model_validate({}), -60.0)
-    router.register(pool("c0", Role.COLOCATED, 1_024, stored), 0.0)
-    router.heartbeat(beat("c0", pages_free=64, stored_free=STORED.total), 0.1)
+    worker = pool("c0", Role.COLOCATED, 1_024, compatibility)
+    router.register(worker, 0.0)
+    router.heartbeat(idle(worker), 0.1)
     (found,) = readiness(router.fleet.snapshots(0.2))
     assert found.context_length is not None
     fits = router.submit(place_request(1_000, found.context_length - 1_000), 0.2).answer
@@ -85,7 +108,7 @@ class _Site:
     async def join(self, worker: Registration) -> None:
         """Register a worker, which is ready. The gateway then asks the router."""
         self.router.register(worker, self.now)
-        self.router.heartbeat(beat(worker.worker_id, pages_free=worker.pages_total), self.now)
+        self.router.heartbeat(idle(worker), self.now)
         await self.ask()
 
     async def ask(self) -> None:

@@ -45,7 +45,7 @@ def promise(fleet: Fleet, placement_id: str, now: float = 0.0) -> Placement:
 
 def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]:
     worker = snapshot(fleet, worker_id, now)
-    return worker.queue_tokens, worker.pages_free.exact, worker.slots
+    return worker.queue_tokens, worker.pages_free[0], worker.slots
 
 
 @pytest.mark.parametrize(

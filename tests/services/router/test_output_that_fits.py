@@ -226,8 +226,9 @@ def test_engine_generates_exactly_what_fits(
     model = MODELS[kv_format]
     snapshot = replace(
         worker("c0", Role.COLOCATED),
-        compatibility=COMPATIBLE.model_copy(update={"context_length": model.context_length}),
-        paging=model.layout.plan,
+        compatibility=COMPATIBLE.model_copy(
+            update={"context_length": model.context_length, "page_plan": model.layout.plan}
+        ),
         pages_total=pages,
     )
     demand = Demand(prompt, CONTEXT, choices, output_reserve=8, required_tokens=1)
@@ -256,5 +257,5 @@ def test_worker_with_fewer_batch_slots_than_choices_is_not_used() -> None:
 
 
 def generate(model: Model, pages: PageCount, prompt: int, output: int, choices: int) -> Record:
-    engine = engine_of(model, pages=pages.exact, stored=pages.stored)
+    engine = engine_of(model, pages=pages)
     return drive(engine, Add(request_of("r", prompt, output, choices=choices)))

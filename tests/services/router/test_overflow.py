@@ -235,7 +235,7 @@ def placed(call: PendingPlacement) -> str | None:
 
 def load(router: Dispatcher, worker_id: str) -> tuple[int, int, int]:
     found = next(w for w in router.fleet.snapshots(0.0) if w.worker_id == worker_id)
-    return found.queue_tokens, found.pages_free.exact, found.slots
+    return found.queue_tokens, found.pages_free[0], found.slots
 
 
 def test_promise_of_a_prefill_worker_alone_counts_prompt_and_output() -> None:

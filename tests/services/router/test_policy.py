@@ -53,14 +53,14 @@ def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str], role: Rol
     """Return whether a worker is eligible, by an independent implementation of the rules."""
     if role is not w.role and not (w.role is Role.PREFILL and role is Role.COLOCATED and w.decodes):
         return False
-    stored = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
-    own = (stored + 15) // 16 - demand.prompt_tokens // 16
+    kept = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
+    own = (kept + 15) // 16 - demand.prompt_tokens // 16
     now = demand.prompt_tokens // 16 + demand.choices * own
     whole = (demand.prompt_tokens + demand.max_tokens - 1 + 15) // 16
     if role is Role.PREFILL:
-        fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total.exact
+        fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total[0]
     else:
-        fits = now <= w.pages_free.exact and max(now, whole) <= w.pages_total.exact
+        fits = now <= w.pages_free[0] and max(now, whole) <= w.pages_total[0]
         if w.role is Role.PREFILL and w.slots + demand.choices > w.max_running:
             fits = False
     return (

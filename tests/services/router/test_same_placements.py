@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import (
     Heartbeat,
     Outcome,
@@ -13,7 +14,6 @@ from services.common.placement import (
     Release,
     Role,
     StepPace,
-    StoredPages,
     WorkerState,
 )
 from services.router.admission import Admission, AdmissionLimits
@@ -22,6 +22,7 @@ from services.router.errors import RouterException
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
+from tests.runtime.pages.plans import compressed_plan
 from tests.services.router.samples import COMPATIBLE, beat, place_request, registration
 from tests.services.router.slow_dispatcher import SlowDispatcher, SlowQueue
 from tests.services.router.slow_policy import KeyedRandom
@@ -32,6 +33,7 @@ LIMITS = FleetLimits(
 )
 WEIGHTS = {"a": 1, "b": 3, "c": 2}
 OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
+COMPRESSED = COMPATIBLE.model_copy(update={"page_plan": compressed_plan(window=16)})
 
 
 class Both:
@@ -57,6 +59,7 @@ class Both:
         ]
         self.roles: dict[str, Role] = {}
         self.epochs: dict[str, int] = {}
+        self.plans: dict[str, PagePlan] = {}
         self.open: list[str] = []  # ids of placements
         self.calls: list[tuple[PendingPlacement, ...]] = []
         self.models = ["small"] if seed % 3 else ["small", "large"]
@@ -71,16 +74,17 @@ class Both:
     def register(self, name: str) -> None:
         rng = self.rng
         self.epochs[name] += self.epochs[name] == 0 or rng.random() < 0.5
-        stored = StoredPages(total=rng.choice([20, 40]), sink_pages=1, window=16)
+        compatibility = rng.choice([COMPATIBLE, COMPATIBLE, OTHER, COMPRESSED])
+        pages = [rng.choice([6, 12, 12, 12, 30]), rng.choice([20, 40])]
+        self.plans[name] = plan = compatibility.page_plan
         worker = registration(
             name,
             self.roles[name],
             epoch=f"e{self.epochs[name]}",
             model=rng.choice(self.models),
-            pages_total=rng.choice([6, 12, 12, 12, 30]),
+            pages_total=PageCount(*pages[: len(plan.groups)]),
             max_running=rng.choice([2, 4]),
-            stored=stored if rng.random() < 0.2 else None,
-            compatibility=rng.choice([COMPATIBLE, COMPATIBLE, OTHER]),
+            compatibility=compatibility,
             decodes=rng.random() < 0.3,
             overflow_tokens=rng.choice([None, 30]),
         )
@@ -94,6 +98,7 @@ class Both:
         pace = StepPace(
             step_s=rng.choice([1, 1, 1, 1, 1 if self.seed % 4 else 5]), tokens=8, context=8
         )
+        free = [rng.choice([0, 2, 4, 8, 20]), rng.choice([0, 4, 20])]
         load = beat(
             name,
             epoch=f"e{self.epochs[name]}",
@@ -101,8 +106,8 @@ class Both:
             queue_tokens=tokens,
             prompt_tokens=tokens if computes else 0,
             prompt_tokens_per_s=rng.choice([0, 64, 400]) if computes else 0,
-            pages_free=rng.choice([0, 2, 4, 8, 20]),
-            stored_free=rng.choice([0, 4, 20]),
+            plan=self.plans[name],
+            pages_free=PageCount(*free[: len(self.plans[name].groups)]),
             running=rng.choice([0, 0, 1, 2, 3]),
             waiting=rng.choice([0, 0, 1]),
             pace=pace if rng.random() < 0.5 else None,

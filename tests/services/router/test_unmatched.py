@@ -6,6 +6,7 @@ import pytest
 import structlog
 from quart import Response
 
+from runtime.pages.plan import PagePlan
 from services.common.placement import Compatibility, Role
 from services.router.app import create_app
 from services.router.settings import RouterSettings
@@ -18,7 +19,7 @@ OTHER: dict[str, Any] = {
     "kv_format": "fp8",
     "kv_format_hash": "h1",
     "kv_format_version": 2,
-    "page_size": 32,
+    "page_plan": PagePlan(32),
     "codec_version": 2,
     "frame_version": 2,
     "codec": "raw",
@@ -81,10 +82,10 @@ async def test_pair_that_differs_in_one_property_is_refused_with_the_reason(name
     await router.add("prefill-0", Role.PREFILL, COMPATIBLE)
     with structlog.testing.capture_logs() as logs:
         await router.add("decode-0", Role.DECODE, different)
-    reason = (
-        "the workers prefill-0 and decode-0 are not compatible: "
-        f"{name} is {getattr(COMPATIBLE, name)!r} and {OTHER[name]!r}"
-    )
+    values = f"{getattr(COMPATIBLE, name)!r} and {OTHER[name]!r}"
+    if name == "page_plan":
+        values = "16 tokens per page and 32 tokens per page"
+    reason = f"the workers prefill-0 and decode-0 are not compatible: {name} is {values}"
     assert [entry["reason"] for entry in logs if entry["log_level"] == "warning"] == [reason]
     assert await router.reasons() == {"prefill-0": reason, "decode-0": reason}
     (model,) = (await router.get("/v1/readiness"))["models"]

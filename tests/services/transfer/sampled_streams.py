@@ -42,9 +42,5 @@ def tokens_of(session: StreamSession, choice: int = 0) -> list[int]:
 
 def idle(*workers: Prefill | Decode) -> bool:
     loads = [worker.worker.engine for worker in workers]
-    free = all(
-        (engine.load.pages_free, engine.load.stored_free)
-        == (engine.pages_total, engine.stored_total)
-        for engine in loads
-    )
+    free = all(engine.load.pages_free == engine.pages_total for engine in loads)
     return free and all(worker.worker.idle for worker in workers)

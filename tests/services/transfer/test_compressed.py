@@ -1,4 +1,4 @@
-"""KV of compressed formats between workers: stored pages, exact pages, and nothing else."""
+"""KV of compressed formats between workers: the pages of both groups, and nothing else."""
 
 import pytest
 
@@ -20,7 +20,7 @@ async def test_tokens_equal_those_of_one_worker(site: Site, name: str) -> None:
     assert not prefill.worker.sender.active
 
 
-async def test_choices_share_the_stored_pages_of_their_prompt(site: Site) -> None:
+async def test_choices_share_the_compressed_pages_of_their_prompt(site: Site) -> None:
     prefill, decode = await site.prefill(kv_format="int4"), await site.decode(kv_format="int4")
     local = start(prefill.worker.service, prefill, 150, None, choices=3)
     await until(lambda: idle(prefill))
@@ -33,7 +33,7 @@ async def test_choices_share_the_stored_pages_of_their_prompt(site: Site) -> Non
 
 @pytest.mark.parametrize("delivered", [1, 30, ANSWER - 1])
 async def test_replayed_sequence_continues_exactly(site: Site, delivered: int) -> None:
-    """Its delivered tokens attended stored pages, so decode steps compute them again."""
+    """Its delivered tokens attended compressed pages, so decode steps compute them again."""
     prefill, decode = await site.prefill(kv_format="k4v2"), await site.decode(kv_format="k4v2")
     whole = start(decode.worker.service, decode, 120, prefill)
     await until(lambda: idle(prefill, decode))

@@ -5,6 +5,7 @@ import pytest
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.pages.eviction import evicted_tokens
+from runtime.pages.sizes import sequence_bytes
 from services.transfer.outgoing import Outgoing
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Decode, Prefill, Site, output_of, until
@@ -71,7 +72,7 @@ async def test_wire_carries_what_is_kept(site: Site) -> None:
     await until(lambda: idle(prefill, decode))
     kept = 300 - evicted_tokens(300, SHARE, 16)
     assert kept == 300 - 144
-    expected = kept * prefill.loaded.executor.cache.layout.bytes_per_token
+    expected = sequence_bytes(prefill.loaded.executor.cache.layout.plan, kept)
     value = prefill.worker.metrics.registry.get_sample_value
 
     def sent() -> float:

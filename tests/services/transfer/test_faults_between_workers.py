@@ -75,7 +75,7 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         for _ in range(steps):
             await asyncio.sleep(0)
         stream.session.end(stream)
-        while await thread.run(lambda engine: engine.pages_free[0]) < thread.pages_total:
+        while await thread.run(lambda engine: engine.pages_free) != thread.pages_total:
             pass
         await thread.run(overwrite)  # as the next owner of these pages would
         agent.report_all()
@@ -95,7 +95,7 @@ async def test_prefill_is_requested_early_only_if_ample_pages_are_free(site: Sit
     assert not stream.reserved.done(), "the engine has not started"
     assert worker.service._has_room()
     request = stream.request
-    more = (1,) * (worker.engine.load.pages_free // 2 * PAGE_SIZE)
+    more = (1,) * (worker.engine.load.pages_free[0] // 2 * PAGE_SIZE)
     stream.request = replace(request, tokens=request.tokens + more)
     assert not worker.service._has_room()
     stream.request = request

@@ -13,7 +13,6 @@ from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
-from tests.runtime.tiny import pages_of
 
 TOKENS, SLOT_BYTES = 8192, 4 << 20
 CONFIG = one_layer()
@@ -27,16 +26,15 @@ def found() -> Mapping[str, KVFormat]:
 def wire_bytes(kv_format: KVFormat) -> int:
     """Encode the segments of a prompt of one layer raw; return the bytes of all frames."""
     layout = CacheLayout.of(kv_format, num_layers=1, page_size=16)
-    stored = layout.plan.stored(TOKENS)
-    cache = PagedCache(layout, pages_of(layout, TOKENS // 16, stored))
+    pages = layout.plan.pages(TOKENS)
+    cache = PagedCache(layout, layout.plan.each(pages))
     codecs, slot = SegmentCodecs(layout, {}), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     total = 0
     for plan in plan_segments(
         layout,
         first_token=0,
         num_tokens=TOKENS,
-        pages=tuple(range(TOKENS // 16)),
-        stored=tuple(range(stored)),
+        page_tables=[tuple(range(pages))] * len(layout.plan.groups),
         capacity=SLOT_BYTES,
         bound=codecs.max_frame_bytes,
     ):

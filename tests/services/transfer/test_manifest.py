@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.kv.cache import CacheLayout
-from runtime.kv.compressed import COMPRESSED, FULL_PRECISION
 from runtime.kv.format import Plane
+from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import pages_for
-from runtime.pages.window import SINK_PAGES, first_recent
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.manifest import Coverage, SegmentPlan, plan_segments
@@ -43,7 +42,7 @@ def _plan(num_tokens: int, layout: CacheLayout, capacity: int, first: int = 0) -
             layout,
             first_token=first,
             num_tokens=num_tokens,
-            pages=pages,
+            page_tables=[pages] * len(layout.plan.groups),
             capacity=capacity,
             bound=_bound,
         )
@@ -73,19 +72,26 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
     assert coverage.complete
 
 
-FULL = replace(WIDE, group=FULL_PRECISION)
-STORED = (
-    Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, group=COMPRESSED),
-    Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, group=COMPRESSED),
-    Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), group=COMPRESSED),
+SINKS, WINDOW = 1, 64
+_ENCODED = PageGroup("encoded", 0, Part.MIDDLE, SINKS, WINDOW)
+COMPRESSED = (
+    replace(WIDE, group=PageGroup("recent", 0, Part.ENDS, SINKS, WINDOW)),
+    Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, group=_ENCODED),
+    Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, group=_ENCODED),
+    Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), group=_ENCODED),
 )
 
 
+def first_recent(tokens: int) -> int:
+    """Return the index of the first page that is not encoded, after the sinks."""
+    return max(SINKS, (tokens - WINDOW) // PAGE)
+
+
 @given(tokens=st.integers(1, 500), chunk=st.integers(1, 12), slack=st.integers(0, 200_000))
-def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slack: int) -> None:
-    layout = layout_of(3, FULL, *STORED)
+def test_every_page_is_sent_in_one_of_two_groups(tokens: int, chunk: int, slack: int) -> None:
+    layout = layout_of(3, *COMPRESSED)
     capacity = _bound(0, 1, min(PAGE, tokens)) + slack
-    recent = first_recent(tokens, PAGE)
+    recent = first_recent(tokens)
     coverage = Coverage(tokens, layout)
     for first in range(0, tokens, chunk * PAGE):
         count = min(chunk * PAGE, tokens - first)
@@ -94,39 +100,67 @@ def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slac
             layout,
             first_token=first,
             num_tokens=count,
-            pages=tuple(1000 + page for page in pages),
+            page_tables=[tuple(start + page for page in pages) for start in (1000, 2000)],
             capacity=capacity,
             bound=_bound,
-            stored=tuple(2000 + page for page in pages if SINK_PAGES <= page < recent),
             sequence_tokens=tokens,
         )
         for plan in plans:
             assert not coverage.complete
-            stored = layout.groups[plan.extent.plane_group].stored
+            group = layout.groups[plan.extent.plane_group].page_group
             arrived = coverage.add(plan.extent)
-            assert plan.pages == tuple((2000 if stored else 1000) + page for page in arrived)
-            assert all((SINK_PAGES <= page < recent) is stored for page in arrived)
+            assert plan.pages == tuple(1000 * (1 + group) + page for page in arrived)
+            assert all((SINKS <= page < recent) == group for page in arrived)
     assert coverage.complete
 
 
-def test_few_exact_pages_of_a_chunk_are_one_segment() -> None:
-    layout = layout_of(4, FULL, *STORED)
-    tokens, window = 64 * PAGE, 64 * PAGE - first_recent(64 * PAGE, PAGE) * PAGE
+def test_few_pages_of_a_window_are_one_segment() -> None:
+    layout = layout_of(4, *COMPRESSED)
+    tokens, window = 64 * PAGE, 64 * PAGE - first_recent(64 * PAGE) * PAGE
     plans = plan_segments(
         layout,
         first_token=PAGE,
         num_tokens=tokens - PAGE,
-        pages=tuple(range(63)),
+        page_tables=[tuple(range(63))] * 2,
         capacity=_bound(0, 4, window),
         bound=_bound,
-        stored=tuple(range(63)),
         sequence_tokens=tokens,
     )
     assert [plan.extent.num_layers for plan in plans if not plan.extent.plane_group] == [4]
 
 
-def test_page_of_the_other_kind_is_refused() -> None:
-    layout = layout_of(1, FULL, *STORED)
+@given(tokens=st.integers(1, 500), chunk=st.integers(1, 12))
+def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chunk: int) -> None:
+    """Layers alternate between full attention and a window. Pages before it are freed."""
+    sliding = replace(WIDE, group=PageGroup("window", 0, Part.ENDS, 0, WINDOW))
+    layout = CacheLayout(PAGE, HEADS, ((sliding,), (WIDE,)) * 2)
+    assert [group.page_group for group in layout.groups] == [0, 1]
+    coverage, sent = Coverage(tokens, layout), [set[int](), set[int]()]
+    for first in range(0, tokens, chunk * PAGE):
+        count = min(chunk * PAGE, tokens - first)
+        pages = tuple(layout.plan.span(first, first + count))
+        for plan in plan_segments(
+            layout,
+            first_token=first,
+            num_tokens=count,
+            page_tables=[pages, pages],
+            capacity=1 << 20,
+            bound=_bound,
+            sequence_tokens=tokens,
+        ):
+            assert tuple(coverage.add(plan.extent)) == plan.pages
+            sent[plan.extent.plane_group] |= set(plan.pages)
+    assert coverage.complete
+    last = pages_for(tokens, PAGE)
+    assert sent[0] == set(range(max(0, (tokens - WINDOW) // PAGE), last))
+    assert sent[1] == set(range(last))
+    if tokens - WINDOW >= PAGE:
+        with pytest.raises(ForeignSegment, match="are not sent in plane group 0"):
+            coverage.add(extent_of(0, PAGE, 0, 1, plane_group=0))
+
+
+def test_page_of_the_other_group_is_refused() -> None:
+    layout = layout_of(1, *COMPRESSED)
     coverage = Coverage(200, layout)
     for page, group in ((0, 1), (1, 0), (7, 0), (8, 1), (12, 2)):
         with pytest.raises(ForeignSegment, match="are not sent in plane group"):
@@ -138,7 +172,7 @@ def test_page_of_the_other_kind_is_refused() -> None:
 
 
 def test_part_of_the_kv_heads_of_a_block_is_refused() -> None:
-    layout = layout_of(1, FULL, *STORED)
+    layout = layout_of(1, *COMPRESSED)
     latents, block = 1, 2
     assert [group.is_block for group in layout.groups] == [False, False, True]
     coverage = Coverage(200, layout)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.kv.compressed import COMPRESSED
+from runtime.pages.groups import Part
 from tests.runtime.kv.calibrated import QUANTIZED, quantized_spec
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Site, until
@@ -27,7 +27,7 @@ async def test_tokens_equal_those_of_one_worker(site: Site, name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-async def test_stored_pages_are_identical_after_the_wire(
+async def test_encoded_pages_are_identical_after_the_wire(
     site: Site, name: str, tmp_path: Path
 ) -> None:
     """No page leaves the window while 2 tokens are decoded."""
@@ -41,7 +41,7 @@ async def test_stored_pages_are_identical_after_the_wire(
         decode.loaded.executor.cache.planes,
         strict=True,
     ):
-        if plane.group != COMPRESSED:
+        if plane.group.part is not Part.MIDDLE:
             continue
         pages = [
             {bytes(page.flatten().view(torch.uint8).numpy()) for page in x}

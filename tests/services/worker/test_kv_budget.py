@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from runtime.bench.kv_bytes import formats, occupation, one_layer
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
-from runtime.kv.compressed import COMPRESSED, FULL_PRECISION
-from runtime.kv.format import KV, Plane
+from runtime.pages.groups import PageGroup
 from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.sizes import least_bytes, pools_of_bytes
 from services.common.errors import SettingsError
 from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
@@ -20,38 +19,29 @@ from services.worker.kv_budget import (
     ROW_BYTES,
     DeviceMemory,
     kv_bytes_for,
-    least_bytes,
-    pages_of_bytes,
-    pages_of_tokens,
 )
 from services.worker.settings import MAX_KV_TOKENS
-from tests.runtime.pages.plans import compressed_plan
 
 GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
 
 
-def layout(per_token: int, stored: int = 0) -> CacheLayout:
-    """Return a layout with the given bytes per token, in exact and in stored pages."""
-    group = FULL_PRECISION if stored else KV
-    planes = [Plane("exact", torch.uint8, (1, 16, per_token), encodable=False, group=group)]
-    if stored:
-        planes.append(
-            Plane("stored", torch.uint8, (1, 16, stored), encodable=False, group=COMPRESSED)
-        )
-    return CacheLayout(16, 1, (tuple(planes),))
+def dense(per_token: int) -> PagePlan:
+    """Return a plan with one group and the given bytes per token."""
+    return PagePlan(16, (PageGroup("kv", 16 * per_token),))
 
 
 def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAMA_7B) -> int:
-    planes = layout(per_token)
+    plan = dense(per_token)
     size = kv_bytes_for(
         memory,
         utilization=utilization,
         slab=GIB // 2,
         logits=GIB // 4 // ROW_BYTES,
-        least=least_bytes(planes),
+        least=least_bytes(plan),
     )
-    return 16 * pages_of_bytes(size, planes, 1).exact
+    (pages,) = pools_of_bytes(plan, size, plan.batch(1, 1), MAX_KV_TOKENS // 16)
+    return 16 * pages
 
 
 def test_pages_fill_a_gpu_without_other_processes() -> None:
@@ -92,43 +82,19 @@ def test_error_names_the_missing_bytes() -> None:
         tokens(memory, 0.45)
 
 
-def test_compressed_formats_get_exact_pages_for_a_batch_and_a_prompt() -> None:
-    """6 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
-    planes = layout(LLAMA_7B, LLAMA_7B // 4)
-    exact = compressed_plan().batch(256, 8192)[0]
-    assert exact == 6 * 256 + 512
-    found = pages_of_bytes(60 * GIB, planes, exact)
-    assert found == PageCount(exact, (60 * GIB - exact * 16 * LLAMA_7B) // (4 * LLAMA_7B))
-
-
-def test_exact_pages_take_at_most_half_of_the_memory() -> None:
-    planes = layout(LLAMA_7B, LLAMA_7B // 4)
-    assert pages_of_bytes(GIB, planes, 10_000) == PageCount(64, 256)
-    least = pages_of_bytes(least_bytes(planes), planes, 10_000)
-    assert least.exact == 1
-    assert least.stored >= 1
-
-
-def test_token_slots_are_those_of_stored_pages() -> None:
-    planes = layout(64, 16)
-    assert pages_of_tokens(16_384, planes, 960) == PageCount(960, 1024)
-    assert pages_of_tokens(160, planes, 960) == PageCount(10, 10)
-    assert pages_of_tokens(160, layout(64), 960) == PageCount(10)
-
-
 LONG = 8192
 LAYERS = 32
 H200_KV = 105 * GIB
 """Bytes for KV on a GPU of 141 GB, beside 16 GB of weights, the slab and workspaces."""
 
 
-def held(pages: PageCount, slots: int) -> int:
+def held(plan: PagePlan, pages: PageCount, slots: int) -> int:
     """Return the number of sequences of `LONG` tokens that are admitted and decode 100 tokens.
 
-    All are admitted with received KV and decode in lockstep, so that each needs its most exact
-    pages in the same step.
+    All are admitted with received KV and decode in lockstep, so that each needs the most pages
+    of its window in the same step.
     """
-    allocator = SequencePages(compressed_plan() if len(pages) > 1 else PagePlan(16), pages)
+    allocator = SequencePages(plan, pages)
     request = Request("r", (0,) * LONG, LONG, SamplingParams(), 101)
     running: list[Sequence] = []
     while len(running) < slots:
@@ -160,15 +126,16 @@ def held(pages: PageCount, slots: int) -> int:
     [("fp8", 256), ("fdc, rank 64", 256), ("int4", 512), ("k4v2", 512), ("shard", 1088)],
 )
 def test_number_of_long_sequences_rises_with_the_compression_ratio(name: str, slots: int) -> None:
-    """A context of 131,072 tokens takes no exact pages from a decode worker's batch."""
+    """A context of 131,072 tokens takes no pages of windows from a decode worker's batch."""
     config = replace(one_layer(), context_length=131_072)
     kv_formats = formats(config)
     sequences = {}
     for each in ("dense", name):
         layers = kv_formats[each].planes(0, 16)
-        cache = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS)
-        exact = cache.plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))[0]
-        sequences[each] = held(pages_of_bytes(H200_KV, cache, exact), slots)
+        plan = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS).plan
+        windows = plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))
+        pages = pools_of_bytes(plan, H200_KV, windows, MAX_KV_TOKENS // 16)
+        sequences[each] = held(plan, pages, slots)
     ratio = occupation(kv_formats[name], config, LONG, 100).ratio
     assert sequences["dense"] == H200_KV // (LAYERS * 4096) // (LONG + 112)
     assert sequences[name] < slots, "batch slots are not the limit"

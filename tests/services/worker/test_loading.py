@@ -12,7 +12,6 @@ from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpo
 from runtime.engine import Add
 from runtime.kv.int4 import Int4Format
 from runtime.models.build import build_model
-from runtime.pages.plan import PAGE_SIZE
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.offline.tune import tune
@@ -49,13 +48,14 @@ def test_device_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("kv_tokens", "pages"), [("auto", 1024), (160, 10)])
 def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages: int) -> None:
     loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
-    assert loaded.engine.pages_total[0] == pages == len(loaded.executor.cache.planes[0])
-    assert loaded.identity.compatibility.page_size == PAGE_SIZE
+    assert loaded.engine.pages_total == (pages,)
+    assert len(loaded.executor.cache.planes[0]) == pages
+    assert loaded.identity.compatibility.page_plan == loaded.executor.cache.layout.plan
     assert loaded.config == CONFIG
 
 
-def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: Path) -> None:
-    """6 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
+def test_compressed_format_has_windows_for_the_batch_and_one_prompt(model: Path) -> None:
+    """6 pages for each of 4 sequences, 25 for the context; 16,384 tokens of compressed pages."""
     settings = settings_of(model, kv_format="int4")
     loaded = load_worker(settings, decodes=True)
     assert loaded.engine.pages_total == (6 * 4 + 25, 1024)
@@ -64,7 +64,7 @@ def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: P
     assert len(drive(loaded.engine, Add(request)).output("r")) == 40
 
 
-def test_prefill_worker_has_as_many_exact_pages_as_stored_ones(model: Path) -> None:
+def test_prefill_worker_has_as_many_pages_in_both_groups(model: Path) -> None:
     given = settings_of(model, kv_format="int4").model_dump()
     loaded = load_worker(PrefillSettings.model_validate(given), decodes=False)
     assert loaded.engine.pages_total == (1024, 1024)
@@ -75,7 +75,7 @@ def test_eviction_is_part_of_the_engine_and_of_the_handshake(model: Path) -> Non
     assert loaded.identity.compatibility.kv_eviction == 0.5
     assert loaded.identity.compatibility_message().kv_eviction == 0.5
     drive(loaded.engine, Add(request_of("r", 200), hold=True))
-    assert loaded.engine.pages_total[0] - loaded.engine.pages_free[0] == 13 - 6
+    assert loaded.engine.pages_total.minus(loaded.engine.pages_free) == (13 - 6,)
 
 
 def test_format_without_eviction_is_refused_at_start_up(

@@ -10,7 +10,7 @@ import structlog
 from runtime.checkpoint.assemble import named_tensors
 from runtime.core.request import MAX_LOGPROBS, FinishReason
 from runtime.engine import Add
-from services.common.placement import Placement, Registration, Role
+from services.common.placement import PROTOCOL, Placement, Registration, Role
 from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
 from services.gateway.settings import GatewaySettings
@@ -29,13 +29,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def registration(loaded: Loaded, max_waiting: int = 256) -> Registration:
     return Registration(
+        protocol=PROTOCOL,
         worker_id="c0",
         epoch="e1",
         role=Role.COLOCATED,
         address="127.0.0.1:5000",
         model=loaded.identity.model,
         compatibility=loaded.identity.compatibility,
-        pages_total=loaded.engine.pages_total[0],
+        pages_total=loaded.identity.compatibility.page_plan.by_name(loaded.engine.pages_total),
         max_running=loaded.sizes.max_running,
         max_waiting=max_waiting,
         heartbeat_s=0.25,
@@ -80,7 +81,7 @@ def test_gateway_limits_are_those_of_the_worker(
     loaded = load_worker(WorkerSettings.model_validate(values), decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
     router.register(registration(loaded), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total[0]), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
 
     given = {"model": str(folder), "max_logprobs": 100, "max_body_bytes": 4 * 400}
     settings = GatewaySettings.model_validate(given)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from runtime.engine import Add, Cancel
-from services.common.placement import Registration, Role, WorkerState
+from services.common.placement import PROTOCOL, Registration, Role, WorkerState
 from services.common.tls import MutualTls
 from services.transfer.drift import Escapes
 from services.transfer.metrics import TransferMetrics
@@ -73,13 +73,14 @@ def registrar_of(
 def introduction_of(engine: EngineThread, heartbeat_s: float = 60.0) -> Registration:
     identity = load().identity
     return Registration(
+        protocol=PROTOCOL,
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         role=Role.DECODE,
         address="127.0.0.1:1",
         model=identity.model,
         compatibility=identity.compatibility,
-        pages_total=engine.pages_total,
+        pages_total=identity.compatibility.page_plan.by_name(engine.pages_total),
         max_running=16,
         max_waiting=16,
         heartbeat_s=heartbeat_s,

@@ -47,7 +47,7 @@ def test_slot_of_a_large_gpu_holds_256_mib_of_any_kv(codecs: SegmentCodecs) -> N
         codecs.layout,
         first_token=0,
         num_tokens=2048,
-        pages=tuple(range(128)),
+        page_tables=(tuple(range(128)),),
         capacity=chosen.slot_bytes,
         bound=codecs.max_frame_bytes,
     )

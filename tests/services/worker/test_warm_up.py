@@ -57,7 +57,7 @@ def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch)
         cache.layout,
         first_token=0,
         num_tokens=CHUNK // 2,
-        pages=tuple(range(CHUNK // 2 // PAGE_SIZE)),
+        page_tables=(tuple(range(CHUNK // 2 // PAGE_SIZE)),),
         capacity=SLOT_BYTES,
         bound=loaded.codecs.max_frame_bytes,
     )
@@ -67,7 +67,7 @@ def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("fitting", [16, 64, 96, 112, 113, 128, 4096])
 def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) -> None:
-    """``fitting``: tokens of all layers of the widest stored planes that fit a slot."""
+    """``fitting``: tokens of all layers of the widest compressed planes that fit a slot."""
     loaded = load(kv_format="int4")
     chunk = 8 * PAGE_SIZE
     loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=chunk))
@@ -87,8 +87,7 @@ def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) ->
                 layout,
                 first_token=first,
                 num_tokens=count,
-                pages=pages[first // PAGE_SIZE :],
-                stored=pages[first // PAGE_SIZE :],
+                page_tables=(pages[first // PAGE_SIZE :],) * 2,
                 sequence_tokens=tokens,
                 capacity=capacity,
                 bound=bound,

@@ -19,7 +19,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.models.build import build_model
-from tests.runtime.tiny import pages_of, tiny_checkpoint
+from tests.runtime.tiny import tiny_checkpoint
 
 for kv_format in sys.argv[1:]:
     model = build_model(tiny_checkpoint(), kv_format=kv_format)

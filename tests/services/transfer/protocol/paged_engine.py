@@ -69,7 +69,7 @@ class Thread:
     def _measure(self) -> EngineLoad:
         engine = self.engine
         free, running, waiting = engine.pages_free, engine.num_running, engine.num_waiting
-        return EngineLoad(0, 0, 0, 0.0, free[0], 0, running, waiting, 0, 0.0)
+        return EngineLoad(0, 0, 0, 0.0, free, running, waiting, 0, 0.0)
 
     @property
     def held(self) -> int:
@@ -84,7 +84,10 @@ class Thread:
         return (
             *([_described(group) for group in each] for each in groups),
             sorted(scheduler._held),
-            [(s.request.id, len(s.tokens), len(s.page_tables[0])) for s in scheduler._running],
+            [
+                (s.request.id, len(s.tokens), list(map(len, s.page_tables)))
+                for s in scheduler._running
+            ],
             [f"{type(command).__name__} {_id_of(command)}" for command in self._inbox],
             self.engine.pages_free,
             planned and [c.group.request.id for c in planned.chunks],

@@ -16,6 +16,7 @@ from unittest.mock import patch
 from headrace.v1 import decode_pb2, prefill_pb2, request_pb2, sampling_pb2
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Cancel, StepOutput
+from runtime.pages.plan import PagePlan
 from services.common.token_ids import pack_tokens
 from services.decode import fetched_streams
 from services.decode.fetched_streams import FetchedStreams
@@ -27,7 +28,7 @@ from services.worker.wire import token_to_message
 from tests.runtime.tiny import CONFIG
 from tests.services.transfer.protocol.fingerprint import fingerprint
 from tests.services.transfer.protocol.loop import StepLoop
-from tests.services.transfer.protocol.paged_engine import SLOTS, PageBounds, Thread
+from tests.services.transfer.protocol.paged_engine import PAGE_SIZE, SLOTS, PageBounds, Thread
 from tests.services.transfer.protocol.parts import DEADLINE_S, IGNORE, Violation
 
 
@@ -109,7 +110,7 @@ class _Receiver:
 
     bounds: PageBounds
     worker: int
-    layout: Any = field(default_factory=lambda: SimpleNamespace(has_stored=False))
+    layout: Any = field(default_factory=lambda: SimpleNamespace(plan=PagePlan(PAGE_SIZE)))
     sent: list[tuple[str, str]] = field(default_factory=list)
     fetching: dict[str, _Fetching] = field(default_factory=dict)
     numbers: int = 0
