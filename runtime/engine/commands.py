@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 from runtime.core.request import FinishReason, Request, SampledToken
-from runtime.core.sequence import FREED
 from runtime.errors import RuntimeFault
 
 
@@ -101,16 +100,6 @@ class Computed:
     ready: torch.cuda.Event | None = None
     evicted: int = 0
 
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """Pages of the first group. Deprecated."""
-        return self.page_tables[0]
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Pages of the second group that the chunk has. Deprecated."""
-        return tuple(page for table in self.page_tables[1:] for page in table if page != FREED)
-
 
 @dataclass(frozen=True)
 class Reserved:
@@ -126,16 +115,6 @@ class Reserved:
     id: str
     page_tables: tuple[tuple[int, ...], ...]
     ready: torch.cuda.Event | None = None
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """Pages of the first group. Deprecated."""
-        return self.page_tables[0]
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Pages of the second group that are sent. Deprecated."""
-        return tuple(page for table in self.page_tables[1:] for page in table if page != FREED)
 
 
 @dataclass

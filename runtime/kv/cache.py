@@ -107,11 +107,6 @@ class PlaneGroup:
     members: tuple[tuple[tuple[str, int], ...], ...]
     is_block: bool
 
-    @property
-    def stored(self) -> bool:
-        """Whether the page group is not the first one. Deprecated."""
-        return self.page_group > 0
-
     @cached_property
     def runs(self) -> tuple[range, ...]:
         """Maximal ranges of consecutive layers that have tensors in this group."""
@@ -221,21 +216,6 @@ class CacheLayout:
     def layer_groups(self) -> tuple[int, ...]:
         """For each layer, the page group of its first plane, as its index in `plan`."""
         return tuple(self.page_groups.index(planes[0].group) for planes in self.layers)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in a page of the first group. Deprecated."""
-        return self.plan.groups[0].page_bytes // self.page_size
-
-    @property
-    def stored_bytes_per_token(self) -> int:
-        """Bytes of a token in a page of the second group. Deprecated."""
-        return sum(group.page_bytes for group in self.plan.groups[1:]) // self.page_size
-
-    @property
-    def has_stored(self) -> bool:
-        """Whether pages are encoded. Deprecated."""
-        return self.plan.encodes
 
     @cached_property
     def page_groups(self) -> tuple[PageGroup, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.parts import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
-from runtime.kv.compressed import compressed_table
+from runtime.kv.groups import compressed_table
 from runtime.kv.kernel_source import KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel

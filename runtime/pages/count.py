@@ -45,13 +45,3 @@ class PageCount(tuple[int, ...]):
     def total(cls, counts: Iterable["PageCount"]) -> "PageCount":
         """Return the sum of page counts; empty if there are none."""
         return cls(*map(sum, zip_longest(*counts, fillvalue=0)))
-
-    @property
-    def exact(self) -> int:
-        """Pages of the first group. Deprecated: index by group."""
-        return self[0] if self else 0
-
-    @property
-    def stored(self) -> int:
-        """Pages of the second group; 0 if there is none. Deprecated: index by group."""
-        return self[1] if len(self) > 1 else 0

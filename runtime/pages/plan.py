@@ -15,7 +15,6 @@ from runtime.pages.count import PageCount as PageCount
 from runtime.pages.groups import PageGroup as PageGroup
 from runtime.pages.groups import Part as Part
 from runtime.pages.groups import pages_for as pages_for
-from runtime.pages.window import SINK_PAGES, WINDOW
 
 PAGE_SIZE = 16
 """Tokens in a page of all workers."""
@@ -160,14 +159,9 @@ class PagePlan:
             return range(found.sink_pages, found.end(tokens - evicted, self.page_size))
         return range(self.pages(tokens))
 
-    def sent(self, tokens: int, group: int = 0, *, stored: bool | None = None) -> tuple[range, ...]:
-        """Return which pages of a prompt are sent in a group, as indices within the sequence.
-
-        ``stored`` is deprecated: it selects the group of an index.
-        """
-        if stored is not None:
-            group = int(stored)
-        return self.groups[group].held(tokens, self.page_size) if group < len(self.groups) else ()
+    def sent(self, tokens: int, group: int) -> tuple[range, ...]:
+        """Return which pages of a prompt are sent in a group, as indices within the sequence."""
+        return self.groups[group].held(tokens, self.page_size)
 
     def admission(
         self,
@@ -288,19 +282,6 @@ class PagePlan:
             )
         )
 
-    def stored(self, tokens: int) -> int:
-        """Return the pages of the first group that left its window. Deprecated."""
-        return self.groups[0].middle(tokens, self.page_size)
-
-    def first_recent(self, tokens: int) -> int:
-        """Return `PageGroup.first_recent` of the first group. Deprecated."""
-        return self.groups[0].first_recent(tokens, self.page_size)
-
-    @property
-    def compressed(self) -> bool:
-        """Whether there is more than one group. Deprecated."""
-        return len(self.groups) > 1
-
     @cached_property
     def _names(self) -> dict[str, None]:
         """Names of the groups, in their order."""
@@ -330,12 +311,3 @@ class PagePlan:
         """Return the pages of choices that share the full pages of a prompt."""
         full = self.full(prompt)
         return full + choices * (self.pages(length) - full)
-
-
-def compressed_plan(
-    page_size: int = PAGE_SIZE, sink_pages: int = SINK_PAGES, window: int = WINDOW
-) -> PagePlan:
-    """Return the plan of a compressed format. Deprecated: formats declare their groups."""
-    parts = ("full_precision", Part.ENDS), ("compressed", Part.MIDDLE)
-    groups = (PageGroup(name, 0, part, sink_pages, window) for name, part in parts)
-    return PagePlan(page_size, tuple(groups))

@@ -1,4 +1,4 @@
-"""Which pages of a sequence a compressed KV format leaves exact."""
+"""Which pages of a sequence a compressed KV format does not encode."""
 
 SINK_PAGES = 1
 """Pages at the start of a sequence that are never encoded."""
@@ -9,9 +9,9 @@ WINDOW = 64
 def first_recent(
     length: int, page_size: int, sink_pages: int = SINK_PAGES, window: int = WINDOW
 ) -> int:
-    """Return the index of the first page after the stored pages of a sequence.
+    """Return the index of the first page after the encoded pages of a sequence.
 
-    Pages from ``sink_pages`` up to this one are stored; all others are exact.
+    Pages from ``sink_pages`` up to this one are encoded, and no others.
 
     Args:
         length: tokens of the sequence, the one that is being attended included.

@@ -108,7 +108,7 @@ class EngineThread:
         self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
         self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
-        self.page_plan: PagePlan = engine.cache.layout.plan
+        self.page_plan: PagePlan = engine.executor.shape.plan
         self.pages_total = engine.pages_total
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ from runtime.errors import RuntimeFault
 from runtime.kv.cache import PagedCache
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
-from runtime.pages.plan import PAGE_SIZE, PageCount
+from runtime.pages.plan import PageCount
 from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
@@ -264,9 +264,7 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     return books, loaded.id
 
 
-def digest_pages(
-    cache: PagedCache, page_tables: Sequence[Sequence[int]], num_tokens: int
-) -> str:
+def digest_pages(cache: PagedCache, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
     """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
     Args:

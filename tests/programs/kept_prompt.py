@@ -110,7 +110,7 @@ class KeptPrompt(Engine):
     def _prefill_once(self) -> tuple[tuple[int, ...], ...]:
         tokens = self._workload.prompt()
         request = Request("kept", tokens, len(tokens), SamplingParams(), max_tokens=2)
-        tables: tuple[tuple[int, ...], ...] = ((),) * len(self.cache.layout.plan.groups)
+        tables: tuple[tuple[int, ...], ...] = ((),) * len(self.executor.shape.plan.groups)
         commands: list[Command] = [Add(request, hold=True)]
         while len(tables[0]) < len(tokens) // PAGE_SIZE:
             Engine.plan(self, commands)

@@ -24,11 +24,11 @@ def transfer(prefill: Engine, decode: Engine, record: Record, name: str) -> None
     for output in record.steps:
         for chunk in output.computed:
             first = chunk.first_token // 16
-            pages = target[first : first + len(chunk.pages)]
+            pages = target[first : first + len(chunk.page_tables[0])]
             for source, plane in zip(
                 executor_of(prefill).cache.planes, executor_of(decode).cache.planes, strict=True
             ):
-                plane[pages] = source[list(chunk.pages)]
+                plane[pages] = source[list(chunk.page_tables[0])]
 
 
 def disaggregate(model: Model, request: Request) -> Record:

@@ -84,12 +84,12 @@ def test_chunks_are_reported_with_their_pages_as_they_are_computed(model: Model)
     engine = engine_of(model, step_tokens=64, chunk_tokens=32)
     record = drive(engine, Add(request_of("r", 75), hold=True))
     chunks = [chunk for output in record.steps for chunk in output.computed]
-    assert [(c.first_token, c.num_tokens, len(c.pages)) for c in chunks] == [
+    assert [(c.first_token, c.num_tokens, len(c.page_tables[0])) for c in chunks] == [
         (0, 32, 2),
         (32, 32, 2),
         (64, 11, 1),
     ]
-    assert len({page for chunk in chunks for page in chunk.pages}) == 5
+    assert len({page for chunk in chunks for page in chunk.page_tables[0]}) == 5
     assert record.steps[2].tokens[0][1].index == 0
 
 

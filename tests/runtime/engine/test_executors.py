@@ -55,7 +55,7 @@ def test_choices_copy_the_partly_filled_page_after_the_launch() -> None:
     calls: list[tuple[object, ...]] = []
     engine = Engine(Recorded("rank", calls))
     output = engine.step([Add(request_of("a", 24, 2, choices=3))])
-    last = output.computed[0].pages[-1]
+    last = output.computed[0].page_tables[0][-1]
     assert calls == [("rank", "launch", [(0, 24)], 0), ("rank", "copy", [last] * 2, 2)]
 
 

@@ -8,9 +8,10 @@ import torch
 
 from runtime.errors import KVFormatError
 from runtime.kv.cache import CacheLayout, PagedCache
-from runtime.kv.compressed import COMPRESSED
 from runtime.kv.format import Plane
+from runtime.kv.groups import COMPRESSED
 from runtime.pages.plan import PageCount
+from runtime.pages.sizes import token_bytes
 from tests.runtime.tiny import CONFIG, tiny_model
 
 HEADS, PAGE = 3, 16
@@ -32,7 +33,7 @@ def test_dense_planes_are_one_group() -> None:
     assert group.runs == (range(2),)
     assert group.count(0, 2) == 4
     per_token = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2
-    assert layout.bytes_per_token == per_token
+    assert token_bytes(layout.plan) == per_token
 
 
 def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
@@ -43,7 +44,7 @@ def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
         (torch.float32, 1, False),
     ]
     assert [g.members[1] for g in layout.groups] == [(("k", 3),), (("v", 4),), (("v_scale", 5),)]
-    assert layout.bytes_per_token == 2 * HEADS * (16 + 8 + 4)
+    assert token_bytes(layout.plan) == 2 * HEADS * (16 + 8 + 4)
 
 
 def test_layers_with_different_dims_have_their_own_runs() -> None:

@@ -13,6 +13,7 @@ from runtime.kv.compressed import CompressedFormat
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
+from runtime.pages.sizes import token_bytes
 from tests.runtime.kv.compressed_data import (
     LLAMA_3_8B,
     PAGE,
@@ -56,7 +57,7 @@ def test_bytes_per_token_of_a_layer(name: str, llama: int, smollm2: int) -> None
     for config, expected in ((LLAMA_3_8B, llama), (SMOLLM2_135M, smollm2)):
         planes = FORMATS[name](config).planes(0, PAGE)
         layout = CacheLayout(PAGE, config.num_kv_heads, (planes,))
-        assert layout.bytes_per_token == expected
+        assert token_bytes(layout.plan) == expected
 
 
 def test_only_floating_point_codes_are_encodable(create: Create) -> None:

@@ -14,6 +14,7 @@ from runtime.kv.kvquant.codes import VectorCode
 from runtime.kv.registry import CALIBRATED, from_artifact
 from runtime.kv.rotation import PageRotation
 from runtime.pages.plan import PageCount
+from runtime.pages.sizes import token_bytes
 from tests.runtime.kv.compressed_data import is_unwritten, same_bits, stored_planes
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -100,7 +101,7 @@ def test_bytes_per_token_are_those_of_the_allocated_pages(
     width = 64 if name.startswith("kvquant") else 48
     layout = CacheLayout.of(made, num_layers=2, page_size=PAGE)  # type: ignore[arg-type]
     expected = 2 * 4 * (2 * width * bits // 8 + 2 + (of_k + of_v) * 3)
-    assert layout.bytes_per_token == expected
+    assert token_bytes(layout.plan) == expected
     cache = PagedCache(layout, PageCount(10))
     assert sum(plane.nbytes for plane in cache.planes) == 10 * PAGE * expected
     assert not any(plane.encodable for _, plane in layout.planes)

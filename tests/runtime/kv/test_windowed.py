@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.kv import compressed as groups
+from runtime.kv import groups
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat

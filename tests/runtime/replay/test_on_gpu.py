@@ -120,9 +120,8 @@ def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     assert chunk.ready is not None
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         chunk.ready.wait()
-        found = [
-            plane[list(chunk.pages)].isnan().any() for plane in executor_of(engine).cache.planes
-        ]
+        pages = list(chunk.page_tables[0])
+        found = [plane[pages].isnan().any() for plane in executor_of(engine).cache.planes]
         torch.cuda.current_stream().synchronize()
     assert not any(found)
     drive(engine)

@@ -25,10 +25,11 @@ from services.transfer.manifest import SentTokens
 from services.worker import stream_service
 from services.worker.streams import StreamSession
 from services.worker.wire import token_to_message
+from tests.runtime.engine.fake_executor import PAGE_SIZE
 from tests.runtime.tiny import CONFIG
 from tests.services.transfer.protocol.fingerprint import fingerprint
 from tests.services.transfer.protocol.loop import StepLoop
-from tests.services.transfer.protocol.paged_engine import PAGE_SIZE, SLOTS, PageBounds, Thread
+from tests.services.transfer.protocol.paged_engine import SLOTS, PageBounds, Thread
 from tests.services.transfer.protocol.parts import DEADLINE_S, IGNORE, Violation
 
 
