@@ -72,7 +72,7 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
-        self._claimed = 0, 0  # version and changes of the roster when calls got their claims
+        self._claimed = 0, 0  # version and changes of the roster when claims became outdated
 
     def is_settled(self, now: float) -> bool:
         """Return whether all live workers have registered."""
@@ -194,8 +194,9 @@ class Dispatcher:
             return
         roster = self.fleet.roster(now)
         if (seen := (roster.version, roster.changes)) != self._claimed:
-            self.queue.reclaim(roster.claim, excluding=roster.version == self._claimed[0])
+            self.queue.outdate(excluding=roster.version == self._claimed[0])
             self._claimed = seen
+        self.queue.reclaim(roster.claim)
         left = self._servable(roster)
         if not left:
             return

@@ -1,7 +1,7 @@
 """Queue of placement requests: fair among tenants in tokens, by priority within a tenant."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +13,8 @@ from services.router.capacity import Demand
 from services.router.errors import RouterException
 from services.router.roster import Claim, Needs
 
+MAX_RECLAIMED = 64
+"""Maximum number of claims that one event sets anew, so that it does not delay others."""
 _MIN_DEADLINES = 64  # entries of the heap of deadlines below which it is not cleaned
 
 
@@ -71,6 +73,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self._max_waiting = max_waiting
         self._by_id: dict[str, PendingPlacement] = {}
         self._deadlines: list[tuple[float, int, PendingPlacement]] = []  # heap, with ended calls
+        self._outdated: deque[PendingPlacement] = deque()  # calls whose claim must be set anew
         self.claims: Counter[Claim | None] = Counter()
         self.prompt_tokens = 0
 
@@ -99,14 +102,24 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self.prompt_tokens -= item.demand.prompt_tokens
         return True
 
-    def reclaim(self, claim: Callable[[Demand], Claim], *, excluding: bool = False) -> None:
-        """Set the claim of every queued call anew.
+    def outdate(self, *, excluding: bool = False) -> None:
+        """Note that `reclaim` must set the claims of all queued calls anew.
 
         Args:
             excluding: whether only of calls that exclude workers.
         """
-        for call in self._by_id.values():
-            if call.demand.exclude or not excluding:
+        calls = (c for c in self._by_id.values() if c.demand.exclude or not excluding)
+        self._outdated = deque(dict.fromkeys((*self._outdated, *calls)))
+
+    def reclaim(self, claim: Callable[[Demand], Claim]) -> None:
+        """Set the next `MAX_RECLAIMED` claims anew.
+
+        A call with an outdated claim only misses workers that have joined, and finds none of those
+        that have left.
+        """
+        for _ in range(min(MAX_RECLAIMED, len(self._outdated))):
+            call = self._outdated.popleft()
+            if self._has(call):
                 self._uncount(call)
                 call.claim, call.needs = claim(call.demand), {}
                 self.claims[call.claim] += 1

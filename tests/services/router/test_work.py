@@ -13,7 +13,7 @@ from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
-from services.router.queue import PlacementQueue
+from services.router.queue import MAX_RECLAIMED, PlacementQueue
 from tests.services.router.samples import beat, place_request, registration
 
 FREE = 20  # pages, which one of the requests needs
@@ -116,6 +116,18 @@ def test_work_of_a_change_of_the_workers_does_not_grow_with_the_queue(name: str)
     assert many <= 1.2 * few, f"{few} calls with 16 queued requests, {many} with 256"
 
 
+def test_claims_are_computed_again_over_several_events() -> None:
+    """The only decode worker leaves, so that no worker can serve the queued requests."""
+    queued = 3 * MAX_RECLAIMED
+    router = Loaded(1, queued).router
+    router.fleet.deregister("d0", "e1")
+    left = []
+    while len(router.queue):
+        router.advance(0.3)
+        left.append(len(router.queue))
+    assert left == [2 * MAX_RECLAIMED, MAX_RECLAIMED, 0]
+
+
 def test_requests_that_wait_for_other_workers_are_not_examined() -> None:
     """Small workers stay open while only large requests are queued."""
 
@@ -127,6 +139,8 @@ def test_requests_that_wait_for_other_workers_are_not_examined() -> None:
             small = registration(name, role, pages_total=8)
             loaded.router.register(small, 0.2)
             loaded.router.heartbeat(beat(name, pages_free=8), 0.2)
+        for _ in range(queued // MAX_RECLAIMED):
+            loaded.router.advance(0.2)
         return loaded.router
 
     few, many = map(router, (16, 256))
