@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import Compatibility, Role
 
@@ -78,20 +79,32 @@ class Demand:
         """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
-    def pages(self, role: Role, plan: PagePlan, max_tokens: int | None = None) -> PageCount:
+    def pages(
+        self,
+        role: Role,
+        plan: PagePlan,
+        max_tokens: int | None = None,
+        *,
+        kv_eviction: float = 0.0,
+    ) -> PageCount:
         """Return the pages that the request occupies on a worker with this role.
 
         Args:
             max_tokens: maximum output tokens of each choice; default: those of the request.
+            kv_eviction: fraction of the prompt's tokens that is evicted.
         """
+        prompt, choices = self.prompt_tokens, self.choices
+        evicted = evicted_tokens(prompt, kv_eviction, plan.page_size)
         if role is Role.PREFILL:
-            return plan.computed(self.prompt_tokens)
-        return plan.decode(
-            self.prompt_tokens,
-            self.choice_tokens(max_tokens),
-            choices=self.choices,
-            computed=role is Role.COLOCATED,
-        )
+            return plan.computed(prompt, evicted)
+        length, computed = self.choice_tokens(max_tokens), role is Role.COLOCATED
+        pages = plan.decode(prompt - evicted, length - evicted, choices=choices, computed=computed)
+        if computed and evicted:  # after the whole prompt was computed
+            first = plan.admission(
+                prompt, limit=length + 1, known=prompt, evicted=evicted, choices=choices
+            )
+            pages = PageCount(*map(max, pages, first))
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +180,17 @@ class WorkerSnapshot:
     def context_length(self) -> int:
         """Maximum tokens of a prompt and its output: limited by the model and by the pages.
 
+        With a prompt of which tokens are evicted, more output may fit.
+        """
+        return self._longest()
+
+    def _longest(self, evicted: int = 0) -> int:
+        """Return the maximum tokens of a choice with its prompt, of which some are evicted.
+
         There is no KV of the last output token.
         """
         kept = self.page_plan.max_tokens(self.pages_total)
-        return min(self.compatibility.context_length, kept + 1)
+        return min(self.compatibility.context_length, kept + 1 + evicted)
 
     def max_output(self, demand: Demand, role: Role) -> int:
         """Return the output tokens that would fit in one of the `roles` if the worker were idle.
@@ -181,14 +201,17 @@ class WorkerSnapshot:
         Returns:
             Output tokens of each choice, at most those of the request; 0 if fewer than it requires.
         """
+        share = self.compatibility.kv_eviction
+        evicted = evicted_tokens(demand.prompt_tokens, share, self.page_plan.page_size)
         prefills = role is Role.PREFILL
-        longest = self.compatibility.context_length if prefills else self.context_length
+        longest = self.compatibility.context_length if prefills else self._longest(evicted)
         most = min(demand.max_tokens, longest - demand.prompt_tokens)
         if most < demand.least_tokens or demand.choices > self.max_running:
             return 0
 
         def exceeds(output: int) -> bool:
-            return not demand.pages(role, self.page_plan, output).fits(self.pages_total)
+            pages = demand.pages(role, self.page_plan, output, kv_eviction=share)
+            return not pages.fits(self.pages_total)
 
         if not exceeds(most):
             return most

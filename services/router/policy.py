@@ -204,8 +204,9 @@ class _Offers:
         """Return the output tokens that fit, and the workers with space for them."""
         demand = self.demand
         if (need := self.needs.get((shape, role))) is None:
-            output = shape.sample.max_output(demand, role)
-            need = output, demand.pages(role, shape.sample.page_plan, output)
+            sample, share = shape.sample, shape.sample.compatibility.kv_eviction
+            output = sample.max_output(demand, role)
+            need = output, demand.pages(role, sample.page_plan, output, kv_eviction=share)
             self.needs[shape, role] = need
         output, pages = need
         found = with_space(workers.values(), demand, role, pages) if output else []

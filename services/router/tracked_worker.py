@@ -82,7 +82,8 @@ class TrackedWorker:
         self, placement_id: str, demand: Demand, role: Role, number: int, now: float
     ) -> None:
         """Add the load of a new placement."""
-        pages = demand.pages(role, self.page_plan)
+        share = self.registration.compatibility.kv_eviction
+        pages = demand.pages(role, self.page_plan, kv_eviction=share)
         prompt = 0 if role is Role.DECODE else demand.prompt_tokens
         promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
         self.promises[placement_id] = promise

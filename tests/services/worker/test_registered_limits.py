@@ -58,6 +58,22 @@ def test_router_places_what_the_worker_queues(tmp_path: Path) -> None:
     assert not record.refused
 
 
+def test_evicted_tokens_make_space_for_output(tmp_path: Path) -> None:
+    """64 of 150 prompt tokens are evicted from a worker with pages for 160 tokens."""
+    settings = {"model": str(save_tiny_model(tmp_path / "tiny")), "device": "cpu", "codec": "raw"}
+    given = WorkerSettings.model_validate({**settings, "kv_tokens": 160, "kv_eviction": 0.5})
+    loaded = load_worker(given, decodes=True)
+    router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
+    router.register(registration(loaded), 0.0)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    answer = router.submit(place_request(150, 250, required_tokens=1), 0.1).answer
+    assert isinstance(answer, Placement)
+    assert answer.max_tokens == 160 + 1 - (150 - 64)
+    record = drive(loaded.engine, Add(request_of("r", 150, answer.max_tokens)))
+    assert len(record.output("r")) == answer.max_tokens
+    assert record.finished == {("r", 0): FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize(
     ("config", "kv_tokens", "expected"),
     [
