@@ -5,8 +5,10 @@ Poisson arrivals. Prompt and output lengths are those of FDC's Table 6, times ``
 policies get the same requests. The column ``floor`` is the p99 latency of the same requests if each
 of them ran alone on the fastest workers.
 
-The CPU time is that of one placement, and that of a loaded router (`services.router.load_bench`).
-``--workloads`` without a name measures the CPU time only.
+The CPU time is that of one placement without HTTP, that of a loaded router without HTTP
+(`services.router.load_bench`), and that of a placement over HTTP (`services.router.http_bench`).
+``--workloads``, ``--loads`` and ``--http`` without a value skip their part, for example
+``--workloads --loads --http 300`` measures placements over HTTP only.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from statistics import fmean, quantiles
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
+from services.router.http_bench import WORKERS, HttpCost
+from services.router.http_bench import measure as measure_http
 from services.router.load_bench import GOAL, LOADS, Cost, Load, LoadBench
 from services.router.policy import PolicyName
 from services.router.queue import PlacementQueue
@@ -73,9 +77,10 @@ def main() -> None:
                 flush=True,
             )
     costs = [_print_cost(load, options.seconds) for load in options.loads]
-    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (5, 64, 256)}
+    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (WORKERS, 64, 256)}
     for workers, cost_us in decisions.items():
         print(f"place and release among {workers} workers: {cost_us:.0f} µs")
+    calls = [_print_http(rate, options.seconds, decisions[WORKERS]) for rate in options.http]
     if options.json:
         report = {
             "options": {k: v for k, v in vars(options).items() if k not in ("json", "loads")},
@@ -86,6 +91,7 @@ def main() -> None:
                 asdict(load) | asdict(cost) for load, cost in zip(options.loads, costs, strict=True)
             ],
             "decision_us": decisions,
+            "http": [asdict(cost) for cost in calls],
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -98,6 +104,21 @@ def _print_cost(load: Load, seconds: float) -> Cost:
         f"{load.workers} workers, {cost.queued} queued, {cost.placements_per_s:.0f} placements/s: "
         f"{cost.core:.1%} of a core (goal {GOAL.core:.0%}, ratio {cost.core / GOAL.core:.2f}), "
         f"heartbeat p99 {p99_ms:.1f} ms (goal {goal_ms:.0f}, ratio {p99_ms / goal_ms:.2f})",
+        flush=True,
+    )
+    return cost
+
+
+def _print_http(rate: float, seconds: float, decision_us: float) -> HttpCost:
+    """Measure and print the cost of placements over HTTP, with its floor."""
+    cost = measure_http(rate, seconds)
+    floor_us = decision_us + cost.echo_us
+    print(
+        f"{cost.placements_per_s:.0f} placements/s over HTTP: router {cost.router_us:.0f} µs of "
+        f"CPU time per placement (floor {floor_us:.0f}: {decision_us:.0f} without HTTP and "
+        f"{cost.echo_us:.0f} to echo the same bytes; ratio {cost.router_us / floor_us:.2f}), "
+        f"client {cost.client_us:.0f} µs, latency p50 {cost.p50_us:.0f} µs (echo "
+        f"{cost.echo_p50_us:.0f}), p99 {cost.p99_us:.0f} µs",
         flush=True,
     )
     return cost
@@ -181,7 +202,17 @@ def _options() -> argparse.Namespace:
         metavar="WORKERS,QUEUED,PLACEMENTS_PER_S",
         help="loads of which the CPU time is measured",
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="simulated seconds of a load")
+    parser.add_argument(
+        "--http",
+        nargs="*",
+        type=float,
+        default=[300.0],
+        metavar="PLACEMENTS_PER_S",
+        help="rates at which placements over HTTP are measured; 0: as many as possible",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="simulated or measured seconds of a load"
+    )
     parser.add_argument("--jobs", type=int, default=1500, help="number of requests in a run")
     parser.add_argument(
         "--seeds", type=int, default=5, help="number of runs of each policy, each with its own seed"
