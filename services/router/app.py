@@ -1,4 +1,4 @@
-"""The router's HTTP API: parses request bodies, calls the dispatcher and formats responses."""
+"""The router's HTTP API: the calls of workers and gateways, listings, probes and metrics."""
 
 import asyncio
 import json
@@ -6,13 +6,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from random import Random
-from typing import TypeVar
 
 import structlog
-from pydantic import BaseModel, ValidationError
 from quart import Quart, Request, Response, request
 from quart.typing import ResponseTypes
-from werkzeug.exceptions import BadHost, Forbidden, HTTPException, UnsupportedMediaType
+from starlette.types import Receive, Scope, Send
+from werkzeug.exceptions import BadHost, HTTPException
 
 from services.common.listings import ModelList, ReadinessList, WorkerList
 from services.common.placement import (
@@ -25,11 +24,20 @@ from services.common.placement import (
     Release,
 )
 from services.common.probes import health_answer, ready_answer
-from services.common.router_errors import ErrorCode, RouterError, RouterErrorDetail
 from services.common.tracing import Attributes, Span, resume
+from services.router.access import Access
 from services.router.admission import Admission
+from services.router.answers import (
+    CONTENT_TYPE,
+    Answer,
+    answer,
+    http_error,
+    internal_error,
+    refusal,
+)
+from services.router.calls import Call, Disconnected, JsonCalls
 from services.router.dispatcher import Dispatcher
-from services.router.errors import InvalidBody, RouterException, Unauthenticated
+from services.router.errors import RouterException
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
 from services.router.queue import PlacementQueue
@@ -37,8 +45,6 @@ from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
-
-M = TypeVar("M", bound=BaseModel)
 
 
 def build_dispatcher(settings: RouterSettings, now: float) -> Dispatcher:
@@ -56,13 +62,26 @@ def build_dispatcher(settings: RouterSettings, now: float) -> Dispatcher:
 
 
 class _App(Quart):
-    """Quart with an answer to an invalid ``Host`` header, which it finds before any route."""
+    """Quart with calls that it does not serve itself.
+
+    It also answers requests with an invalid ``Host`` header, which Quart finds before any route.
+    """
+
+    def __init__(self, calls: JsonCalls) -> None:
+        super().__init__(__name__)
+        self._calls = calls
+
+    async def asgi_app(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+        if self._calls.serves(scope):
+            await self._calls(scope, receive, send)
+        else:
+            await super().asgi_app(scope, receive, send)  # type: ignore[arg-type]
 
     async def handle_request(self, request: Request) -> ResponseTypes:
         try:
             return await super().handle_request(request)
         except BadHost:
-            return _error(400, ErrorCode.INVALID, "the Host header is not valid")
+            return _response(http_error(BadHost("the Host header is not valid")))
 
 
 def create_app(
@@ -77,22 +96,33 @@ def create_app(
         dispatcher: dispatcher to use. By default, a new one is created from the settings.
         clock: monotonic clock, in seconds.
     """
-    app = _App(__name__)
+    router = dispatcher or build_dispatcher(settings, clock())
+    metrics, access = RouterMetrics(), Access(settings)
+    metrics.secrets.observe(settings.secret_files, settings.token_check)
+    calls = JsonCalls(
+        access,
+        metrics.count,
+        max_body_bytes=settings.max_body_bytes,
+        retry_after_s=settings.retry_after_s,
+    )
+    _add_calls_of_workers(calls, router, clock)
+    _add_calls_of_gateways(calls, router, metrics, clock)
+    app = _App(calls)
     app.url_map.merge_slashes = False  # no redirects
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    router = dispatcher or build_dispatcher(settings, clock())
-    metrics = RouterMetrics()
-    metrics.secrets.observe(settings.secret_files, settings.token_check)
-    _add_workers_api(app, router, clock)
-    _add_gateways_api(app, router, metrics, clock)
+    _add_listings(app, router, clock)
     _add_probes(app, router, metrics, clock, settings.retry_after_s)
-    _add_auth(app, settings)
     _add_errors(app, settings.retry_after_s)
+
+    @app.before_request
+    async def check() -> None:
+        access.check(request.path, request.headers.getlist)
 
     @app.after_request
     async def count(response: Response) -> Response:
-        endpoint = request.url_rule.rule if request.url_rule else "unknown"
-        metrics.requests.labels(endpoint, str(response.status_code)).inc()
+        metrics.count(
+            request.url_rule.rule if request.url_rule else "unknown", response.status_code
+        )
         return response
 
     @app.while_serving
@@ -122,10 +152,9 @@ async def _advance_periodically(
         await asyncio.sleep(tick_s)
 
 
-def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float]) -> None:
-    @app.post("/v1/register")
-    async def register() -> Response:
-        worker = await _body(Registration)
+def _add_calls_of_workers(calls: JsonCalls, router: Dispatcher, clock: Callable[[], float]) -> None:
+    @calls.post("/v1/register", Registration)
+    async def register(worker: Registration, _call: Call) -> None:
         router.register(worker, clock())
         log.info(
             "worker registered",
@@ -137,48 +166,42 @@ def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float])
         )
         if reason := router.fleet.unmatched.get(worker.worker_id):
             log.warning("worker gets no requests", worker=worker.worker_id, reason=reason)
-        return _empty()
 
-    @app.post("/v1/heartbeat")
-    async def heartbeat() -> Response:
-        beat = await _body(Heartbeat)
+    @calls.post("/v1/heartbeat", Heartbeat)
+    async def heartbeat(beat: Heartbeat, _call: Call) -> HeartbeatReply:
         known = router.heartbeat(beat, clock())
         reason = router.fleet.unmatched.get(beat.worker_id)
-        return _json(HeartbeatReply(register_again=not known, unmatched=reason))
+        return HeartbeatReply(register_again=not known, unmatched=reason)
 
-    @app.post("/v1/deregister")
-    async def deregister() -> Response:
-        worker = await _body(Deregistration)
+    @calls.post("/v1/deregister", Deregistration)
+    async def deregister(worker: Deregistration, _call: Call) -> None:
         router.fleet.deregister(worker.worker_id, worker.epoch)
         log.info("worker deregistered", worker=worker.worker_id, epoch=worker.epoch)
-        return _empty()
 
 
-def _add_gateways_api(
-    app: Quart, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
+def _add_calls_of_gateways(
+    calls: JsonCalls, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
 ) -> None:
-    @app.post("/v1/place")
-    async def place() -> Response:
-        body = await _body(PlaceRequest)
-        call = router.submit(body, clock())
-        span = _place_span(body)
+    @calls.post("/v1/place", PlaceRequest)
+    async def place(body: PlaceRequest, call: Call) -> Placement:
+        pending = router.submit(body, clock())
+        span = _place_span(body, call)
         outcome = "abandoned"
         try:
-            await call.answered.wait()
-            answer = call.answer
-            if not isinstance(answer, Placement):
-                raise answer or RuntimeError("a placement request ended without an answer")
+            await call.until(pending.answered)
+            if not isinstance(pending.answer, Placement):
+                raise pending.answer or RuntimeError("a placement request ended without an answer")
             outcome = "placed"
-            return _json(answer)
-        except asyncio.CancelledError:
-            router.cancel(call, clock())
+            return pending.answer
+        except (Disconnected, asyncio.CancelledError):
+            router.cancel(pending, clock())
             raise
-        except RouterException as refusal:
-            outcome = refusal.code.value
+        except RouterException as error:
+            outcome = error.code.value
             raise
         finally:
             metrics.placements.labels(outcome).inc()
-            metrics.place_seconds.observe(clock() - call.arrived)
+            metrics.place_seconds.observe(clock() - pending.arrived)
             span.set({"headrace.outcome": outcome})
             span.end()
             log.debug(
@@ -190,23 +213,24 @@ def _add_gateways_api(
                 **span.ids,
             )
 
-    @app.post("/v1/release")
-    async def release() -> Response:
-        router.release(await _body(Release), clock())
-        return _empty()
+    @calls.post("/v1/release", Release)
+    async def release(body: Release, _call: Call) -> None:
+        router.release(body, clock())
 
+
+def _add_listings(app: Quart, router: Dispatcher, clock: Callable[[], float]) -> None:
     @app.get("/v1/workers")
     async def workers() -> Response:
         views = router.fleet.views(clock())
-        return _json(WorkerList(workers=views, waiting=len(router.queue)))
+        return _response(answer(WorkerList(workers=views, waiting=len(router.queue))))
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:
-        return _json(_readiness(router, clock()))
+        return _response(answer(_readiness(router, clock())))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(ModelList(models=router.fleet.models()))
+        return _response(answer(ModelList(models=router.fleet.models())))
 
 
 def _readiness(router: Dispatcher, now: float) -> ReadinessList:
@@ -215,7 +239,7 @@ def _readiness(router: Dispatcher, now: float) -> ReadinessList:
     return ReadinessList(models=readiness(workers, infos, settled=settled))
 
 
-def _place_span(body: PlaceRequest) -> Span:
+def _place_span(body: PlaceRequest, call: Call) -> Span:
     """Start the span of a placement request, as a child of the gateway's span in its headers."""
     attributes: Attributes = {
         "http.request.method": "POST",
@@ -224,7 +248,7 @@ def _place_span(body: PlaceRequest) -> Span:
         "headrace.attempt": body.attempt,
         "headrace.prompt_tokens": body.prompt_tokens,
     }
-    return resume("POST /v1/place", request.headers.getlist, attributes)
+    return resume("POST /v1/place", call.headers, attributes)
 
 
 async def not_ready(router: Dispatcher) -> str | None:
@@ -249,14 +273,14 @@ def _add_probes(
 ) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _probe(*health_answer(await failure(router)))
+        status, body = health_answer(await failure(router))
+        return _response(Answer(json.dumps(body), status))
 
     @app.get("/ready")
     async def ready() -> Response:
-        response = _probe(*ready_answer(await not_ready(router)))
-        if response.status_code != 200:
-            response.headers["Retry-After"] = str(retry_after_s)
-        return response
+        status, body = ready_answer(await not_ready(router))
+        wait_s = retry_after_s if status != 200 else None
+        return _response(Answer(json.dumps(body), status, wait_s))
 
     @app.get("/metrics")
     async def expose() -> Response:
@@ -264,77 +288,23 @@ def _add_probes(
         return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_auth(app: Quart, settings: RouterSettings) -> None:
-    check = settings.token_check
-    hosts = settings.host_check(authenticated=settings.authenticates_services)
-
-    @app.before_request
-    async def authenticate() -> None:
-        if hosts and (refusal := hosts.refusal(request.headers.getlist("Host"))):
-            raise Forbidden(refusal)
-        given = request.headers.get("Authorization", "")
-        if check is None:
-            return
-        if request.path == "/metrics":
-            authorized = check.accepts_scraper(given)
-        else:
-            needs_none = not request.path.startswith("/v1/")
-            authorized = needs_none or check.accepts(given)
-        if not authorized:
-            raise Unauthenticated("the cluster token is missing or wrong")
-
-
 def _add_errors(app: Quart, retry_after_s: int) -> None:
     @app.errorhandler(RouterException)
-    async def refuse(refusal: RouterException) -> Response:
-        response = _error(refusal.status, refusal.code, str(refusal))
-        if refusal.retry:
-            response.headers["Retry-After"] = str(refusal.retry_after_s or retry_after_s)
-        return response
+    async def refuse(error: RouterException) -> Response:
+        return _response(refusal(error, retry_after_s))
 
     @app.errorhandler(HTTPException)
-    async def http(error: HTTPException) -> Response:
-        code = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.NOT_FOUND, 413: ErrorCode.TOO_LARGE}
-        status = error.code or 500
-        default = ErrorCode.INVALID if status < 500 else ErrorCode.INTERNAL
-        return _error(status, code.get(status, default), error.description or error.name)
+    async def invalid(error: HTTPException) -> Response:
+        return _response(http_error(error))
 
     @app.errorhandler(Exception)
     async def fault(error: Exception) -> Response:
         log.error("request failed", path=request.path, exc_info=error)
-        return _error(500, ErrorCode.INTERNAL, "internal error")
+        return _response(internal_error())
 
 
-async def _body(model: type[M]) -> M:
-    """Parse the request body.
-
-    Raises:
-        UnsupportedMediaType: if it is not declared as JSON. Browsers send other types for web pages
-            of any origin without asking the server first.
-        InvalidBody: if it does not match the model; the message names the first invalid field.
-        RequestEntityTooLarge: if it is longer than ``max_body_bytes``.
-    """
-    if request.mimetype != "application/json":
-        raise UnsupportedMediaType("the content type must be application/json")
-    try:
-        return model.model_validate_json(await request.get_data(cache=False))
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, fault["loc"])) or "body"
-        raise InvalidBody(f"{where}: {fault['msg']}") from None
-
-
-def _json(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status, content_type="application/json")
-
-
-def _probe(status: int, body: dict[str, str]) -> Response:
-    return Response(json.dumps(body), status, content_type="application/json")
-
-
-def _empty() -> Response:
-    return Response("{}", content_type="application/json")
-
-
-def _error(status: int, code: ErrorCode, message: str) -> Response:
-    return _json(RouterError(error=RouterErrorDetail(code=code, message=message)), status)
+def _response(answered: Answer) -> Response:
+    response = Response(answered.body, answered.status, content_type=CONTENT_TYPE)
+    if answered.retry_after_s is not None:
+        response.headers["Retry-After"] = str(answered.retry_after_s)
+    return response

@@ -52,6 +52,10 @@ class RouterMetrics:
             "router_requests_waiting", "Placement requests in this router's queue."
         )
 
+    def count(self, endpoint: str, status: int) -> None:
+        """Count the answer to a request."""
+        self.requests.labels(endpoint, str(status)).inc()
+
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
         """Update the gauges and return all metrics as text, without series of removed workers."""
         self._waiting.set(waiting)

@@ -1,0 +1,210 @@
+"""Calls of workers and gateways: POST requests whose bodies and answers are JSON messages.
+
+Quart does not serve them. For each request, it starts two tasks, creates contexts and sends
+signals, which costs more than the rest of a call together (see BENCHMARKS.md).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
+from werkzeug.exceptions import (
+    HTTPException,
+    MethodNotAllowed,
+    RequestEntityTooLarge,
+    RequestTimeout,
+    UnsupportedMediaType,
+)
+
+from services.router.access import Access
+from services.router.answers import (
+    CONTENT_TYPE,
+    Answer,
+    answer,
+    http_error,
+    internal_error,
+    refusal,
+)
+from services.router.errors import InvalidBody, RouterException
+
+log = structlog.get_logger()
+
+BODY_TIMEOUT_S = 60.0
+"""Maximum time to receive the body of a call, seconds."""
+
+M = TypeVar("M", bound=BaseModel)
+M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
+
+
+class Disconnected(Exception):
+    """The caller has closed the connection, so that no answer can be sent."""
+
+
+class Call:
+    """One call.
+
+    Attributes:
+        path: path of the URL.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._receive = receive
+
+    def headers(self, name: str) -> list[str]:
+        """Return all values of a header, given its name in lower case."""
+        wanted = name.encode()
+        return [value.decode("latin-1") for key, value in self._headers if key == wanted]
+
+    async def body(self, max_bytes: int) -> bytes:
+        """Receive the body.
+
+        Raises:
+            RequestEntityTooLarge: if it is longer than ``max_bytes``.
+            RequestTimeout: if it is not complete after `BODY_TIMEOUT_S`.
+            Disconnected: if the caller disconnects before it is complete.
+        """
+        body, complete = b"", False
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while not complete:
+                    event = await self._receive()
+                    if event["type"] == "http.disconnect":
+                        raise Disconnected
+                    body += event.get("body", b"")
+                    complete = not event.get("more_body", False)
+                    if len(body) > max_bytes:
+                        raise RequestEntityTooLarge
+        except TimeoutError:
+            raise RequestTimeout from None
+        return body
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for an event. The body must have been received.
+
+        Raises:
+            Disconnected: if the caller disconnects, even if the event has occurred since then.
+        """
+        if event.is_set():
+            return
+        occurred = asyncio.create_task(event.wait())
+        gone = asyncio.create_task(self._until_gone())
+        try:
+            await asyncio.wait({occurred, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise Disconnected
+        finally:
+            occurred.cancel()
+            gone.cancel()
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class Handler(Protocol[M_contra]):
+    """Handles the calls of one path. It returns the answer; None: an empty object."""
+
+    def __call__(self, body: M_contra, call: Call, /) -> Awaitable[BaseModel | None]: ...
+
+
+@dataclass(frozen=True)
+class _Route:
+    body: type[BaseModel]
+    handle: Handler[Any]
+
+
+class JsonCalls:
+    """ASGI app of the calls.
+
+    Args:
+        access: check of every call.
+        count: called with the path and the status of every answer.
+        max_body_bytes: maximum length of a body.
+        retry_after_s: ``Retry-After`` of errors that have none of their own.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        count: Callable[[str, int], None],
+        *,
+        max_body_bytes: int,
+        retry_after_s: int,
+    ) -> None:
+        self._access = access
+        self._count = count
+        self._max_body_bytes = max_body_bytes
+        self._retry_after_s = retry_after_s
+        self._routes: dict[str, _Route] = {}
+
+    def post(self, path: str, body: type[M]) -> Callable[[Handler[M]], Handler[M]]:
+        """Return a decorator for the handler of the calls of a path."""
+
+        def add(handle: Handler[M]) -> Handler[M]:
+            self._routes[path] = _Route(body, handle)
+            return handle
+
+        return add
+
+    def serves(self, scope: Scope) -> bool:
+        """Return whether a request has the path of a call."""
+        return scope["type"] == "http" and scope["path"] in self._routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose path is that of a call."""
+        call = Call(scope, receive)
+        try:
+            response = answer(await self._handle(call))
+        except Disconnected:
+            return
+        except RouterException as error:
+            response = refusal(error, self._retry_after_s)
+        except HTTPException as error:
+            response = http_error(error)
+        except Exception:
+            log.exception("request failed", path=call.path)
+            response = internal_error()
+        self._count(call.path, response.status)
+        await _send(response, send)
+
+    async def _handle(self, call: Call) -> BaseModel | None:
+        route = self._routes[call.path]
+        self._access.check(call.path, call.headers)
+        if call.method != "POST":
+            raise MethodNotAllowed
+        # Browsers send other types for web pages of any origin without asking the server first.
+        declared = next(iter(call.headers("content-type")), "")
+        if declared.partition(";")[0].strip().lower() != CONTENT_TYPE:
+            raise UnsupportedMediaType(f"the content type must be {CONTENT_TYPE}")
+        body = await call.body(self._max_body_bytes)
+        try:
+            message = route.body.model_validate_json(body)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        return await route.handle(message, call)
+
+
+def _invalid(error: ValidationError) -> InvalidBody:
+    """Return the error of an invalid body. Its message names the first invalid field."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, fault["loc"])) or "body"
+    return InvalidBody(f"{where}: {fault['msg']}")
+
+
+async def _send(response: Answer, send: Send) -> None:
+    body = response.body.encode()
+    headers = [
+        (b"content-type", CONTENT_TYPE.encode()),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    if response.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % response.retry_after_s))
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
