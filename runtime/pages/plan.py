@@ -108,7 +108,7 @@ class PagePlan:
 
     def filled(self, pages: range, tokens: int) -> int:
         """Return the number of tokens in some pages of a sequence of ``tokens`` tokens."""
-        return min(pages.stop * self.page_size, tokens) - pages.start * self.page_size
+        return max(0, min(pages.stop * self.page_size, tokens) - pages.start * self.page_size)
 
     def page_bytes(self, pages: PageCount) -> int:
         """Return the bytes of pages."""

@@ -85,7 +85,8 @@ def test_bytes_of_a_sequence_are_those_of_its_tokens() -> None:
     """Of 1,108 tokens, 1,024 are compressed: 64 pages between the first one and the window."""
     assert token_bytes(COMPRESSED) == LLAMA_7B / 4
     assert sequence_bytes(COMPRESSED, 1108) == 84 * LLAMA_7B + 1024 * LLAMA_7B / 4
-    assert sequence_bytes(COMPRESSED, 70) == 70 * LLAMA_7B
+    for tokens in (1, 16, 17, 70):
+        assert sequence_bytes(COMPRESSED, tokens) == tokens * LLAMA_7B
     assert sequence_bytes(sized(PagePlan(16), 160), 70) == 700
     assert sequence_bytes(LAYERED, 65) == 65 * 900 / 16
     assert sequence_bytes(LAYERED, 80) == (80 * 400 + 64 * 500) / 16
