@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.attention.base import Batch, MixedBatch, SequenceSlice
 from runtime.graphs.static import StaticTensors
@@ -130,8 +131,6 @@ class PassInputs:
         tokens, positions = np.zeros((2, rows), np.int64)
         sequences = np.full(rows, self._chunks, np.int32)
         lengths = np.zeros(first + decoded, np.int32)
-        _, *tables = self._fields.tensors["page_tables"].shape
-        page_tables = np.zeros((len(pieces), *tables), np.int32)
         starts = np.zeros(first + decoded + 1, np.int32)
         end = 0
         for index, piece in enumerate(pieces):
@@ -141,9 +140,6 @@ class PassInputs:
             positions[start:end] = np.arange(piece.first, piece.first + end - start)
             sequences[start:end] = index
             lengths[index] = piece.first + end - start
-            own = piece.pages, *piece.more_pages
-            for table, pages in zip(page_tables[index], own, strict=True):
-                table[: len(pages)] = pages
         tail = rows - len(decoding)  # first decode row
         starts[len(pieces) : first] = end
         starts[first:] = np.maximum(tail, rows - decoded + np.arange(decoded + 1))
@@ -168,9 +164,18 @@ class PassInputs:
                 "starts": starts,
                 "lengths": lengths,
                 "decoding": valid,
-                "page_tables": page_tables.clip(min=0),
+                "page_tables": self._tables_of(pieces),
             }
         )
+
+    def _tables_of(self, pieces: Sequence[SequenceSlice]) -> NDArray[np.int32]:
+        """Return the page tables of prompt chunks, `[chunks, groups, pages]`."""
+        _, *shape = self._fields.tensors["page_tables"].shape
+        page_tables = np.zeros((len(pieces), *shape), np.int32)
+        for tables, piece in zip(page_tables, pieces, strict=True):
+            for table, pages in zip(tables, (piece.pages, *piece.more_pages), strict=True):
+                table[: len(pages)] = pages
+        return page_tables.clip(min=0)
 
     def load_decode_rows(self, batch: Batch) -> None:
         """Copy tokens, positions and page tables of the decode rows from the batch slots."""
