@@ -189,7 +189,8 @@ import sys
 from runtime.engine import Engine
 from tests.runtime.tiny import tiny_model
 tiny_model(), tiny_model(ranks=(5,) * 7)
-sys.exit("runtime.attention.gpu" in sys.modules or "runtime.megakernel" in sys.modules)
+with_triton = {"runtime.attention.gpu", "runtime.gemm.ops", "runtime.megakernel.launch"}
+sys.exit(", ".join(with_triton & sys.modules.keys()) or None)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
