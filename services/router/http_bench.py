@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import cast
 import httpx
 import uvloop
 
+from services.common.interpreter import python_command
 from services.common.logging import configure_logging
 from services.common.placement import Role
 from services.router.service import loop_factory, serve
@@ -75,7 +75,7 @@ def measure(placements_per_s: float, seconds: float) -> HttpCost:
 
 def _client(url: str, process: int, load: list[str]) -> dict[str, float]:
     """Run the client, and return what it has measured."""
-    program = [sys.executable, "-m", "services.gateway.placement_bench"]
+    program = python_command("-m", "services.gateway.placement_bench")
     command = [*program, url, "--process", f"{process}", *load]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     figures: dict[str, float] = json.loads(output)

@@ -16,7 +16,15 @@ SERVICES_FOLDER = DEPLOY.parent / "services"
 README = (DEPLOY / "README.md").read_text()
 TROUBLESHOOTING = (DEPLOY / "TROUBLESHOOTING.md").read_text()
 TEXT = README + TROUBLESHOOTING
-NOT_SETTINGS = {"request_id", "credentials_file", "not_ready", "inter_token_s", "nr_throttled"}
+NOT_SETTINGS = {
+    "credentials_file",
+    "inter_token_s",
+    "not_ready",
+    "nr_throttled",
+    "page_plan",
+    "page_plans",
+    "request_id",
+}
 COMMANDS = ("docker ", "headrace ", "kubectl ", "make ")
 NOT_EVENTS = {"codec auto", "ping timeout"}  # a setting, and a message of gRPC
 
