@@ -290,6 +290,9 @@ class PlaceRequest(Message):
         admitted: whether the request was admitted before: it is repeated, or another one of its
             prompts was placed. It then waits until its deadline, however long the queue is.
         model: name of the model; None selects the only served model.
+        prompt_tokens: number of tokens of the prompt, and of the output of an earlier attempt that
+            continues it.
+        replayed_tokens: number of the latter, of which none is evicted.
         max_tokens: maximum output tokens of each choice.
         required_tokens: output tokens of each choice for which the workers must have space; None:
             ``max_tokens``. The placement says how many fit.
@@ -306,6 +309,7 @@ class PlaceRequest(Message):
     attempt: Annotated[int, Field(ge=0, le=1000)] = 0
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    replayed_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     required_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

@@ -123,6 +123,7 @@ class Placer:
                 attempt=retries.number,
                 model=self._model,
                 prompt_tokens=len(request.prompt) + replayed,
+                replayed_tokens=replayed,
                 max_tokens=request.max_tokens - replayed,
                 required_tokens=required and max(1, required - replayed),
                 choices=request.options.n,

@@ -4,10 +4,11 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
-from services.common.placement import Compatibility, Role
+from services.common.placement import Compatibility, PlaceRequest, Role
 
 
 class WorkerHealth(StrEnum):
@@ -37,6 +38,7 @@ class Demand:
     worker itself may still refuse the request.
 
     Attributes:
+        prompt_tokens, replayed_tokens: see `PlaceRequest`.
         max_tokens: maximum output tokens of each choice.
         required_tokens: output tokens of each choice that must fit; None: ``max_tokens``.
         may_wait: whether the request may wait in the router's queue.
@@ -50,6 +52,22 @@ class Demand:
     output_reserve: int = 256
     required_tokens: int | None = None
     may_wait: bool = False
+    replayed_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: PlaceRequest, *, output_reserve: int, may_wait: bool) -> Self:
+        """Return the demand of a request to place."""
+        return cls(
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+            choices=request.choices,
+            model=request.model,
+            exclude=frozenset(request.exclude),
+            output_reserve=output_reserve,
+            required_tokens=request.required_tokens,
+            may_wait=may_wait,
+            replayed_tokens=request.replayed_tokens,
+        )
 
     @property
     def least_tokens(self) -> int:
@@ -79,6 +97,15 @@ class Demand:
         """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
+    def evicted(self, kv_eviction: float, page_size: int) -> int:
+        """Return the number of tokens that workers evict: of the prompt alone.
+
+        Args:
+            kv_eviction: fraction of the prompt's tokens that is evicted.
+        """
+        prompt = max(0, self.prompt_tokens - self.replayed_tokens)
+        return evicted_tokens(prompt, kv_eviction, page_size)
+
     def pages(
         self,
         role: Role,
@@ -94,7 +121,7 @@ class Demand:
             kv_eviction: fraction of the prompt's tokens that is evicted.
         """
         prompt, choices = self.prompt_tokens, self.choices
-        evicted = evicted_tokens(prompt, kv_eviction, plan.page_size)
+        evicted = self.evicted(kv_eviction, plan.page_size)
         if role is Role.PREFILL:
             return plan.computed(prompt, evicted)
         length, computed = self.choice_tokens(max_tokens), role is Role.COLOCATED
@@ -202,7 +229,7 @@ class WorkerSnapshot:
             Output tokens of each choice, at most those of the request; 0 if fewer than it requires.
         """
         share = self.compatibility.kv_eviction
-        evicted = evicted_tokens(demand.prompt_tokens, share, self.page_plan.page_size)
+        evicted = demand.evicted(share, self.page_plan.page_size)
         prefills = role is Role.PREFILL
         longest = self.compatibility.context_length if prefills else self._longest(evicted)
         most = min(demand.max_tokens, longest - demand.prompt_tokens)

@@ -85,16 +85,8 @@ class Dispatcher:
         tenant with the most queued tokens for its weight is refused.
         """
         self.admission.elapse(self.queue, now)
-        demand = Demand(
-            prompt_tokens=request.prompt_tokens,
-            max_tokens=request.max_tokens,
-            required_tokens=request.required_tokens,
-            choices=request.choices,
-            model=request.model,
-            exclude=frozenset(request.exclude),
-            output_reserve=self._output_reserve,
-            may_wait=min(request.wait_s, self._max_wait_s) > 0,
-        )
+        may_wait = min(request.wait_s, self._max_wait_s) > 0
+        demand = Demand.of(request, output_reserve=self._output_reserve, may_wait=may_wait)
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
             call.resolve(Closing("this router is shutting down"))

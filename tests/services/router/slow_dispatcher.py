@@ -94,16 +94,8 @@ class SlowDispatcher(Dispatcher):
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
         self.admission.elapse(self.queue, now)
-        demand = Demand(
-            prompt_tokens=request.prompt_tokens,
-            max_tokens=request.max_tokens,
-            required_tokens=request.required_tokens,
-            choices=request.choices,
-            model=request.model,
-            exclude=frozenset(request.exclude),
-            output_reserve=self._output_reserve,
-            may_wait=min(request.wait_s, self._max_wait_s) > 0,
-        )
+        may_wait = min(request.wait_s, self._max_wait_s) > 0
+        demand = Demand.of(request, output_reserve=self._output_reserve, may_wait=may_wait)
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         result = place(demand, self.fleet.snapshots(now), self._policy, self._rng)
         if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:

@@ -74,6 +74,20 @@ def test_evicted_tokens_make_space_for_output(tmp_path: Path) -> None:
     assert record.finished == {("r", 0): FinishReason.LENGTH}
 
 
+def test_replayed_output_is_not_evicted(tmp_path: Path) -> None:
+    """A prompt of 100 tokens is too short for an eviction; with 60 replayed ones, it still is."""
+    settings = {"model": str(save_tiny_model(tmp_path / "tiny")), "device": "cpu", "codec": "raw"}
+    given = WorkerSettings.model_validate({**settings, "kv_tokens": 160, "kv_eviction": 0.5})
+    loaded = load_worker(given, decodes=True)
+    router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
+    router.register(registration(loaded), 0.0)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    request = place_request(140, 250, required_tokens=1, replayed_tokens=40)
+    answer = router.submit(request, 0.1).answer
+    assert isinstance(answer, Placement)
+    assert answer.max_tokens == 160 + 1 - 140
+
+
 @pytest.mark.parametrize(
     ("config", "kv_tokens", "expected"),
     [
