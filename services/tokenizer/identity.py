@@ -62,8 +62,6 @@ class TokenizerIdentity:
         """Return why a model cannot be served with this tokenizer, or None."""
         if self.vocab_size > model.vocab_size:
             return f"it has {self.vocab_size} tokens, the model of the workers {model.vocab_size}"
-        if missing := sorted(set(model.eos_token_ids) - self.eos_ids):
-            return f"token {missing[0]} ends the output of the workers' model, but not its own"
         if model.tokenizer_hash and model.tokenizer_hash != self.hash:
             return "its vocabulary is not that of the workers' tokenizer"
         return None

@@ -32,7 +32,6 @@ def model_of(site: Site, **changes: Any) -> dict[str, Any]:
     ("changes", "reason"),
     [
         ({"vocab_size": 32_000}, "it has 49152 tokens, the model of the workers 32000"),
-        ({"eos_token_ids": [7]}, "token 7 ends the output"),
         ({"tokenizer_hash": "0" * 64}, "its vocabulary is not that of the workers"),
     ],
 )
@@ -54,8 +53,14 @@ async def test_unfit_tokenizer_is_not_ready(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"vocab_size": 50_000}, {"eos_token_ids": []}, {"tokenizer_hash": ""}],
-    ids=["same", "padded embedding", "no EOS", "no tokenizer"],
+    [
+        {},
+        {"vocab_size": 50_000},
+        {"eos_token_ids": []},
+        {"eos_token_ids": [7]},
+        {"tokenizer_hash": ""},
+    ],
+    ids=["same", "padded embedding", "no EOS", "other EOS", "no tokenizer"],
 )
 async def test_fitting_tokenizer_is_ready(site: Site, changes: dict[str, Any]) -> None:
     site.worker.script = say(5)
