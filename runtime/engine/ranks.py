@@ -9,6 +9,7 @@ from runtime.core.plan import StepPlan
 from runtime.core.sequence import Sequence
 from runtime.engine.executor import Executor
 from runtime.engine.steps import LaunchedStep
+from runtime.errors import KVFormatError
 from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
 
@@ -60,6 +61,9 @@ class Ranks(Executor):
             _check_alike(first, other)
 
     def check_eviction(self) -> None:
+        """Raise `KVFormatError` if there are several ranks: each would evict from the same plan."""
+        if self._others:
+            raise KVFormatError("workers of several ranks do not support kv_eviction")
         self._first.check_eviction()
 
     def warm_up(self, progress: Progress) -> None:

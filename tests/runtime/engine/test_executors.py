@@ -1,4 +1,4 @@
-"""What an engine asks of its executor, and steps of several ranks. No tensor is computed."""
+"""Calls of an engine to its executor, and steps of several ranks. No tensor is computed."""
 
 from collections.abc import Sequence as Items
 
@@ -7,7 +7,7 @@ import pytest
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.engine import Add, Engine, Ranks
-from runtime.errors import NotFinite
+from runtime.errors import KVFormatError, NotFinite
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import TOKEN, FakeExecutor, FakeStep
 from tests.runtime.tiny import drive, request_of
@@ -117,3 +117,10 @@ def test_preempted_sequence_is_launched_again_from_its_start() -> None:
     assert [len(record.tokens[name, 0]) for name in "ab"] == [30, 30]
     prompts = [call[2] for call in calls if call[1] == "launch" and call[2]]
     assert len(prompts) > 2, "one of the sequences was preempted"
+
+
+def test_eviction_is_refused_with_several_ranks() -> None:
+    ranks = Ranks([FakeExecutor(64, LIMITS), FakeExecutor(64, LIMITS)])
+    with pytest.raises(KVFormatError, match="several ranks"):
+        Engine(ranks, kv_eviction=0.5)
+    assert Engine(Ranks([FakeExecutor(64, LIMITS)]), kv_eviction=0.5)
