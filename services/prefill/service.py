@@ -221,7 +221,10 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         fields, tokens = job.outgoing.log_fields, job.outgoing.tokens
 
         def log_digest(digest: "asyncio.Future[str]") -> None:
-            log.info("kv computed", **fields, digest=digest.result())
+            if not digest.cancelled() and (error := digest.exception()):
+                log.error("KV digest failed", **fields, error=repr(error))
+            elif not digest.cancelled():
+                log.info("kv computed", **fields, digest=digest.result())
 
         self.digest(job.page_tables, tokens).add_done_callback(log_digest)
 

@@ -35,6 +35,8 @@ log = structlog.get_logger()
 
 BODY_TIMEOUT_S = 60.0
 """Maximum time to receive the body of a call, seconds."""
+SEND_TIMEOUT_S = 60.0
+"""Maximum time to send the answer of a call, seconds. The connection is then closed."""
 
 M = TypeVar("M", bound=BaseModel)
 M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
@@ -70,7 +72,10 @@ class Call:
             RequestTimeout: if it is not complete after `BODY_TIMEOUT_S`.
             Disconnected: if the caller disconnects before it is complete.
         """
-        body, complete = b"", False
+        declared = next(iter(self.headers("content-length")), "")
+        if declared.isdecimal() and int(declared) > max_bytes:
+            raise RequestEntityTooLarge
+        body, complete = bytearray(), False
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not complete:
@@ -83,7 +88,7 @@ class Call:
                         raise RequestEntityTooLarge
         except TimeoutError:
             raise RequestTimeout from None
-        return body
+        return bytes(body)
 
     async def until(self, event: asyncio.Event) -> None:
         """Wait for an event. The body must have been received.
@@ -172,7 +177,12 @@ class JsonCalls:
             log.exception("request failed", path=call.path)
             response = internal_error()
         self._count(call.path, response.status)
-        await _send(response, send)
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await _send(response, send)
+        except TimeoutError:
+            log.warning("caller does not read its answers", path=call.path)
+            raise
 
     async def _handle(self, call: Call) -> BaseModel | None:
         route = self._routes[call.path]
