@@ -162,7 +162,7 @@ class Registration(Message):
         max_running: number of batch slots.
         max_waiting: maximum number of requests without a batch slot; the worker refuses more.
         heartbeat_s: time between two heartbeats, seconds. A router refuses workers that it would
-            take for lost between them.
+            suspect between two of them.
         decodes: on a prefill worker, whether it can also decode prompts that it computes. Its
             address then serves the decode service too. Ignored for other roles.
         overflow_tokens: on a decode worker, number of queued tokens above which prefill workers

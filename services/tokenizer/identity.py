@@ -1,4 +1,4 @@
-"""What a tokenizer and the model of a worker have in common: vocabulary and end of the output."""
+"""Comparison of a gateway's tokenizer with the model of the workers."""
 
 import hashlib
 import re

@@ -17,7 +17,7 @@ KINDS = re.compile(
 )
 """Names of the groups of compressed formats, past and present."""
 TENSOR_CODE = {"runtime/attention", "runtime/kv", "runtime/quality"}
-"""Where tokens are located in tensors of pages."""
+"""Folders whose code computes the position of a token in a tensor of pages."""
 FORMATS = {"runtime/bench", "runtime/kv", "runtime/megakernel", "runtime/quality", "runtime/replay"}
 """KV formats, what encodes their pages in a step, and programs that measure them."""
 

@@ -82,7 +82,7 @@ def test_token_slots_are_those_of_pages_outside_of_windows() -> None:
 
 
 def test_bytes_of_a_sequence_are_those_of_its_tokens() -> None:
-    """Of 1,108 tokens, 1,024 are compressed: 64 pages between the first one and the window."""
+    """1,024 of 1,108 tokens are compressed: those of the 64 pages between sink and window."""
     assert token_bytes(COMPRESSED) == LLAMA_7B / 4
     assert sequence_bytes(COMPRESSED, 1108) == 84 * LLAMA_7B + 1024 * LLAMA_7B / 4
     for tokens in (1, 16, 17, 70):

@@ -194,7 +194,7 @@ async def test_worker_says_how_a_router_refused_it(
 async def test_worker_with_rare_heartbeats_is_refused_with_the_reason(
     engine: EngineThread, heartbeat_s: float, refused: bool
 ) -> None:
-    """By default, routers take a worker for lost after 2 s."""
+    """Routers suspect a worker after 2 s without a heartbeat, by default."""
     async with router_port() as port:
         url = f"http://127.0.0.1:{port}"
         introduction = introduction_of(engine, heartbeat_s)
