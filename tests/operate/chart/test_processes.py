@@ -28,7 +28,7 @@ from tests.operate.chart.manifests import (
     pod_of,
     scenario,
 )
-from tests.ports import free_port
+from tests.ports import free_ports
 from tests.services.certificates import Authority
 
 pytestmark = [pytest.mark.operate, pytest.mark.timeout(900)]
@@ -256,5 +256,5 @@ def scaling_metrics() -> set[str]:
 
 def transfer_ports() -> str:
     """Return a range of ports for the transfers of two workers."""
-    first = free_port()
-    return f"{first}-{min(first + 64, 65535)}"
+    first, *_, last = free_ports(65)
+    return f"{first}-{last}"

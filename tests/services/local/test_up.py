@@ -22,6 +22,7 @@ from services.local.options import UpOptions
 from services.local.state import EXIT_RUNNING, Deployment
 from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
 from services.local.up import serves_dense_meanwhile, up
+from tests.ports import free_ports
 from tests.services.local.lock_holder import hold_elsewhere
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -33,10 +34,8 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UpOptions:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     artifacts = Artifacts(Path("model"), Path("model"), None, "model")
     monkeypatch.setattr(up_module, "prepare", lambda options, console: artifacts)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    return UpOptions(port=port, grpc_port=port - 1, router_port=port - 2)
+    port, grpc_port, router_port = free_ports(3)
+    return UpOptions(port=port, grpc_port=grpc_port, router_port=router_port)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, spec: ProcessSpec) -> None:

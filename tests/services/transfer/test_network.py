@@ -21,7 +21,7 @@ from services.transfer.network import (
     restrict_ucx,
     ucx_environment,
 )
-from tests.ports import free_port
+from tests.ports import free_ports
 
 RDMA = ["mlx5_0:1", "mlx5_1:1"]
 LOOPBACK = TransferNetwork(loopback=True)
@@ -117,8 +117,8 @@ def test_invalid_port_range_is_a_settings_error(ports: str) -> None:
 
 def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
     """Runs in a separate process, because UCX variables apply to a whole process."""
-    base = min(free_port(), 65535 - 50)
-    ports = f"{base}-{base + 50}"
+    first, *_, last = free_ports(51)
+    ports = f"{first}-{last}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
     command = [sys.executable, "-c", LIST_LISTENERS, ports]
     done = subprocess.run(
@@ -128,7 +128,7 @@ def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
     assert len(listeners) >= 2, "two agents share the range"
     for address, port in listeners:
         assert address == "127.0.0.1"
-        assert base <= int(port) <= base + 50
+        assert first <= int(port) <= last
 
 
 def test_listener_on_another_interface_is_a_settings_error() -> None:
