@@ -1,6 +1,6 @@
 """The project that wrote a checkpoint, by the names of its tensors.
 
-Servers read none of the factorized formats below. `runtime.convert` converts them.
+Servers read none of the factorized formats below. `runtime.offline.convert` converts them.
 """
 
 import re
@@ -12,7 +12,8 @@ from runtime.errors import CheckpointError
 
 
 class SourceFormat(StrEnum):
-    """Formats that `runtime.convert` reads. The comments show how each names the factors of q."""
+    """Formats that `runtime.offline.convert` reads. The comments show how each names the factors of
+    q."""
 
     DENSE = "dense"  # q_proj
     SVD_LLM = "svd-llm"  # q_u_proj, q_v_proj

@@ -29,12 +29,12 @@ from runtime.engine.commands import (
 )
 from runtime.engine.executor import Executor
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.steps import LaunchedStep
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.pages.plan import PageCount
-from runtime.replay.step import UNRESOLVED
-from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
+from runtime.steps.base import LaunchedStep
+from runtime.steps.replay import UNRESOLVED
+from runtime.steps.warm_up import Progress, silent
 
 
 class Engine:

@@ -17,9 +17,9 @@ from runtime.config import ModelConfig
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import Sequence
-from runtime.engine.steps import LaunchedStep
 from runtime.pages.plan import PageCount, PagePlan
-from runtime.replay.warm_up import Progress
+from runtime.steps.base import LaunchedStep
+from runtime.steps.warm_up import Progress
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ import torch
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import Sequence
-from runtime.engine.direct import DirectSteps
 from runtime.engine.executor import Executor, ExecutorShape
-from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.graphs.events import record_event
 from runtime.kv.eviction import check_eviction
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
-from runtime.replay.step import StepReplay
-from runtime.replay.warm_up import Progress
+from runtime.steps.base import LaunchedStep, StepRunner
+from runtime.steps.direct import DirectSteps
+from runtime.steps.replay import StepReplay
+from runtime.steps.warm_up import Progress
 
 
 class LocalExecutor(Executor):

@@ -8,10 +8,10 @@ import torch
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import Sequence
 from runtime.engine.executor import Executor
-from runtime.engine.steps import LaunchedStep
 from runtime.errors import KVFormatError
-from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
+from runtime.steps.base import LaunchedStep
+from runtime.steps.warm_up import Progress, silent
 
 
 @dataclass(frozen=True)

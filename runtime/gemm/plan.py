@@ -1,8 +1,8 @@
 """Kernel plans: the kernel of each GEMM, and the factor pairs to multiply out.
 
-A plan file holds the choices that `runtime.bench.plan` measured for one model on one device.
-Without a file, `default_tile` chooses. The results of two workers are bitwise identical only with
-the same plan, so its hash is part of the handshake.
+A plan file holds the choices that `runtime.offline.bench.plan` measured for one model on one
+device. Without a file, `default_tile` chooses. The results of two workers are bitwise identical
+only with the same plan, so its hash is part of the handshake.
 """
 
 import hashlib

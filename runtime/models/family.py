@@ -4,8 +4,8 @@
 
 Serving builds the parts from packed projections and attends over paged KV
 (`runtime.models.decoder`). Compression builds them from plain differentiable linears and attends
-over whole sequences (`runtime.compress.forward`). Both call the two methods of the family before
-and after attention:
+over whole sequences (`runtime.offline.compress.forward`). Both call the two methods of the family
+before and after attention:
 
     x, carried = family.before_attention(parts, hidden)
     attended = attention(parts.qkv(x))

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import codec
-from runtime.compress import documentation
+from runtime.offline.compress import documentation
 from services.common.errors import SettingsError
 from services.common.interpreter import python_command
 from services.common.model_source import resolve_model

@@ -47,7 +47,7 @@ class Given:
 
     Attributes:
         text: ``tokens`` and ``files``.
-        search: fields of `runtime.quality.search.Constraint`, and ``evaluations``.
+        search: fields of `runtime.offline.quality.search.Constraint`, and ``evaluations``.
         options: fields of the options of the formats.
     """
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from runtime.models.model import Model
-from runtime.quality.attention import TeacherForced
-from runtime.quality.generate import outputs_of
-from runtime.quality.measure import logits_of
-from runtime.quality.metrics import Scores, compare
+from runtime.offline.quality.attention import TeacherForced
+from runtime.offline.quality.generate import outputs_of
+from runtime.offline.quality.measure import logits_of
+from runtime.offline.quality.metrics import Scores, compare
 from services.tokenizer.tokenizer import Tokenizer
 
 _QUESTIONS = Path(__file__).with_name("questions.txt")

@@ -12,10 +12,10 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from runtime import compress as factorization
 from runtime.checkpoint import Checkpoint, load_checkpoint
-from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from runtime.models.build import build_model
+from runtime.offline import compress as factorization
+from runtime.offline.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import results
@@ -60,8 +60,8 @@ def compress(
         model: name or path of a checkpoint.
         keep: fraction of the parameters of the linear layers to keep.
         out: folder to write; it must not exist.
-        method: value of `runtime.compress.Method`.
-        ranks: value of `runtime.compress.Allocation`; None selects the method's default.
+        method: value of `runtime.offline.compress.Method`.
+        ranks: value of `runtime.offline.compress.Allocation`; None selects the method's default.
         rows: number of calibration rows of `ROW_TOKENS` tokens; perplexity is measured on half as
             many rows.
         device: auto, cpu or cuda.

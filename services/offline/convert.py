@@ -9,8 +9,8 @@ from rich.table import Table
 
 from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.safetensors_file import is_pickle, read_json
-from runtime.convert import Source
-from runtime.convert import convert as read
+from runtime.offline.convert import Source
+from runtime.offline.convert import convert as read
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import diagnostics, results

@@ -13,17 +13,17 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint
-from runtime.compress import cut_rows, documentation
-from runtime.compress.kv_moments import kv_moments
 from runtime.errors import CompressionError
 from runtime.kv import fdc, kvquant, palu, shard
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.registry import CALIBRATED, from_artifact
 from runtime.models.build import build_model
+from runtime.offline.compress import cut_rows, documentation
+from runtime.offline.compress.kv_moments import kv_moments
+from runtime.offline.quality.measure import bytes_per_token
+from runtime.offline.quality.search import Constraint, Evaluator, Trial, search_rate
 from runtime.pages.plan import PAGE_SIZE
-from runtime.quality.measure import bytes_per_token
-from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import results

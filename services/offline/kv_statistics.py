@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 import codec
-from runtime.compress import documentation
+from runtime.offline.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.terminal import results
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded

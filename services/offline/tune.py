@@ -32,7 +32,7 @@ def tune(model: str, out: Path) -> str:
     checkpoint = load_checkpoint(resolve_model(model), dtype=torch.bfloat16)
     if reason := unsupported_by_gemm(checkpoint, "cuda:0", torch.bfloat16):
         raise SettingsError(f"kernel plans do not support {model}: {reason}")
-    from runtime.bench.plan import measure
+    from runtime.offline.bench.plan import measure
 
     console = Console(stderr=True)
     with torch.inference_mode():

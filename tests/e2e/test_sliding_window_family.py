@@ -30,7 +30,7 @@ from runtime.pages.plan import PageCount
 from tests.e2e.test_kv_format_plugin import byte_tokenizer
 from tests.harness.deployment import Running, deployed
 from tests.programs.equality import Case, ask_all
-from tests.runtime.convert.samples import save_folder
+from tests.runtime.offline.convert.samples import save_folder
 from tests.runtime.tiny import (
     CONFIG,
     Record,

@@ -30,7 +30,8 @@ class RandomModel:
     """A model of random weights.
 
     Attributes:
-        shape: key of `runtime.bench.shapes.SHAPES`; the vocabulary is that of the tokenizer.
+        shape: key of `runtime.offline.bench.shapes.SHAPES`; the vocabulary is that of the
+            tokenizer.
         keep: fraction of parameters that factor pairs keep; 1 for dense layers.
         tokenizer: name or path of the model that has the tokenizer.
     """
@@ -72,7 +73,7 @@ def write(model: RandomModel) -> None:
     """Write a model and the codebooks that `headrace up` looks for, on the GPU if there is one."""
     import torch
 
-    from runtime.bench.shapes import SHAPES, random_checkpoint
+    from runtime.offline.bench.shapes import SHAPES, random_checkpoint
     from services.offline.output import write_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,8 +116,8 @@ def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: s
 
     import codec
     from runtime.checkpoint import Checkpoint
-    from runtime.compress import documentation
     from runtime.models.build import build_model
+    from runtime.offline.compress import documentation
     from runtime.pages.plan import PAGE_SIZE
     from services.offline.real_kv import prefill_sample
 
@@ -137,7 +138,7 @@ def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: s
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.random_model")
-    parser.add_argument("shape", help="key of runtime.bench.shapes.SHAPES")
+    parser.add_argument("shape", help="key of runtime.offline.bench.shapes.SHAPES")
     parser.add_argument("--keep", type=float, default=1.0, help="1 for dense layers")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="name or path of a model")
     own = parser.parse_args()

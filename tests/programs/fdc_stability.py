@@ -17,15 +17,15 @@ from torch import Tensor
 
 from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.weights import Checkpoint
-from runtime.compress import cut_rows, documentation
-from runtime.compress.kv_moments import kv_moments
-from runtime.compress.text import docstrings
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.fdc import FdcFormat, FdcOptions, calibrate
 from runtime.models.build import build_model
+from runtime.offline.compress import cut_rows, documentation
+from runtime.offline.compress.kv_moments import kv_moments
+from runtime.offline.compress.text import docstrings
+from runtime.offline.quality.search import Evaluator
 from runtime.pages.plan import PAGE_SIZE
-from runtime.quality.search import Evaluator
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.tokenizer import Tokenizer

@@ -19,9 +19,9 @@ from typing import Any
 import uvloop
 
 from headrace.v1 import prefill_pb2_grpc
-from runtime.compress import documentation
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Command, Computed, Engine, StepOutput
+from runtime.offline.compress import documentation
 from runtime.pages.plan import PAGE_SIZE
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging

@@ -44,10 +44,10 @@ from rich.table import Table
 
 import codec
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
-from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.engine import Reserved
 from runtime.models.build import build_model
+from runtime.offline.bench.shapes import SHAPES, random_checkpoint
 from runtime.pages.plan import PAGE_SIZE
 from runtime.pages.sizes import sequence_bytes
 from services.common.logging import configure_logging

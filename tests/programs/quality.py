@@ -16,14 +16,14 @@ from rich.console import Console
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.bench import peers
 from runtime.checkpoint import load_checkpoint
-from runtime.compress import documentation
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.models.model import Model
+from runtime.offline.bench import peers
+from runtime.offline.compress import documentation
 from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer

@@ -4,8 +4,8 @@
 an engine without a service decodes 64 sequences in one batch. Then a colocated deployment
 streams 64 sequences of the same lengths over gRPC, through gateway and worker. Both step times are
 averages while all sequences run. The step time under serving comes from the worker's metrics,
-because the worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the
-model has random weights.
+because the worker does not wait for clients that read slowly. With a shape of
+`runtime.offline.bench`, the model has random weights.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from rich.console import Console
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from runtime.bench.shapes import SHAPES
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
+from runtime.offline.bench.shapes import SHAPES
 from runtime.pages.plan import PAGE_SIZE
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from tests.harness.deployment import Running, deployed

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from runtime.compress import documentation
+from runtime.offline.compress import documentation
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
 from tests.harness.deployment import Running, deployed

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from runtime.bench import peers
 from runtime.checkpoint import load_checkpoint
+from runtime.offline.bench import peers
 from services.common.model_source import resolve_model
 
 PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, REPEATS = 512, 128, 48, 3

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.checkpoint.assemble import named_tensors
-from tests.runtime.convert.samples import save_folder
+from tests.runtime.offline.convert.samples import save_folder
 from tests.runtime.tiny import tiny_checkpoint
 
 

@@ -20,7 +20,7 @@ from tests.operate.chart.manifests import (
     pod_templates,
     scenario,
 )
-from tests.runtime.convert.samples import save_folder
+from tests.runtime.offline.convert.samples import save_folder
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 from tests.services.tiny_model import save_tokenizer
 

@@ -13,8 +13,8 @@ import torch
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.weights import LayersOnDemand
-from runtime.compress.forward import forward
 from runtime.errors import CheckpointError
+from runtime.offline.compress.forward import forward
 from tests.runtime.checkpoint.gguf_samples import BF16, HEADS, HIDDEN, tiny_model, write_gguf
 
 

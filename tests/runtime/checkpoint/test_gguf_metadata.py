@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.checkpoint import load_checkpoint
-from runtime.compress.forward import forward
 from runtime.errors import CheckpointError
+from runtime.offline.compress.forward import forward
 from tests.runtime.checkpoint.gguf_samples import tiny_model, write_gguf
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from runtime.checkpoint import load_checkpoint
-from runtime.compress.forward import forward
 from runtime.errors import CheckpointError
 from runtime.layers.rope import cos_sin_table, inverse_frequencies
+from runtime.offline.compress.forward import forward
 from tests.runtime.checkpoint.samples import (
     LINEAR,
     LLAMA3,

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from runtime.checkpoint import load_checkpoint
-from runtime.compress.forward import forward
 from runtime.errors import CheckpointError
+from runtime.offline.compress.forward import forward
 from tests.runtime.checkpoint.samples import (
     LINEAR,
     LLAMA3,

@@ -10,8 +10,8 @@ from runtime.core.plan import StepPlan
 from runtime.core.sequence import Sequence
 from runtime.engine import Executor, ExecutorShape
 from runtime.pages.plan import PageCount, PagePlan
-from runtime.replay.warm_up import Progress
 from runtime.sampling.reference import Draw
+from runtime.steps.warm_up import Progress
 from tests.runtime.tiny import CONFIG
 
 PAGE_SIZE = 16

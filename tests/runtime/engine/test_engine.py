@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpoint
-from runtime.compress.forward import forward
 from runtime.core.request import FinishReason, SamplingParams
 from runtime.engine import Add, Reserve, StepOutput
 from runtime.models.build import build_model
 from runtime.models.model import Model
+from runtime.offline.compress.forward import forward
 from tests.runtime.tiny import (
     CONFIG,
     drive,

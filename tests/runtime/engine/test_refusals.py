@@ -129,7 +129,7 @@ def test_request_is_refused_once_if_choices_are_decoded_and_prefilled_in_one_ste
         return [Draw(3) if row.tokens[0] == bystander.tokens[0] else None for row in rows]
 
     monkeypatch.setattr(scheduler, "plan", plan)
-    monkeypatch.setattr("runtime.engine.direct.sample", sample_only_z)
+    monkeypatch.setattr("runtime.steps.direct.sample", sample_only_z)
     output = engine.step([])
     assert [(name, type(fault)) for name, fault in output.refused] == [("r", NotFinite)]
     assert [name for name, _ in output.tokens] == ["z"]

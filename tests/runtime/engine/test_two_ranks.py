@@ -28,8 +28,8 @@ from runtime.models.family import LayerBuilder
 from runtime.models.llama import LlamaFamily, LlamaParts
 from runtime.models.registry import register
 from runtime.pages.plan import PageCount
-from runtime.replay.warm_up import Progress
 from runtime.sampling.reference import Draw
+from runtime.steps.warm_up import Progress
 from tests.runtime.tiny import CONFIG, Record, drive, executor_of, request_of, tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

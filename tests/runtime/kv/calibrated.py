@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from runtime.compress.kv_moments import kv_moments
 from runtime.kv import fdc, kvquant, palu
 from runtime.kv.calibration import Artifact, KVMoments
+from runtime.offline.compress.kv_moments import kv_moments
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 QUANTIZED = "kvquant", "fdc", "palu"

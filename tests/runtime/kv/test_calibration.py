@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.compress.kv_moments import kv_moments
 from runtime.config import RopeConfig
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import (
@@ -20,6 +19,7 @@ from runtime.kv.calibration.bases import removal_rank
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.rotation import PageRotation
 from runtime.layers.rope import cos_sin_table
+from runtime.offline.compress.kv_moments import kv_moments
 from tests.runtime.kv.lowrank import CONFIG, activations, moments_of, orthonormal, relative_error
 from tests.runtime.tiny import CONFIG as TINY
 from tests.runtime.tiny import tiny_checkpoint

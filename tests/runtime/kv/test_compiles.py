@@ -16,11 +16,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from runtime.bench.shapes import SHAPES
+from runtime.offline.bench.shapes import SHAPES
 from runtime.kv.gpu import page_strides
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
-from runtime.bench.kv_formats import RANDOM, RANKS
+from runtime.offline.bench.kv_formats import RANDOM, RANKS
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import compressed_cache
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
-from runtime.bench.kv_formats import random_fdc
 from runtime.errors import KVFormatError
 from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat, FdcOptions
 from runtime.kv.windowed import WindowedFormat
+from runtime.offline.bench.kv_formats import random_fdc
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, SMOLLM2_135M, gaussian
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.bench.kv_formats import random_shard, shard_artifact
 from runtime.config import ModelConfig
 from runtime.kv import kernel_source
 from runtime.kv.gpu import page_strides
@@ -18,6 +17,7 @@ from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
+from runtime.offline.bench.kv_formats import random_shard, shard_artifact
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, stored_planes
 
 _SCRIPT = """

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.config import ModelConfig
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.gpu import CompressedPageKernels
@@ -16,6 +15,7 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
+from runtime.offline.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.pages.window import WINDOW
 from tests.runtime.device import DEVICE
 from tests.runtime.kv.compressed_data import PAGE, SMOLLM2_135M, gaussian, same_bits, stored_planes

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from runtime.attention.reference import ReferenceAttention
-from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
 from runtime.kv import gpu
 from runtime.kv.calibration import Artifact
@@ -22,6 +21,7 @@ from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.windowed import WindowedFormat
+from runtime.offline.bench.kv_formats import random_fdc, random_palu
 from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random

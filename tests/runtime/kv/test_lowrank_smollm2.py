@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import load_checkpoint
-from runtime.compress import cut_rows, documentation
-from runtime.compress.kv_moments import kv_moments
-from runtime.compress.layerwise import LayerwiseModel
 from runtime.config import ModelConfig
 from runtime.kv import fdc, palu, shard
 from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
+from runtime.offline.compress import cut_rows, documentation
+from runtime.offline.compress.kv_moments import kv_moments
+from runtime.offline.compress.layerwise import LayerwiseModel
 from services.common.model_source import ModelSourceError, resolve_model
 from services.tokenizer.loading import load_tokenizer
 from tests.runtime.kv.lowrank import PAGE, QKV, pages_of, relative_error, round_trip

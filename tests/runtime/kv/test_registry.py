@@ -17,7 +17,7 @@ from runtime.kv.format import KVFormat, Plane
 from runtime.kv.groups import COMPRESSED
 from runtime.kv.registry import create_format
 from runtime.models.build import build_model
-from runtime.quality.formats import format_factory
+from runtime.offline.quality.formats import format_factory
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 

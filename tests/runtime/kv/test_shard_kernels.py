@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from runtime.attention.reference import ReferenceAttention
-from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
 from runtime.kv import gpu
 from runtime.kv.calibration import KVMoments
@@ -21,6 +20,7 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import ShardFormat, ShardOptions, calibrate
 from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
+from runtime.offline.bench.kv_formats import random_shard
 from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
 from runtime.kv.cache import PagedCache
 from runtime.kv.gpu import page_strides
@@ -18,6 +17,7 @@ from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat, fragment_inputs
 from runtime.kv.transforms import hadamard
 from runtime.kv.windowed import compressed_cache
+from runtime.offline.bench.kv_formats import random_shard
 from runtime.pages.window import SINK_PAGES
 from tests.runtime.kv.compressed_data import LLAMA_3_8B, PAGE, SMOLLM2_135M, heavy_tailed
 from tests.runtime.kv.ptx_operations import LANES

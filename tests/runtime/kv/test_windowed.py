@@ -17,7 +17,7 @@ from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.window import SINK_PAGES, first_recent
-from tests.runtime.quality.formats import Identity, Scaled
+from tests.runtime.offline.quality.formats import Identity, Scaled
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 PAGE = 16

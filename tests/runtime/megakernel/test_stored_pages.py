@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from runtime.attention.base import Batch
-from runtime.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.gemm.model import build_gemm_model
 from runtime.kv.groups import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.megakernel.launch import MAX_SEQUENCES_WITHOUT_ATTENTION
+from runtime.offline.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from runtime.pages.plan import PageCount
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint

@@ -63,7 +63,7 @@ def smollm2() -> Checkpoint:
 @pytest.mark.long
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
     """Tolerances allow for bf16 KV: 99 % equal top-1 tokens; logits within 2 % of the maximum."""
-    from runtime.bench.engine import peer_of
+    from runtime.offline.bench.engine import peer_of
     from services.tokenizer.loading import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))

@@ -28,8 +28,6 @@ from runtime.checkpoint import family as registry
 from runtime.checkpoint.family import LayerLayout, LinearTensor, TensorNames, VectorTensor
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
-from runtime.compress import Method, compress
-from runtime.compress.forward import forward
 from runtime.config import ModelConfig, RopeConfig
 from runtime.engine import Add
 from runtime.errors import CheckpointError
@@ -38,6 +36,8 @@ from runtime.models.build import build_model
 from runtime.models.family import LayerBuilder, LayerParts, ModelFamily, Norm
 from runtime.models.model import Model
 from runtime.models.registry import register
+from runtime.offline.compress import Method, compress
+from runtime.offline.compress.forward import forward
 from tests.runtime.tiny import drive, engine_of, request_of
 
 

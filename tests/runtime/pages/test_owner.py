@@ -16,9 +16,15 @@ KINDS = re.compile(
     re.IGNORECASE,
 )
 """Names of the groups of compressed formats, past and present."""
-TENSOR_CODE = {"runtime/attention", "runtime/kv", "runtime/quality"}
+TENSOR_CODE = {"runtime/attention", "runtime/kv", "runtime/offline/quality"}
 """Folders whose code computes the position of a token in a tensor of pages."""
-FORMATS = {"runtime/bench", "runtime/kv", "runtime/megakernel", "runtime/quality", "runtime/replay"}
+FORMATS = {
+    "runtime/offline/bench",
+    "runtime/kv",
+    "runtime/megakernel",
+    "runtime/offline/quality",
+    "runtime/steps",
+}
 """KV formats, what encodes their pages in a step, and programs that measure them."""
 
 

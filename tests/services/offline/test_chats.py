@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runtime.models.build import build_model
-from runtime.quality.generate import outputs_of
-from runtime.quality.metrics import compare
+from runtime.offline.quality.generate import outputs_of
+from runtime.offline.quality.metrics import compare
 from services.common.model_source import resolve_model
 from services.offline import chats
 from services.offline.chats import (

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import compress as factorization
 from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.assemble import named_tensors
 from runtime.errors import CheckpointError
+from runtime.offline import compress as factorization
 from services.common.errors import SettingsError
 from services.offline.compress import compress, work_folder
 from services.offline.convert import convert
-from tests.runtime.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
+from tests.runtime.offline.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
 from tests.runtime.tiny import tiny_checkpoint
 from tests.services.tiny_model import save_tiny_model, save_tokenizer
 

@@ -13,13 +13,13 @@ from runtime.checkpoint.assemble import named_tensors
 from runtime.errors import QualityError
 from runtime.kv.calibration import Artifact
 from runtime.kv.registry import create_format
-from runtime.quality import search as search_module
-from runtime.quality.metrics import Summary
+from runtime.offline.quality import search as search_module
+from runtime.offline.quality.metrics import Summary
 from services.cli import app
 from services.common.errors import SettingsError
 from services.offline.calibrate_flags import Given, parse_fraction
 from services.offline.kv_calibration import calibrate_kv, parse_options
-from tests.runtime.convert.samples import save_folder
+from tests.runtime.offline.convert.samples import save_folder
 from tests.runtime.tiny import tiny_checkpoint
 from tests.services.tiny_model import save_tokenizer
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import codec
-from runtime.bench.kv_bytes import formats, one_layer
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
+from runtime.offline.bench.kv_bytes import formats, one_layer
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.manifest import plan_segments

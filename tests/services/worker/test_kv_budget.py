@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.bench.kv_bytes import formats, occupation, one_layer
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
+from runtime.offline.bench.kv_bytes import formats, occupation, one_layer
 from runtime.pages.groups import PageGroup
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.sizes import least_bytes, pools_of_bytes

@@ -19,9 +19,9 @@ from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
-from runtime.replay.mixed import pass_shapes
-from runtime.replay.sampling import CAPTURED_FEATURES
-from runtime.replay.step import StepReplay
+from runtime.steps.mixed import pass_shapes
+from runtime.steps.replay import StepReplay
+from runtime.steps.sampling import CAPTURED_FEATURES
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers

@@ -19,7 +19,7 @@ from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 from services.worker.loading import Loaded, load_worker
 from services.worker.settings import WorkerSettings
-from tests.runtime.convert.samples import save_folder
+from tests.runtime.offline.convert.samples import save_folder
 from tests.runtime.tiny import drive, request_of, tiny_checkpoint
 from tests.services.router.samples import beat, place_request
 from tests.services.tiny_model import save_tiny_model, save_tokenizer

@@ -1,6 +1,0 @@
-"""Offline conversion of other projects' factorized checkpoints into canonical ones."""
-
-from runtime.checkpoint.source_format import SourceFormat
-from runtime.convert.convert import Source, convert
-
-__all__ = ["Source", "SourceFormat", "convert"]

@@ -1,0 +1,1 @@
+"""Code that does not serve: conversion, factorization, quality and benchmarks."""

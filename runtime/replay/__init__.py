@@ -1,1 +1,0 @@
-"""Engine steps that replay CUDA graphs."""

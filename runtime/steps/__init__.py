@@ -1,0 +1,1 @@
+"""How a step is computed: directly, or by replaying CUDA graphs."""

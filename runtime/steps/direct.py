@@ -1,0 +1,98 @@
+"""Steps that call the model directly, without CUDA graphs and without lookahead."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.attention.base import Batch, QueryLog, SequenceSlice
+from runtime.core.limits import Limits
+from runtime.core.plan import Chunk
+from runtime.core.sequence import Sequence
+from runtime.graphs.events import record_event
+from runtime.kv.cache import PagedCache
+from runtime.models.model import Model
+from runtime.sampling.reference import Draw, SamplingRow, sample
+from runtime.steps.eviction import PromptEviction
+from runtime.steps.prompts import PromptEncoder, slice_of
+from runtime.steps.warm_up import Progress, warm_up_prefill
+
+
+@dataclass(frozen=True)
+class DirectStep:
+    """A computed step, with a draw for each sequence."""
+
+    sequences: list[Sequence]
+    draws: list[Draw | None]
+    ready: torch.cuda.Event | None
+
+    def read(self) -> list[Draw | None]:
+        return self.draws
+
+
+class DirectSteps:
+    """Computes a step as two forward passes: one over prompt chunks, one over running sequences."""
+
+    lookahead = False
+
+    def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
+        self._model, self._cache, self._limits = model, cache, limits
+        self._prompt_groups = cache.layout.plan.prompt_groups
+        self._eviction = PromptEviction(model, cache)
+        self._encoder = PromptEncoder(model, cache)
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile kernels; see `warm_up_prefill`."""
+        warm_up_prefill(self._model, self._cache, self._limits, self._encoder, progress)
+
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - an interface
+        return False
+
+    def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> DirectStep:
+        """Compute and sample a step; see `StepRunner.launch`."""
+        slices = [self._next_token(sequence) for sequence in decode]
+        groups = [[sequence] for sequence in decode]
+        sequences, draws = self._compute(slices, groups)
+        slices = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
+        groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
+        log = self._eviction.log(chunks)
+        first, first_draws = self._compute(slices, groups, log)
+        self._eviction.evict(chunks, log)
+        self._encoder.encode(chunks)
+        ready = record_event(self._model.device)
+        return DirectStep(sequences + first, draws + first_draws, ready)
+
+    def _next_token(self, sequence: Sequence) -> SequenceSlice:
+        """Return the last token of a sequence, whose KV the step computes."""
+        last = len(sequence.tokens) - 1
+        pages, *more_pages = sequence.page_tables
+        evicted = sequence.evicted
+        return SequenceSlice(
+            sequence.tokens[-1:], last, pages, more_pages=more_pages, evicted=evicted
+        )
+
+    def _compute(
+        self,
+        slices: list[SequenceSlice],
+        groups: list[list[Sequence]],
+        queries: QueryLog | None = None,
+    ) -> tuple[list[Sequence], list[Draw | None]]:
+        """Compute a batch, and sample for the sequences of each of its rows of logits.
+
+        Sequences whose next token is forced are not sampled.
+        """
+        if not slices:
+            return [], []
+        batch = replace(Batch.of(slices, self._model.device), queries=queries)
+        logits = self._model.forward(batch, self._cache)
+        sampled = [
+            (sequence, row)
+            for row, group in enumerate(groups)
+            for sequence in group
+            if not sequence.forced
+        ]
+        if not sampled:
+            return [], []
+        sequences, rows = zip(*sampled, strict=True)
+        each = torch.tensor(rows, device=logits.device)
+        return list(sequences), sample(logits[each], [SamplingRow.of(s) for s in sequences])

@@ -1,0 +1,323 @@
+"""Replayed engine steps, launched before the results of the previous step have been read.
+
+A step is one forward pass, a decode pass or a mixed pass, and then the sampling of its tokens. A
+running sequence holds a batch slot. Its sampled token becomes the slot's input token on the device,
+so the next step can be launched before the host has read the token (lookahead). The first token of
+a prompt is sampled in the same way. `StepReplay.launch` writes only changes of the slots, such as
+joined sequences and new page-table entries. `StepReplay.collect` waits for the tokens.
+
+If the device cannot draw a slot's token (`DeviceSampler.resolved` is 0), the slot does not advance.
+A step that was launched in the meantime computes the slot again. The host completes the sampling of
+the latest step only, because only its logits are still available. Held prompts are not computed
+again. Their logits are kept with the step.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.core.limits import Limits
+from runtime.core.plan import Chunk
+from runtime.core.sequence import Purpose
+from runtime.core.sequence import Sequence as Running
+from runtime.graphs.events import record_event
+from runtime.graphs.host_copy import HostCopy, to_device
+from runtime.kv.cache import PagedCache
+from runtime.models.model import Model
+from runtime.pages.plan import pages_for
+from runtime.sampling.on_device import SamplingFeatures
+from runtime.sampling.reference import Draw, SamplingRow, sample
+from runtime.steps.decode import DecodeReplay
+from runtime.steps.eviction import PromptEviction
+from runtime.steps.mixed import MixedReplay
+from runtime.steps.prompts import PromptEncoder, slice_of
+from runtime.steps.sampling import SlotSampler
+from runtime.steps.slots import BatchSlots
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Batch sizes, in slots, for which graphs are captured. Beyond 256 they grow by a factor of 1.5."""
+UNRESOLVED = Draw(-1)
+"""Placeholder for a slot that did not advance. The next launched step samples its token again."""
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    """Batch slots of a step's sequences. Consecutive steps often share an assignment.
+
+    Attributes:
+        slots: the slot of each sequence.
+        bucket: number of leading slots that the step samples; 0 if it samples none.
+        features: sampling features of the graph.
+    """
+
+    sequences: list[Running]
+    slots: list[int]
+    bucket: int
+    features: SamplingFeatures
+
+    def without_forced(self) -> "SlotAssignment":
+        """Return the assignment without the sequences whose next token is forced."""
+        if not any(sequence.forced for sequence in self.sequences):
+            return self
+        pairs = zip(self.sequences, self.slots, strict=True)
+        kept = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
+        return replace(self, sequences=[s for s, _ in kept], slots=[slot for _, slot in kept])
+
+
+_NOTHING_SAMPLED = SlotAssignment([], [], 0, SamplingFeatures.of([]))
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A launched step whose results the host has not read yet.
+
+    Attributes:
+        assignment: slots of the sequences whose sampled tokens are used.
+        ready: CUDA event recorded after the forward pass and, with a compressed KV format, the
+            encoding of pages; None on the CPU.
+        held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
+        read_first: whether the step must be read before the next one is launched.
+    """
+
+    replay: "StepReplay"
+    assignment: SlotAssignment
+    results: HostCopy
+    ready: torch.cuda.Event | None
+    held_logits: Mapping[int, Tensor]
+    read_first: bool
+
+    @property
+    def sequences(self) -> list[Running]:
+        """Sequences for which the step samples a token."""
+        return self.assignment.sequences
+
+    @torch.inference_mode()
+    def read(self) -> list[Draw | None]:
+        """See `StepReplay.collect`."""
+        return self.replay.collect(self)
+
+
+class StepReplay:
+    """Replayed steps of one model over one cache.
+
+    Args:
+        cache: KV pages, with null pages (`PagedCache.null_pages`), to which unassigned slots and
+            padding write.
+        decodes: whether to capture graphs of passes that decode.
+        by_layer: see `DecodeReplay`.
+
+    Raises:
+        ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
+    """
+
+    lookahead = True
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        limits: Limits,
+        *,
+        decodes: bool = True,
+        by_layer: bool = False,
+    ) -> None:
+        on_device = model.device.type == "cuda"
+        if on_device and not model.kv_format.graph_safe:
+            raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
+        self._decodes, self._device = decodes, model.device
+        self._buckets = slot_buckets(limits.max_running)
+        max_pages = pages_for(model.context_length, model.page_size)
+        plan = cache.layout.plan
+        self._encodes, self._prompt_groups = plan.encodes, plan.prompt_groups
+        self._slots = BatchSlots(
+            limits.max_running,
+            max_pages,
+            cache.null_pages,
+            model.device,
+            prompt_groups=plan.prompt_groups,
+        )
+        pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
+        self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
+        passes = model, cache, self._slots, self._sampler.logits, pool
+        self._decode = DecodeReplay(*passes, by_layer=by_layer)
+        rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
+        self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
+        self._eviction = PromptEviction(model, cache)
+        self._encoder = PromptEncoder(model, cache)
+        self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
+        self._assignment = _NOTHING_SAMPLED
+        self._latest: InFlightStep | None = None
+
+    def warm_up(self, progress: Callable[[str, int], None]) -> None:
+        """Capture all graphs. Call it before the first `launch`.
+
+        Args:
+            progress: called with a stage and a size, see `runtime.steps.warm_up.Progress`.
+        """
+        self._encoder.warm_up()
+        self._mixed.warm_up(lambda rows: progress("prompts", rows))
+        buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
+        if self._decodes:
+            self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
+        self._sampler.warm_up(buckets)
+
+    def can_launch_ahead(self, sequences: list[Running]) -> bool:
+        """Return whether a step that decodes ``sequences`` may be launched before the last is read.
+
+        Return False if sequences should first move to lower slots so that a smaller bucket
+        suffices. To move a sequence, the host must have read all of its tokens.
+
+        Return False as well if the last step completed a prompt whose first token is random, and
+        the KV format encodes pages or tokens were evicted. If the device could not draw that
+        token, the next step would compute the last prompt token again, and attend to encoded pages
+        or what eviction has kept, which prompts do not.
+        """
+        if self._latest is not None and self._latest.read_first:
+            return False
+        smallest = self._bucket_of(len(sequences))
+        if sequences == self._assignment.sequences:
+            return self._assignment.bucket <= smallest
+        return self._bucket_of(self._slots.extent(sequences)) <= smallest
+
+    def launch(self, decode: list[Running], chunks: Sequence[Chunk]) -> InFlightStep:
+        """Launch a step that decodes sequences and computes prompt chunks.
+
+        It samples the next token of each decoded sequence, then the first tokens of all choices of
+        completed prompts. A sequence with a token in flight must have been part of the previous
+        step.
+        """
+        completed = [
+            (sequence, index)
+            for index, chunk in enumerate(chunks)
+            if chunk.completes
+            for sequence in chunk.group.sequences
+        ]
+        prompts = [sequence for sequence, _ in completed]
+        assignment = self._assign(decode + prompts)
+        joined = self._slots.update(decode)
+        if chunks:
+            pieces = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
+            ends = zip(assignment.slots[len(decode) :], completed, strict=True)
+            last_tokens = [(slot, index) for slot, (_, index) in ends]
+            log = self._eviction.log(chunks)
+            self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens, log)
+            self._eviction.evict(chunks, log)
+        else:
+            self._decode.run(assignment.bucket)
+        # The sampling alone reads the rest, which is written while the pass runs.
+        joined.update(self._slots.update(prompts, rewritten=prompts))
+        if joined:
+            self._sampler.load(joined)
+        return self._sample(assignment, chunks)
+
+    def collect(self, step: InFlightStep) -> list[Draw | None]:
+        """Wait for the tokens of a step. At most one other step may have been launched after it.
+
+        Returns:
+            One item per sequence: its draw, None if its logits are not finite, or `UNRESOLVED` if
+            its slot did not advance.
+        """
+        assignment = step.assignment
+        results = step.results.wait()
+        sampled = results[0][: assignment.bucket].tolist()
+        missing = [slot for slot in assignment.slots if sampled[slot][1] and not sampled[slot][2]]
+        if missing and step is self._latest:
+            self._sampler.resolve(missing)
+            self._sampler.start_copy(step.results, assignment.bucket, assignment.features)
+            sampled = step.results.wait()[0][: assignment.bucket].tolist()
+        return self._draws(step, sampled, results)
+
+    def _assign(self, sequences: list[Running]) -> SlotAssignment:
+        """Assign slots to the sampled sequences."""
+        if not sequences:
+            return _NOTHING_SAMPLED
+        assignment = self._assignment
+        bucket = self._bucket_of(len(sequences))
+        if sequences != assignment.sequences or assignment.bucket > bucket:
+            slots = self._slots.assign(sequences, bucket)
+            bucket = self._bucket_of(max(slots) + 1)
+            features = SlotSampler.features_of(sequences)
+            assignment = self._assignment = SlotAssignment(sequences, slots, bucket, features)
+        return assignment
+
+    def _sample(self, assignment: SlotAssignment, chunks: Sequence[Chunk]) -> InFlightStep:
+        """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
+
+        The pages are encoded last, so that first tokens do not wait for it.
+        """
+        ready = None if self._encodes else record_event(self._device)
+        results, bucket, features = next(self._host_copies), assignment.bucket, assignment.features
+        held: Mapping[int, Tensor] = {}
+        if bucket:
+            self._sampler.run(bucket, features)
+            held = self._held_logits(assignment, chunks) if features.random else {}
+        self._sampler.start_copy(results, bucket, features)
+        if self._encodes:
+            self._encoder.encode(chunks)
+            ready = record_event(self._device)
+        used = assignment.without_forced()
+        read_first = any(
+            sequence.request.sampling.temperature > 0 and not sequence.forced
+            for chunk in chunks
+            if chunk.completes
+            for sequence in chunk.group.sequences
+            if self._encodes or sequence.evicted
+        )
+        self._latest = InFlightStep(self, used, results, ready, held, read_first)
+        return self._latest
+
+    def _held_logits(
+        self, assignment: SlotAssignment, chunks: Sequence[Chunk]
+    ) -> Mapping[int, Tensor]:
+        """Copy the logits of held prompts with random tokens, because no later step has them."""
+        held = {
+            sequence
+            for chunk in chunks
+            if chunk.completes and chunk.group.purpose is Purpose.HOLD
+            for sequence in chunk.group.sequences
+            if sequence.request.sampling.temperature > 0
+        }
+        pairs = zip(assignment.sequences, assignment.slots, strict=True)
+        slots = [slot for sequence, slot in pairs if sequence in held]
+        if not slots:
+            return {}
+        logits = self._sampler.logits[to_device(np.array(slots), self._device)]
+        return dict(zip(slots, logits, strict=True))
+
+    def _bucket_of(self, slots: int) -> int:
+        return self._buckets[bisect_left(self._buckets, slots)]
+
+    def _draws(
+        self, step: InFlightStep, sampled: list[list[int]], results: list[Tensor]
+    ) -> list[Draw | None]:
+        draws: list[Draw | None] = []
+        for sequence, slot in zip(step.assignment.sequences, step.assignment.slots, strict=True):
+            token, finite, resolved = sampled[slot]
+            num_top = sequence.request.sampling.logprobs
+            if not finite:
+                draws.append(None)
+            elif not resolved and slot in step.held_logits:
+                draws += sample(step.held_logits[slot][None], [SamplingRow.of(sequence)])
+            elif not resolved:
+                self._slots.did_not_advance(sequence)
+                draws.append(UNRESOLVED)
+            elif num_top is None:
+                draws.append(Draw(token))
+            else:
+                logprob, values, tokens = (result[slot].tolist() for result in results[1:])
+                top = tuple(zip(tokens[:num_top], values[:num_top], strict=True))
+                draws.append(Draw(token, logprob[0], top))
+        return draws
+
+
+def slot_buckets(max_slots: int) -> list[int]:
+    """Return the numbers of slots for which graphs are captured, up to ``max_slots``."""
+    buckets = list(BUCKETS)
+    while buckets[-1] < max_slots:
+        buckets.append(buckets[-1] * 3 // 2)
+    return [bucket for bucket in buckets if bucket < max_slots] + [max_slots]

@@ -1,0 +1,83 @@
+"""Warm-up without replay: compile all kernel variants before the first request.
+
+Triton compiles separate kernels for integer arguments equal to 1, for multiples of 16, and for all
+other values. The launch of decode attention also depends on the number of sequences. One batch with
+dummy tokens is computed for each variant. Its KV is written to page 0, which is not allocated yet.
+"""
+
+from collections.abc import Callable, Iterator
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.limits import Limits
+from runtime.core.request import SamplingParams
+from runtime.kv.cache import PagedCache
+from runtime.models.model import Model
+from runtime.pages.plan import PagePlan
+from runtime.sampling.reference import SamplingRow, sample
+from runtime.steps.prompts import PromptEncoder
+
+Progress = Callable[[str, int], None]
+"""Callback ``(stage, size)``, called after each part of a warm-up.
+
+The size is a number of sequences in stage "prefill", of tokens in stage "prompts" (graphs of mixed
+passes), and of batch slots in stage "decode" (graphs of decode passes).
+"""
+
+SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
+"""Sampling parameters typical of requests: greedy, and random without bias or penalties."""
+_WIDTHS = (1, 2, 16)
+"""Page-table widths, in pages, for which Triton compiles separate kernels."""
+_ROWS = tuple(SamplingRow(sampling, 0, (0,), 1) for sampling in SAMPLED)
+
+
+def silent(_stage: str, _size: int) -> None:
+    """Ignore progress."""
+
+
+def warm_up_prefill(
+    model: Model, cache: PagedCache, limits: Limits, encoder: PromptEncoder, progress: Progress
+) -> None:
+    """Compute and sample a batch for each kernel variant, then compute the largest batch.
+
+    Args:
+        encoder: the encoder of the pages of ``cache``.
+    """
+    for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
+        for batch in _small(sequences, cache.layout.plan):
+            logits = model.forward(Batch.of(batch, model.device), cache)
+            for row in _ROWS:
+                sample(logits[:1], [row])
+        progress("prefill", sequences)
+    encoder.warm_up()
+    largest = _largest(limits, model.context_length, cache.layout.plan)
+    model.forward(Batch.of(largest, model.device), cache)
+    progress("prefill", len(largest))
+
+
+def _small(sequences: int, plan: PagePlan) -> Iterator[list[SequenceSlice]]:
+    """Yield a prefill batch of two-token prompts and a decode batch for each page-table width.
+
+    A decode batch has one token per sequence. All page-table entries are page 0.
+    """
+    for width in _WIDTHS:
+        pages = (0,) * width
+        more = [pages] * (plan.prompt_groups - 1)
+        yield [SequenceSlice((0, 0), 0, pages, more_pages=more)] * sequences
+        more = [pages] * (len(plan.groups) - 1)
+        yield [SequenceSlice((0,), 2, pages, more_pages=more)] * sequences
+
+
+def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice]:
+    """Return a prefill batch with the maximum number of tokens in a step."""
+    each = min(limits.chunk_tokens, context - 1)
+    pages, *more = [(0,) * plan.pages(each)] * plan.prompt_groups
+    piece = SequenceSlice((0,) * each, 0, pages, more_pages=more)
+    return [piece] * max(1, limits.step_tokens // each)
+
+
+def _powers_of_two(maximum: int) -> Iterator[int]:
+    """Yield 1, 2, 4, … up to ``maximum``, but at least 1."""
+    number = 1
+    while number == 1 or number <= maximum:
+        yield number
+        number *= 2

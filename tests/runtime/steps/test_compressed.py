@@ -1,0 +1,143 @@
+"""Replay with compressed KV formats gives the same tokens as steps without replay, bit for bit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.core.limits import Limits
+from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
+from runtime.kv.registry import COMPRESSED
+from runtime.models.build import build_model
+from runtime.models.model import Model
+from runtime.pages.plan import PageCount
+from tests.runtime.steps.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
+from tests.runtime.tiny import CONFIG, replayed, tiny_checkpoint
+
+pytestmark = pytest.mark.slow
+
+TINY = replace(CONFIG, num_layers=1, vocab_size=1300)
+
+
+@pytest.fixture(scope="module")
+def compressed() -> Model:
+    return build_model(tiny_checkpoint(config=TINY), kv_format="k4v2")
+
+
+def engines(model: Model, pages: int, stored: int, running: int) -> Iterator[Engine]:
+    """Yield an engine without replay and one with replay."""
+    limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
+    for replay in (False, True):
+        yield Engine(
+            LocalExecutor(model, pages=PageCount(pages, stored), limits=limits, replay=replay)
+        )
+
+
+def check(
+    model: Model,
+    script: list[list[Command]],
+    *,
+    pages: int,
+    stored: int,
+    running: int = 4,
+    cancelled: frozenset[str] = frozenset(),
+) -> Watch:
+    """Compare the output of a script with and without replay; check that all pages return."""
+    plain, replayed = engines(model, pages, stored, running)
+    expected = play(plain, script)
+    with Watch().over(replayed) as watch:
+        compare(play(replayed, script), expected, set(cancelled))
+    for engine in (plain, replayed):
+        held = engine._scheduler.pages
+        assert held.free == held.total
+    return watch
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_output_equals_output_without_replay(name: str) -> None:
+    model = build_model(tiny_checkpoint(config=TINY), kv_format=name)
+    script: list[list[Command]] = [[], [], [], [], []]
+    for number, length in enumerate((70, 150, 12, 95, 200)):
+        script[number].append(Add(request(2 * number, length, 60, number, 1 + number % 2)))
+    watch = check(model, script, pages=64, stored=64)
+    assert watch.mixed > 3, "prompts were computed beside sequences with stored pages"
+
+
+@pytest.mark.parametrize(("pages", "stored"), [(17, 64), (64, 16)])
+def test_preempted_sequences_are_computed_again(compressed: Model, pages: int, stored: int) -> None:
+    adds = [Add(request(2 * n, 40 + 30 * n, 120, (0, 2, 4, 8)[n], 1)) for n in range(4)]
+    check(compressed, [list(adds)], pages=pages, stored=stored)
+
+
+def test_slots_that_did_not_advance_keep_the_page_that_leaves_the_window(
+    compressed: Model,
+) -> None:
+    """The host draws most tokens, so steps launched ahead compute the same position again."""
+    script: list[list[Command]] = [
+        [Add(request(0, 60, 100, 8, 2)), Add(request(2, 90, 90, 0, 1))],
+        [Add(request(4, 100, 80, 8, 1))],
+    ]
+    watch = check(compressed, script, pages=64, stored=64)
+    assert watch.unresolved > 50
+
+
+def test_replayed_output_is_forced_beside_running_sequences(compressed: Model) -> None:
+    whole = [request(2 * n, 50 + 40 * n, 80, kind, 1) for n, kind in enumerate((2, 8, 4))]
+    plain, _ = engines(compressed, 64, 64, 4)
+    outputs = play(plain, [[Add(r) for r in whole]])
+    script: list[list[Command]] = [[], [], [], [], []]
+    for at, one in enumerate(whole):
+        script[at].append(Add(replayed(one, outputs.output(one.id)[:60])))
+    script[3].append(Add(request(20, 70, 70, 1, 1)))
+    check(compressed, script, pages=64, stored=64)
+    _, replay = engines(compressed, 64, 64, 4)
+    found = play(replay, script)
+    for one in whole:
+        assert found.output(one.id) == outputs.output(one.id)[60:]
+
+
+Sent = st.tuples(
+    st.sampled_from(["add", "add", "again", "cancel", "wait"]),
+    st.integers(1, 170),
+    st.integers(1, 70),
+    st.integers(0, len(SAMPLINGS) - 1),
+    st.integers(1, 3),
+)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(
+    sent=st.lists(Sent, max_size=12),
+    pages=st.integers(6, 30),
+    stored=st.integers(1, 30),
+    running=st.integers(1, 6),
+)
+def test_random_scripts(
+    compressed: Model,
+    sent: list[tuple[str, int, int, int, int]],
+    pages: int,
+    stored: int,
+    running: int,
+) -> None:
+    """Sequences join, leave, grow, are preempted, and continue after a failover."""
+    script: list[list[Command]] = []
+    cancelled = set()
+    for number, (action, length, tokens, kind, choices) in enumerate(sent):
+        match action:
+            case "add":
+                script.append([Add(request(number, length, tokens, kind, choices))])
+            case "again":
+                known = [token for token in range(tokens - 1) if token not in STOPS]
+                one = request(number, length, tokens, kind, 1)
+                script.append([Add(replayed(one, known))])
+            case "cancel":
+                cancelled.add(f"r{length % (number + 1)}")
+                script.append([Cancel(f"r{length % (number + 1)}")])
+            case _:
+                script.append([])
+    found = frozenset(cancelled)
+    check(compressed, script, pages=pages, stored=stored, running=running, cancelled=found)
