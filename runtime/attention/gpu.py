@@ -11,7 +11,7 @@ from runtime.attention.base import Batch
 from runtime.attention.kernels.decode import decode_kernel
 from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
 from runtime.attention.kernels.rope_write import rope_write_kernel
-from runtime.attention.parts import MERGED_PARTS, MIN_TILES, Parts
+from runtime.attention.splits import MERGED_SPLITS, MIN_TILES, Splits
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _ROWS = 8
@@ -56,7 +56,7 @@ class TritonAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
-        self._parts = Parts(heads, kv_heads, dim)
+        self._splits = Splits(heads, kv_heads, dim)
 
     def write(
         self,
@@ -159,14 +159,14 @@ class TritonAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences, group = len(q), self._heads // self._kv_heads
-        parts = self._parts.of(sequences, q.device)
-        decode_kernel[(len(parts.acc),)](
+        splits = self._splits.of(sequences, q.device)
+        decode_kernel[(len(splits.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
-            batch.page_table.stride(0), batch.lengths, sequences, parts.acc, parts.m, parts.l,
-            parts.counters, out, self._scale,
+            batch.page_table.stride(0), batch.lengths, sequences, splits.acc, splits.m, splits.l,
+            splits.counters, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
             DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TILE,
-            SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
+            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
             num_warps=2, num_stages=3,
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.checkpoint.load import load_checkpoint
-from runtime.checkpoint.resolve import resolve_model
+from runtime.checkpoint.resolve import checkpoint_path
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -19,7 +19,7 @@ __all__ = [
     "Factorization",
     "LayerWeights",
     "Linear",
+    "checkpoint_path",
     "load_checkpoint",
-    "resolve_model",
     "write_checkpoint",
 ]

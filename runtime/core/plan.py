@@ -1,11 +1,11 @@
 """Work of one engine step, as selected by the scheduler."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
 from runtime.core.limits import Limits
-from runtime.core.sequence import Sequence, SequenceGroup
+from runtime.core.sequence import SequenceGroup, SequenceState
 from runtime.errors import RuntimeFault
 from runtime.pages.plan import PagePlan
 
@@ -61,7 +61,7 @@ class StepPlan:
     """
 
     chunks: list[Chunk]
-    decode: list[Sequence]
+    decode: list[SequenceState]
     reserved: list[SequenceGroup]
     deferred: list[SequenceGroup]
     refused: list[tuple[str, RuntimeFault]]
@@ -79,7 +79,7 @@ class StepPlan:
 
 
 def choose_chunks(
-    groups: Seq[SequenceGroup], decoded: int, limits: Limits, pages: PagePlan
+    groups: Sequence[SequenceGroup], decoded: int, limits: Limits, pages: PagePlan
 ) -> list[Chunk]:
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 

@@ -21,7 +21,7 @@ FREED = -1
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class SequenceState:
     """One choice of a request: its tokens so far, and the pages that hold their KV.
 
     Attributes:
@@ -120,7 +120,7 @@ class SequenceGroup:
     """
 
     purpose: Purpose
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     computed: int = 0
     position: int | None = None
 
@@ -128,12 +128,15 @@ class SequenceGroup:
     def of(
         cls, request: Request, purpose: Purpose, arrival: int, *, limit: int, evicts: int
     ) -> Self:
-        """Return the group of a new request; see `Sequence` for the arguments."""
+        """Return the group of a new request; see `SequenceState` for the arguments."""
         choices = range(request.choices)
         tokens = request.tokens
         return cls(
             purpose,
-            [Sequence(request, c, arrival, list(tokens), limit, evicts=evicts) for c in choices],
+            [
+                SequenceState(request, c, arrival, list(tokens), limit, evicts=evicts)
+                for c in choices
+            ],
         )
 
     @property

@@ -8,13 +8,13 @@ With replay, `compute` launches a step and then reads the tokens of the previous
 processes these tokens while the device computes.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import torch
 
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import Request, SampledToken
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.commands import (
     Add,
     Arrived,
@@ -105,16 +105,16 @@ class Engine:
         return self._scheduler.queue_tokens
 
     @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens to compute; see `Scheduler.prompt_tokens`."""
-        return self._scheduler.prompt_tokens
+    def pending_prompt_tokens(self) -> int:
+        """Number of prompt tokens to compute; see `Scheduler.pending_prompt_tokens`."""
+        return self._scheduler.pending_prompt_tokens
 
     @property
     def has_work(self) -> bool:
         """Whether a step without new commands would compute or report anything."""
         return self._in_flight is not None or self._scheduler.has_work
 
-    def plan(self, incoming: Items[Command]) -> StepOutput:
+    def plan(self, incoming: Sequence[Command]) -> StepOutput:
         """Take commands and schedule the step that `compute` will run.
 
         Returns:
@@ -163,7 +163,7 @@ class Engine:
             self._in_flight = None
         return output
 
-    def step(self, incoming: Items[Command]) -> StepOutput:
+    def step(self, incoming: Sequence[Command]) -> StepOutput:
         """Run `plan`, then `compute`, and return both outputs as one."""
         planned, output = self.plan(incoming), self.compute()
         output.reserved, output.deferred = planned.reserved, planned.deferred
@@ -284,7 +284,7 @@ class Engine:
             own = [sequence.page_tables[at][-1] for sequence in others]
             self.executor.copy_pages(at, [last] * len(others), own)
 
-    def _accept(self, sequence: Sequence, draw: Draw | None, output: StepOutput) -> None:
+    def _accept(self, sequence: SequenceState, draw: Draw | None, output: StepOutput) -> None:
         """Append a sampled token and report it. Without a draw, refuse the request."""
         request = sequence.request
         if draw is None:

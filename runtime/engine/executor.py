@@ -8,7 +8,7 @@ name the same objects again.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.steps.base import LaunchedStep
 from runtime.steps.warm_up import Progress
@@ -62,7 +62,7 @@ class Executor(ABC):
         """Compile kernels and capture graphs. Call it before the first `launch`."""
 
     @abstractmethod
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         """Return whether a step that decodes ``sequences`` may be launched before reading."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy page ``sources[i]`` of a page group to page ``targets[i]``, after launched steps."""
 
     @abstractmethod

@@ -1,12 +1,12 @@
 """The executor of a rank in this process."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import torch
 
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor, ExecutorShape
 from runtime.graphs.events import record_event
 from runtime.kv.eviction import check_eviction
@@ -68,7 +68,7 @@ class LocalExecutor(Executor):
         if self.device.type != "cpu":
             self.steps.warm_up(progress)
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return self.steps.can_launch_ahead(sequences)
 
     @torch.inference_mode()
@@ -76,7 +76,7 @@ class LocalExecutor(Executor):
         return self.steps.launch(plan.decode, plan.chunks)
 
     @torch.inference_mode()
-    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.cache.copy_pages(group, sources, targets)
 
     def record_event(self) -> torch.cuda.Event | None:

@@ -10,7 +10,7 @@ A page released while steps are in flight becomes free when the latest of them h
 from collections import deque
 from collections.abc import Iterable
 
-from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
 from runtime.errors import OutOfPages
 from runtime.pages.groups import Part
 from runtime.pages.plan import PageCount, PagePlan
@@ -75,7 +75,7 @@ class SequencePages:
         """Return whether the free pages suffice for a step of any ``running`` sequences."""
         return self.plan.step.times(running).fits(self.free)
 
-    def grow(self, sequence: Sequence, missing: PageCount) -> None:
+    def grow(self, sequence: SequenceState, missing: PageCount) -> None:
         """Allocate the missing pages of a running sequence."""
         for table, pool, count in zip(sequence.page_tables, self.pools, missing, strict=True):
             table += pool.allocate(count)
@@ -125,7 +125,7 @@ class SequencePages:
             if not self.plan.encodes:
                 self.release_left(sequence, group.computed)
 
-    def release_left(self, sequence: Sequence, length: int) -> None:
+    def release_left(self, sequence: SequenceState, length: int) -> None:
         """Release the pages that no step attends to after one with ``length`` tokens.
 
         Call it when that step was launched with the right tokens. It encodes the pages that leave
@@ -142,7 +142,7 @@ class SequencePages:
                 self._release(at, table[first:end])
                 table[first:end] = [FREED] * (end - first)
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
+    def release(self, sequences: Iterable[SequenceState]) -> None:
         """Release all pages of sequences. Their prompts must be computed again."""
         for sequence in sequences:
             sequence.evicted = 0

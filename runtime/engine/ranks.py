@@ -1,12 +1,12 @@
 """An executor over several ranks, which compute every step together."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from runtime.core.plan import StepPlan
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor
 from runtime.errors import KVFormatError
 from runtime.sampling.reference import Draw
@@ -18,10 +18,10 @@ from runtime.steps.warm_up import Progress, silent
 class RankSteps:
     """One step on every rank, the first rank's first."""
 
-    steps: Items[LaunchedStep]
+    steps: Sequence[LaunchedStep]
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return self.steps[0].sequences
 
     @property
@@ -53,7 +53,7 @@ class Ranks(Executor):
         ValueError: the shapes of ranks differ in more than the numbers of heads.
     """
 
-    def __init__(self, ranks: Items[Executor]) -> None:
+    def __init__(self, ranks: Sequence[Executor]) -> None:
         first, *others = ranks
         self._first, self._others = first, others
         self.shape, self.device, self.lookahead = first.shape, first.device, first.lookahead
@@ -71,14 +71,14 @@ class Ranks(Executor):
             other.warm_up(silent)
         self._first.warm_up(progress)
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return self._first.can_launch_ahead(sequences)
 
     def launch(self, plan: StepPlan) -> RankSteps:
         others = [other.launch(plan) for other in self._others]
         return RankSteps([self._first.launch(plan), *others])
 
-    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         for rank in (*self._others, self._first):
             rank.copy_pages(group, sources, targets)
 

@@ -15,7 +15,7 @@ because KV from another worker is written outside of the stream.
 With a KV format that encodes pages, or eviction, output tokens attend to encoded pages or what
 eviction has kept, but a prompt attends to all of its tokens as computed. A preempted sequence is
 therefore prefilled to the end of its prompt. Its output tokens are then decoded again as forced
-ones (`Sequence.forced`).
+ones (`SequenceState.forced`).
 """
 
 from bisect import insort
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.engine.waiting import WaitingQueue, age
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
@@ -62,7 +62,7 @@ class Scheduler:
         self._prefilling: list[SequenceGroup] = []
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
-        self._running: list[Sequence] = []  # by age
+        self._running: list[SequenceState] = []  # by age
         self._unfinished: dict[str, int] = {}  # number of unfinished choices of each request
 
     def __contains__(self, request_id: str) -> bool:
@@ -91,13 +91,13 @@ class Scheduler:
         return running + sum(group.queued for groups in queues for group in groups)
 
     @property
-    def prompt_tokens(self) -> int:
+    def pending_prompt_tokens(self) -> int:
         """Number of prompt tokens to compute, without prompts whose KV another worker sends."""
         groups = (*self._waiting, *self._prefilling)
         return sum(group.left for group in groups if group.purpose is not Purpose.RECEIVE)
 
     @property
-    def continuing(self) -> list[Sequence]:
+    def continuing(self) -> list[SequenceState]:
         """Running sequences below their maximum length, counting tokens in flight."""
         return [s for s in self._running if len(s.tokens) + s.lookahead < s.limit]
 
@@ -203,34 +203,34 @@ class Scheduler:
             if group.purpose is Purpose.HOLD:
                 self._held[group.request.id] = group
 
-    def run(self, sequence: Sequence) -> None:
+    def run(self, sequence: SequenceState) -> None:
         """Add a sequence to the decode batch. Its pages hold the KV of all tokens but the last."""
         sequence.running = True
         insort(self._running, sequence, key=age)
 
-    def step_launched(self, sequences: Iterable[Sequence]) -> None:
+    def step_launched(self, sequences: Iterable[SequenceState]) -> None:
         """Record the launch of a step that samples one more token for each sequence."""
         self.pages.step_launched()
         for sequence in sequences:
             sequence.lookahead += 1
 
-    def step_completed(self, sequences: Iterable[Sequence]) -> None:
+    def step_completed(self, sequences: Iterable[SequenceState]) -> None:
         """Record the completion of the oldest in-flight step; free its deferred pages."""
         self.pages.step_completed()
         for sequence in sequences:
             sequence.lookahead -= 1
 
-    def append(self, sequence: Sequence, token: int) -> None:
+    def append(self, sequence: SequenceState, token: int) -> None:
         """Append a token that was sampled for a sequence."""
         sequence.tokens.append(token)
         if self.pages.windows:
             self.pages.release_left(sequence, len(sequence.tokens) - sequence.evicted - 1)
 
-    def append_forced(self, sequence: Sequence) -> None:
+    def append_forced(self, sequence: SequenceState) -> None:
         """Append the next forced token, in place of the token that the launched step samples."""
         self.append(sequence, sequence.forced.popleft())
 
-    def finish(self, sequence: Sequence) -> bool:
+    def finish(self, sequence: SequenceState) -> bool:
         """Release the pages of a choice that has ended, unless they are held.
 
         Return whether it was the last unfinished choice of its request.
@@ -248,14 +248,14 @@ class Scheduler:
             del self._unfinished[request_id]
         return True
 
-    def expects_token(self, sequence: Sequence) -> bool:
+    def expects_token(self, sequence: SequenceState) -> bool:
         """Return whether a token sampled for a sequence is used: it is running or held."""
         if sequence.running:
             return True
         group = self._held.get(sequence.request.id)
         return group is not None and sequence in group.sequences
 
-    def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
+    def _grow(self, sequences: Iterable[SequenceState]) -> list[tuple[str, RuntimeFault]]:
         """Allocate a page to each sequence whose next token needs one, the oldest sequence first.
 
         If no page is free, the youngest sequence is preempted: it releases its pages and waits to
@@ -271,7 +271,7 @@ class Scheduler:
         return refused
 
     def _preempt_for(
-        self, pages: PageCount, requester: Sequence, refused: list[tuple[str, RuntimeFault]]
+        self, pages: PageCount, requester: SequenceState, refused: list[tuple[str, RuntimeFault]]
     ) -> bool:
         """Preempt until ``pages`` are free. Return False if ``requester`` no longer runs."""
         while not pages.fits(self.pages.free):
@@ -304,7 +304,7 @@ class Scheduler:
         group.computed = 0
         self._waiting.requeue(group)
 
-    def _rewind(self, sequences: Iterable[Sequence]) -> None:
+    def _rewind(self, sequences: Iterable[SequenceState]) -> None:
         """Make output tokens forced ones if decode steps attend other KV than a prompt does."""
         for sequence in sequences:
             if self.pages.plan.encodes or sequence.evicts:
@@ -331,7 +331,7 @@ class Scheduler:
             return False
         return self.pages.need(group).fits(self.pages.free)
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: SequenceState) -> None:
         sequence.running = False
         self._running.remove(sequence)
 

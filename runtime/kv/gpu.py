@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.attention.parts import MIN_TILES, decode_programs
+from runtime.attention.splits import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
 from runtime.kv.groups import compressed_table
 from runtime.kv.kernel_source import KernelSource
@@ -23,8 +23,8 @@ from runtime.pages.window import SINK_PAGES, WINDOW
 _LOG2_E = math.log2(math.e)
 _KV = 2
 """Number of planes of K and V, which come first."""
-_MERGED_PARTS = 16
-"""Parts of a head that are merged per iteration."""
+_MERGED_SPLITS = 16
+"""Splits of a head that are merged per iteration."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CompressedPageKernels:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._width = max(16, triton.next_power_of_2(self._dim))
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # the largest last
+        self._results: list[tuple[Tensor, Tensor, Tensor]] = []  # the largest last
         self.inputs = LayerInputs()
         self._costs = _Costs()
 
@@ -171,7 +171,7 @@ class CompressedPageKernels:
             programs = fragments.stored_programs(q.device, exact)
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
-        parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
+        results = self._split_buffers(2 * (programs + sequences * self._kv_heads), q.device)
         inputs = planes[_KV:] + self.inputs.planes
         v_width = planes[_KV + 1].shape[-1]
         constants = {
@@ -180,13 +180,13 @@ class CompressedPageKernels:
             "BLOCK": (fragments or source).tile, "SEQUENCES": triton.next_power_of_2(sequences),
             "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
-        of_parts = {
+        of_splits = {
             "K_WIDTH": planes[_KV].shape[-1], "V_WIDTH": v_width,
             "MIN_COST": self._costs.least, "SPLITS": splits,
         }  # fmt: skip
         arguments = (
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
-            stored.stride(0), batch.lengths, sequences, *parts, _LOG2_E / math.sqrt(self._dim),
+            stored.stride(0), batch.lengths, sequences, *results, _LOG2_E / math.sqrt(self._dim),
         )  # fmt: skip
         grid = (sequences * self._kv_heads + programs,)
         if fragments is not None:
@@ -197,36 +197,36 @@ class CompressedPageKernels:
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](
-                *arguments, self._costs.prefix, **constants, **of_parts, ATTEND=source.attend,
+                *arguments, self._costs.prefix, **constants, **of_splits, ATTEND=source.attend,
                 STRIDES=page_strides(planes[_KV:]), EXACT_BLOCK=source.exact_tile,
                 ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
             )  # fmt: skip
         merge_windowed_kernel[(sequences * self._heads,)](
-            inputs, batch.lengths, sequences, *parts, out, self._costs.prefix, **constants,
-            **of_parts, FINISH=source.finish, PARTS=_MERGED_PARTS,
+            inputs, batch.lengths, sequences, *results, out, self._costs.prefix, **constants,
+            **of_splits, FINISH=source.finish, MERGED=_MERGED_SPLITS,
             SUMS=max(16, triton.next_power_of_2(v_width)) if source.latents else self._width,
             num_warps=2,
         )  # fmt: skip
         return out
 
-    def _part_buffers(self, parts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return buffers for at least ``parts`` partial results.
+    def _split_buffers(self, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return buffers for at least ``splits`` partial results.
 
         All batch sizes use the same buffers. CUDA graphs hold their addresses, so they are kept
         when a batch needs larger ones. Sizes are powers of two: all of them together take less than
         twice the memory of the largest.
 
         Returns:
-            fp32 ``part_acc``, ``part_m`` and ``part_l`` of `windowed_decode_kernel`.
+            fp32 ``split_acc``, ``split_m`` and ``split_l`` of `windowed_decode_kernel`.
         """
-        if not self._parts or len(self._parts[-1][0]) < parts:
-            shape = triton.next_power_of_2(parts), self._heads // self._kv_heads
+        if not self._results or len(self._results[-1][0]) < splits:
+            shape = triton.next_power_of_2(splits), self._heads // self._kv_heads
             acc = torch.empty(*shape, self._width, dtype=torch.float32, device=device)
             maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
-            self._parts.append((acc, maxima, sums))
-        return self._parts[-1]
+            self._results.append((acc, maxima, sums))
+        return self._results[-1]
 
     def _splits(self, sequences: int, programs: int) -> int:
         """Return the constant SPLITS of the kernel."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from runtime.attention.parts import PROGRAMS, decode_programs
+from runtime.attention.splits import PROGRAMS, decode_programs
 
 _FRAGMENT_CAPABILITY = (8, 9)
 """Lowest compute capability that converts fp8."""
@@ -21,7 +21,7 @@ class FragmentSource:
 
     Attributes:
         attend: the format's ATTEND.
-        parts: number of parts of its ``acc``; see `kernels.parts.write_part`.
+        parts: number of parts of its ``acc``; see `kernels.splits.write_split`.
         tile: tokens of a compressed tile.
         warps: warps of a program.
         programs: programs per multiprocessor.

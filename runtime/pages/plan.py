@@ -25,7 +25,7 @@ _MAX_GROUPS = 64
 
 
 class Paged(Protocol):
-    """A sequence in the decode batch; see `runtime.core.sequence.Sequence`."""
+    """A sequence in the decode batch; see `runtime.core.sequence.SequenceState`."""
 
     @property
     def page_tables(self) -> list[list[int]]: ...

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.request import SamplingParams
-from runtime.core.sequence import Sequence as RunningSequence
+from runtime.core.sequence import SequenceState
 
 MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
@@ -39,7 +39,7 @@ class SamplingRow:
     prompt_tokens: int
 
     @classmethod
-    def of(cls, sequence: RunningSequence) -> "SamplingRow":
+    def of(cls, sequence: SequenceState) -> "SamplingRow":
         """Return the sampling row of a running sequence."""
         request = sequence.request
         return cls(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)

@@ -1,12 +1,12 @@
 """Interface of the classes that compute the steps of a rank."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from runtime.core.plan import Chunk
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
 
@@ -15,7 +15,7 @@ class LaunchedStep(Protocol):
     """A step whose computation was launched."""
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         """Sequences for which the step samples a token, without those with forced tokens."""
         ...
 
@@ -46,11 +46,11 @@ class StepRunner(Protocol):
         """Prepare for all steps, so that the first ones are not delayed."""
         ...
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         """Return whether a step that decodes ``sequences`` may be launched before reading."""
         ...
 
-    def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> LaunchedStep:
+    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> LaunchedStep:
         """Launch a step that decodes sequences and computes prompt chunks.
 
         It samples a token for each decoded sequence and for all choices of completed prompts,

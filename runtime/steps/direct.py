@@ -1,6 +1,6 @@
 """Steps that call the model directly, without CUDA graphs and without lookahead."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,13 +8,13 @@ import torch
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.sampling.reference import Draw, SamplingRow, sample
 from runtime.steps.eviction import PromptEviction
-from runtime.steps.prompts import PromptEncoder, slice_of
+from runtime.steps.prompts import PromptPageEncoder, slice_of
 from runtime.steps.warm_up import Progress, warm_up_prefill
 
 
@@ -22,7 +22,7 @@ from runtime.steps.warm_up import Progress, warm_up_prefill
 class DirectStep:
     """A computed step, with a draw for each sequence."""
 
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     draws: list[Draw | None]
     ready: torch.cuda.Event | None
 
@@ -39,16 +39,16 @@ class DirectSteps:
         self._model, self._cache, self._limits = model, cache, limits
         self._prompt_groups = cache.layout.plan.prompt_groups
         self._eviction = PromptEviction(model, cache)
-        self._encoder = PromptEncoder(model, cache)
+        self._encoder = PromptPageEncoder(model, cache)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile kernels; see `warm_up_prefill`."""
         warm_up_prefill(self._model, self._cache, self._limits, self._encoder, progress)
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - an interface
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:  # noqa: ARG002 - an interface
         return False
 
-    def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> DirectStep:
+    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> DirectStep:
         """Compute and sample a step; see `StepRunner.launch`."""
         slices = [self._next_token(sequence) for sequence in decode]
         groups = [[sequence] for sequence in decode]
@@ -62,7 +62,7 @@ class DirectSteps:
         ready = record_event(self._model.device)
         return DirectStep(sequences + first, draws + first_draws, ready)
 
-    def _next_token(self, sequence: Sequence) -> SequenceSlice:
+    def _next_token(self, sequence: SequenceState) -> SequenceSlice:
         """Return the last token of a sequence, whose KV the step computes."""
         last = len(sequence.tokens) - 1
         pages, *more_pages = sequence.page_tables
@@ -74,9 +74,9 @@ class DirectSteps:
     def _compute(
         self,
         slices: list[SequenceSlice],
-        groups: list[list[Sequence]],
+        groups: list[list[SequenceState]],
         queries: QueryLog | None = None,
-    ) -> tuple[list[Sequence], list[Draw | None]]:
+    ) -> tuple[list[SequenceState], list[Draw | None]]:
         """Compute a batch, and sample for the sequences of each of its rows of logits.
 
         Sequences whose next token is forced are not sampled.

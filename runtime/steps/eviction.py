@@ -53,7 +53,7 @@ class PromptEviction:
     def evict(self, chunks: Sequence[Chunk], log: QueryLog | None) -> None:
         """Evict tokens of the prompts that a pass has completed.
 
-        Their sequences then have fewer pages. The others are in `Sequence.vacated`, and may be
+        Their sequences then have fewer pages. The others are in `SequenceState.vacated`, and may be
         released when the step has been launched.
 
         Args:

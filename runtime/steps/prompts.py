@@ -25,7 +25,7 @@ def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
     return SequenceSlice(tokens, chunk.first, pages, chunk.completes, more_pages)
 
 
-class PromptEncoder:
+class PromptPageEncoder:
     """Encoding of the pages that complete prompts leave outside of their windows.
 
     Without a compressed KV format, nothing is encoded.

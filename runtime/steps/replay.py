@@ -23,8 +23,7 @@ from torch import Tensor
 
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
-from runtime.core.sequence import Purpose
-from runtime.core.sequence import Sequence as Running
+from runtime.core.sequence import Purpose, SequenceState
 from runtime.graphs.events import record_event
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
@@ -35,7 +34,7 @@ from runtime.sampling.reference import Draw, SamplingRow, sample
 from runtime.steps.decode import DecodeReplay
 from runtime.steps.eviction import PromptEviction
 from runtime.steps.mixed import MixedReplay
-from runtime.steps.prompts import PromptEncoder, slice_of
+from runtime.steps.prompts import PromptPageEncoder, slice_of
 from runtime.steps.sampling import SlotSampler
 from runtime.steps.slots import BatchSlots
 
@@ -55,7 +54,7 @@ class SlotAssignment:
         features: sampling features of the graph.
     """
 
-    sequences: list[Running]
+    sequences: list[SequenceState]
     slots: list[int]
     bucket: int
     features: SamplingFeatures
@@ -92,7 +91,7 @@ class InFlightStep:
     read_first: bool
 
     @property
-    def sequences(self) -> list[Running]:
+    def sequences(self) -> list[SequenceState]:
         """Sequences for which the step samples a token."""
         return self.assignment.sequences
 
@@ -148,7 +147,7 @@ class StepReplay:
         rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
         self._eviction = PromptEviction(model, cache)
-        self._encoder = PromptEncoder(model, cache)
+        self._encoder = PromptPageEncoder(model, cache)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
         self._assignment = _NOTHING_SAMPLED
         self._latest: InFlightStep | None = None
@@ -166,7 +165,7 @@ class StepReplay:
             self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
         self._sampler.warm_up(buckets)
 
-    def can_launch_ahead(self, sequences: list[Running]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         """Return whether a step that decodes ``sequences`` may be launched before the last is read.
 
         Return False if sequences should first move to lower slots so that a smaller bucket
@@ -184,7 +183,7 @@ class StepReplay:
             return self._assignment.bucket <= smallest
         return self._bucket_of(self._slots.extent(sequences)) <= smallest
 
-    def launch(self, decode: list[Running], chunks: Sequence[Chunk]) -> InFlightStep:
+    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> InFlightStep:
         """Launch a step that decodes sequences and computes prompt chunks.
 
         It samples the next token of each decoded sequence, then the first tokens of all choices of
@@ -232,7 +231,7 @@ class StepReplay:
             sampled = step.results.wait()[0][: assignment.bucket].tolist()
         return self._draws(step, sampled, results)
 
-    def _assign(self, sequences: list[Running]) -> SlotAssignment:
+    def _assign(self, sequences: list[SequenceState]) -> SlotAssignment:
         """Assign slots to the sampled sequences."""
         if not sequences:
             return _NOTHING_SAMPLED

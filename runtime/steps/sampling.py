@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.request import MAX_LOGPROBS
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.graphs.capture import capture
 from runtime.graphs.host_copy import HostCopy
 from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures
@@ -48,7 +48,7 @@ class SlotSampler:
         self._runs: dict[tuple[int, SamplingFeatures], Callable[[], object]] = {}
 
     @staticmethod
-    def features_of(sequences: Iterable[Sequence]) -> SamplingFeatures:
+    def features_of(sequences: Iterable[SequenceState]) -> SamplingFeatures:
         """Return the captured features that cover the sampling of all sequences."""
         features = SamplingFeatures.of(sequence.request.sampling for sequence in sequences)
         return features if features in CAPTURED_FEATURES else ALL_FEATURES
@@ -59,7 +59,7 @@ class SlotSampler:
         sampler = self._sampler
         return [sampler.sampled, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens]
 
-    def load(self, joined: Mapping[int, Sequence]) -> None:
+    def load(self, joined: Mapping[int, SequenceState]) -> None:
         """Load the sampling state of sequences, given by slot."""
         rows = [SamplingRow.of(sequence) for sequence in joined.values()]
         self._sampler.load(list(joined), rows)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.core.sequence import FREED, Sequence
+from runtime.core.sequence import FREED, SequenceState
 from runtime.graphs.host_copy import to_device
 
 
@@ -71,15 +71,15 @@ class BatchSlots:
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
         nulls = torch.tensor(null_pages, dtype=torch.int32, device=device)
         self.page_tables = nulls[:, None, None].repeat(1, max_slots, max_pages)
-        self._states: dict[Sequence, _SlotState] = {}
+        self._states: dict[SequenceState, _SlotState] = {}
         self._vacated: set[int] = set()  # released slots that the device still treats as active
 
-    def extent(self, sequences: list[Sequence]) -> int:
+    def extent(self, sequences: list[SequenceState]) -> int:
         """Return one more than the highest slot held by these sequences; 0 if they hold none."""
         ends = (self._states[s].slot + 1 for s in sequences if s in self._states)
         return max(ends, default=0)
 
-    def assign(self, sequences: list[Sequence], within: int) -> list[int]:
+    def assign(self, sequences: list[SequenceState], within: int) -> list[int]:
         """Assign a slot to each sequence and release the slots of all others.
 
         Sequences keep slots below ``within``. Sequences in higher slots move to lower ones, but
@@ -102,8 +102,8 @@ class BatchSlots:
         return [self._states[sequence].slot for sequence in sequences]
 
     def update(
-        self, sequences: list[Sequence], *, rewritten: Collection[Sequence] = ()
-    ) -> dict[int, Sequence]:
+        self, sequences: list[SequenceState], *, rewritten: Collection[SequenceState] = ()
+    ) -> dict[int, SequenceState]:
         """Write the changes needed before a step that samples a token for each of these sequences.
 
         Args:
@@ -113,7 +113,7 @@ class BatchSlots:
             Mapping from slot to sequence for the slots whose whole state was rewritten, because the
             sequence joined, moved to another slot, or has tokens that no launched step sampled.
         """
-        joined: dict[int, Sequence] = {}
+        joined: dict[int, SequenceState] = {}
         several = len(self.null_pages) > 1
         entries: list[int] = []  # flat indices into the page tables
         pages: list[int] = []
@@ -151,7 +151,7 @@ class BatchSlots:
             self._write(rows, entries, pages)
         return joined
 
-    def did_not_advance(self, sequence: Sequence) -> None:
+    def did_not_advance(self, sequence: SequenceState) -> None:
         """Record that a launched step could not draw a token for a sequence."""
         if sequence in self._states:
             self._states[sequence].tokens -= 1

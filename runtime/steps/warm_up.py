@@ -14,7 +14,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.pages.plan import PagePlan
 from runtime.sampling.reference import SamplingRow, sample
-from runtime.steps.prompts import PromptEncoder
+from runtime.steps.prompts import PromptPageEncoder
 
 Progress = Callable[[str, int], None]
 """Callback ``(stage, size)``, called after each part of a warm-up.
@@ -35,7 +35,7 @@ def silent(_stage: str, _size: int) -> None:
 
 
 def warm_up_prefill(
-    model: Model, cache: PagedCache, limits: Limits, encoder: PromptEncoder, progress: Progress
+    model: Model, cache: PagedCache, limits: Limits, encoder: PromptPageEncoder, progress: Progress
 ) -> None:
     """Compute and sample a batch for each kernel variant, then compute the largest batch.
 

@@ -21,7 +21,7 @@ class WorkerView(Message):
         reason: why the worker gets no requests, or fewer than others; None otherwise.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        prompt_tokens, prompt_tokens_per_s, inter_token_s, kv_raw_bytes, kv_wire_bytes,
+        pending_prompt_tokens, prompt_tokens_per_s, inter_token_s, kv_raw_bytes, kv_wire_bytes,
             kv_faster_raw_bytes: see `Heartbeat`.
         slowdown: factor by which the worker is slower than the fastest one with its role and model.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
@@ -38,7 +38,7 @@ class WorkerView(Message):
     reason: str | None
     queue_tokens: Count
     promised_tokens: Count
-    prompt_tokens: Count = 0
+    pending_prompt_tokens: Count = 0
     prompt_tokens_per_s: float = 0.0
     inter_token_s: float = 0.0
     slowdown: float = 1.0

@@ -225,7 +225,7 @@ class Heartbeat(Message):
         queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
             yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
             prefill worker that decodes adds the tokens of all sequences that it decodes.
-        prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
+        pending_prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
         prompt_tokens_per_s: prompt tokens that it computed per second lately; 0 if that is unknown.
         inter_token_s: mean duration of recent steps with running sequences, which is the time
             between two tokens of a sequence, seconds; 0 if that is unknown.
@@ -246,7 +246,7 @@ class Heartbeat(Message):
     epoch: Epoch
     state: WorkerState
     queue_tokens: QueueTokens
-    prompt_tokens: QueueTokens = 0
+    pending_prompt_tokens: QueueTokens = 0
     prompt_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     inter_token_s: Annotated[float, Field(ge=0)] = 0.0
     pace: StepPace | None = None

@@ -140,9 +140,9 @@ class WorkerSnapshot:
 
     Attributes:
         queue_tokens: queued tokens: reported ones plus those of promised placements.
-        prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
-        max_prompt_tokens: value of `prompt_tokens` from which the worker gets no further prompt;
-            None if its rate is unknown.
+        pending_prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
+        max_pending_prompt_tokens: value of `pending_prompt_tokens` from which the worker gets no
+            further prompt; None if its rate is unknown.
         slowdown: factor by which the worker is slower than the fastest comparable one; 1 if that is
             unknown or not noticeable.
         pages_total: number of pages.
@@ -174,8 +174,8 @@ class WorkerSnapshot:
     overflow_tokens: int | None = None
     last_placement: int = 0
     reason: str | None = None
-    prompt_tokens: int = 0
-    max_prompt_tokens: float | None = None
+    pending_prompt_tokens: int = 0
+    max_pending_prompt_tokens: float | None = None
     slowdown: float = 1.0
 
     def delay(self, demand: Demand, role: Role) -> float:
@@ -253,7 +253,7 @@ class WorkerSnapshot:
     @property
     def has_prompt_backlog(self) -> bool:
         """Whether a worker that computes prompts has too many to get another one."""
-        limit, tokens = self.max_prompt_tokens, self.prompt_tokens
+        limit, tokens = self.max_pending_prompt_tokens, self.pending_prompt_tokens
         return self.role is not Role.DECODE and limit is not None and 0 < tokens >= limit
 
 

@@ -194,7 +194,7 @@ class Dispatcher:
             return
         answers: list[tuple[PendingPlacement, Placement | RouterException]] = []
         reserved: set[str] = set()
-        queued = self.queue.prompt_tokens
+        queued = self.queue.pending_prompt_tokens
         try:
             for call in self.queue.ordered(lambda call: call.claim in left):
                 claim = call.claim

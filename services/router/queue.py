@@ -65,7 +65,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
 
     Attributes:
         claims: number of queued calls by their claim.
-        prompt_tokens: prompt tokens of all queued calls.
+        pending_prompt_tokens: prompt tokens of all queued calls.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -75,7 +75,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self._deadlines: list[tuple[float, int, PendingPlacement]] = []  # heap, with ended calls
         self._outdated: deque[PendingPlacement] = deque()  # calls whose claim must be set anew
         self.claims: Counter[Claim | None] = Counter()
-        self.prompt_tokens = 0
+        self.pending_prompt_tokens = 0
 
     @property
     def overfull(self) -> bool:
@@ -87,7 +87,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         super().add(item)
         self._by_id[item.request.placement_id] = item
         self.claims[item.claim] += 1
-        self.prompt_tokens += item.demand.prompt_tokens
+        self.pending_prompt_tokens += item.demand.prompt_tokens
         if len(self._deadlines) > _MIN_DEADLINES + 2 * len(self):
             self._deadlines = [entry for entry in self._deadlines if self._has(entry[2])]
             heapify(self._deadlines)
@@ -99,7 +99,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
             return False
         del self._by_id[item.request.placement_id]
         self._uncount(item)
-        self.prompt_tokens -= item.demand.prompt_tokens
+        self.pending_prompt_tokens -= item.demand.prompt_tokens
         return True
 
     def outdate(self, *, excluding: bool = False) -> None:

@@ -228,7 +228,7 @@ def heartbeat(
         epoch=EPOCH,
         state=WorkerState.READY,
         queue_tokens=queue_tokens,
-        prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
+        pending_prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
         prompt_tokens_per_s=prompt_tokens_per_s,
         pace=pace,
         pages_free=PAGE_PLAN.by_name(PageCount(max(0, PAGES - PAGE_PLAN.pages(queue_tokens)))),

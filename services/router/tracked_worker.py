@@ -166,8 +166,9 @@ class TrackedWorker:
             health=health,
             pages_total=registration.page_count,
             queue_tokens=(load.queue_tokens if load else 0) + self.promised_tokens,
-            prompt_tokens=(load.prompt_tokens if load else 0) + self.promised_prompt_tokens,
-            max_prompt_tokens=self._max_prompt_tokens(prompt_backlog_s),
+            pending_prompt_tokens=(load.pending_prompt_tokens if load else 0)
+            + self.promised_prompt_tokens,
+            max_pending_prompt_tokens=self._max_pending_prompt_tokens(prompt_backlog_s),
             slowdown=noticeable(self.slowdown),
             pages_free=self.pages_free.minus(self.promised_pages),
             slots=(load.running + load.waiting if load else 0) + self.promised_slots,
@@ -185,7 +186,7 @@ class TrackedWorker:
         running = self.registration.max_running
         return min(ceil(running * backlog), running + self.registration.max_waiting)
 
-    def _max_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
+    def _max_pending_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
         """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
 
         The mean delay until a worker reports a placement is added, so that it does not idle.
@@ -210,7 +211,7 @@ class TrackedWorker:
             reason=self.reason(health, unmatched),
             queue_tokens=load.queue_tokens if load else 0,
             promised_tokens=self.promised_tokens,
-            prompt_tokens=load.prompt_tokens if load else 0,
+            pending_prompt_tokens=load.pending_prompt_tokens if load else 0,
             prompt_tokens_per_s=load.prompt_tokens_per_s if load else 0.0,
             inter_token_s=load.inter_token_s if load else 0.0,
             slowdown=self.slowdown,

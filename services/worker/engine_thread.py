@@ -42,7 +42,7 @@ class EngineLoad:
     Attributes:
         commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
-        prompt_tokens: accepted prompt tokens that are not computed yet.
+        pending_prompt_tokens: accepted prompt tokens that are not computed yet.
         prompt_tokens_per_s: prompt tokens computed per second in recent steps with prompts; 0 if
             there were none.
         pages_free: free KV pages.
@@ -54,7 +54,7 @@ class EngineLoad:
 
     commands: int
     queue_tokens: int
-    prompt_tokens: int
+    pending_prompt_tokens: int
     prompt_tokens_per_s: float
     pages_free: PageCount
     running: int
@@ -214,7 +214,7 @@ class EngineThread:
         return EngineLoad(
             commands=self._taken,
             queue_tokens=engine.queue_tokens,
-            prompt_tokens=engine.prompt_tokens,
+            pending_prompt_tokens=engine.pending_prompt_tokens,
             prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
             pages_free=engine.pages_free,
             running=engine.num_running,

@@ -145,7 +145,7 @@ class Registrar:
             state=WorkerState.NOT_READY if is_blocked else self.state,
             reason=self.not_ready,
             queue_tokens=load.queue_tokens,
-            prompt_tokens=load.prompt_tokens,
+            pending_prompt_tokens=load.pending_prompt_tokens,
             prompt_tokens_per_s=load.prompt_tokens_per_s,
             inter_token_s=self._engine.inter_token_s,
             pace=self._engine.pace,

@@ -7,14 +7,14 @@ are numbered by sequence, KV head and position, and each program attends over an
 them. A long sequence is therefore shared by many programs, and a program may attend over several
 short ones.
 
-The tiles of a KV head that are in one interval are a part. The result of a head in one part is
-written at once. Otherwise, the last program to finish a part of the head merges all of them, so
+The tiles of a KV head that are in one interval are a split. The result of a head in one split is
+written at once. Otherwise, the last program to finish a split of the head merges all of them, so
 that one launch suffices. Lengths are read on the device, so that a CUDA graph can be replayed with
 other lengths.
 
 Kernels that use these functions have a grid `(programs,)`, find their interval with `divide`, walk
-through it from head to head with `locate`, and write results with `write_whole` or `write_part`.
-What a tile contains is up to the kernel.
+through it from head to head with `head_of_tile`, and write results with `write_whole` or
+`write_split`. What a tile contains is up to the kernel.
 
 The kernels of FDC (section 5.3) have the same purpose, but divide queries and KV differently.
 """
@@ -57,7 +57,7 @@ def program_of(tile, each, extra):
 
 
 @triton.jit
-def locate(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
+def head_of_tile(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
     """Return the sequence and KV head of a tile, the first tile of the head, and their number.
 
     Args:
@@ -72,36 +72,36 @@ def locate(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def merge_parts(
-    query_head, g, first, count, first_slot, part_acc, part_m, part_l, out,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+def merge_splits(
+    query_head, g, first, count, first_slot, split_acc, split_m, split_l, out,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head and write its output.
+    """Merge the splits of one query head and write its output.
 
     Args:
         query_head: index of the query head in ``out``.
         g: index of the query head within its KV head.
-        first, count: the first program with a part, and the number of programs with one.
-        first_slot: slot of that program's part. The parts of all others are in slot 0.
-        PARTS: parts per iteration.
+        first, count: the first program with a split, and the number of programs with one.
+        first_slot: slot of that program's split. The splits of all others are in slot 0.
+        MERGED: splits per iteration.
     """
     d = tl.arange(0, WIDTH)
-    i = tl.arange(0, PARTS)
+    i = tl.arange(0, MERGED)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((WIDTH,), tl.float32)
-    for begin in range(0, count, PARTS):
+    for begin in range(0, count, MERGED):
         program = first + begin + i
-        part = (program * 2 + tl.where(program == first, first_slot, 0)) * GROUP + g  # [PARTS]
+        split = (program * 2 + tl.where(program == first, first_slot, 0)) * GROUP + g  # [MERGED]
         valid = begin + i < count
-        all_m = tl.load(part_m + part, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        all_l = tl.load(part_l + part, mask=valid, other=0.0, cache_modifier=".cg")
+        all_m = tl.load(split_m + split, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        all_l = tl.load(split_l + split, mask=valid, other=0.0, cache_modifier=".cg")
         all_acc = tl.load(
-            part_acc + part[:, None] * DIM + d[None, :],
+            split_acc + split[:, None] * DIM + d[None, :],
             mask=valid[:, None] & (d < DIM)[None, :],
             other=0.0,
             cache_modifier=".cg",
-        )  # [PARTS, WIDTH]
+        )  # [MERGED, WIDTH]
         new_m = tl.maximum(m, tl.max(all_m, axis=0))
         share = tl.exp2(all_m - new_m)
         alpha = tl.exp2(m - new_m)
@@ -112,16 +112,17 @@ def merge_parts(
 
 
 @triton.jit
-def head_parts(head_begin, count, each, extra):
-    """Return the first program with a part of a KV head, the number of parts, and the first's slot.
+def head_splits(head_begin, count, each, extra):
+    """Return the first program with a split of a KV head, the number of splits, and the first's
+    slot.
 
     Args:
         head_begin, count: first tile of the head, and its number of tiles.
         each, extra: see `interval_begin`.
     """
     first = program_of(head_begin, each, extra)
-    parts = program_of(head_begin + count - 1, each, extra) - first + 1
-    return first, parts, (head_begin > interval_begin(first, each, extra)).to(tl.int32)
+    splits = program_of(head_begin + count - 1, each, extra) - first + 1
+    return first, splits, (head_begin > interval_begin(first, each, extra)).to(tl.int32)
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def write_whole(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of a KV head whose tiles are all in one interval; see `write_part`."""
+    """Write the output of a KV head whose tiles are all in one interval; see `write_split`."""
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
@@ -140,40 +141,40 @@ def write_whole(
 
 
 @triton.jit
-def write_part(
-    acc, m, l, sequence, kv_head, slot, first, parts, first_slot, part_acc, part_m, part_l,
+def write_split(
+    acc, m, l, sequence, kv_head, slot, first, splits, first_slot, split_acc, split_m, split_l,
     counters, out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Write one part of a KV head, and merge the parts of the head if this is the last one.
+    """Write one split of a KV head, and merge the splits of the head if this is the last one.
 
     Args:
         acc: fp32 `[ROWS, WIDTH]`, unnormalized outputs; the first GROUP rows are query heads.
         m, l: fp32 `[ROWS]`, maximum and sum of the online softmax.
-        slot: slot of this part, see ``part_acc``.
-        first, parts, first_slot: see `head_parts`. The other parts are in slot 0 of the programs
+        slot: slot of this split, see ``split_acc``.
+        first, splits, first_slot: see `head_splits`. The other splits are in slot 0 of the programs
             after ``first``.
-        part_acc: fp32 `[programs, 2, GROUP, DIM]`, unnormalized outputs. The part with which a
+        split_acc: fp32 `[programs, 2, GROUP, DIM]`, unnormalized outputs. The split with which a
             program's interval begins is in slot 0, the one with which it ends in slot 1.
-        part_m, part_l: fp32 `[programs, 2, GROUP]`, maximum and sum of each part.
+        split_m, split_l: fp32 `[programs, 2, GROUP]`, maximum and sum of each split.
         counters: int32 `[sequences, KV_HEADS]`, zero before and after the launch.
         out: `[sequences, KV_HEADS * GROUP, DIM]`, written.
-        PARTS: parts that are merged per iteration.
+        MERGED: splits that are merged per iteration.
     """
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
-    part = (tl.program_id(0) * 2 + slot) * GROUP + row
-    tl.store(part_acc + part[:, None] * DIM + d[None, :], acc, mask=valid)
-    tl.store(part_m + part, m, mask=row < GROUP)
-    tl.store(part_l + part, l, mask=row < GROUP)
+    split = (tl.program_id(0) * 2 + slot) * GROUP + row
+    tl.store(split_acc + split[:, None] * DIM + d[None, :], acc, mask=valid)
+    tl.store(split_m + split, m, mask=row < GROUP)
+    tl.store(split_l + split, l, mask=row < GROUP)
     tl.debug_barrier()
     counter = counters + sequence * KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+    if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
         for g in range(GROUP):
-            merge_parts(
-                (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, parts,
-                first_slot, part_acc, part_m, part_l, out, GROUP, DIM, WIDTH, PARTS,
+            merge_splits(
+                (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, splits,
+                first_slot, split_acc, split_m, split_l, out, GROUP, DIM, WIDTH, MERGED,
             )  # fmt: skip
         tl.store(counter, 0)

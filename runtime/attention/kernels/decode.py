@@ -10,10 +10,10 @@ import triton.language as tl
 
 from runtime.attention.kernels.balance import (
     divide,
-    head_parts,
+    head_of_tile,
+    head_splits,
     interval_begin,
-    locate,
-    write_part,
+    write_split,
     write_whole,
 )
 from runtime.kernels.arith import matmul
@@ -89,10 +89,10 @@ def attend_tiles(
 @triton.jit(do_not_specialize=["sequences"])
 def decode_kernel(
     q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, lengths, sequences,
-    part_acc, part_m, part_l, counters, out, scale,
+    split_acc, split_m, split_l, counters, out, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
-    MIN_TILES: tl.constexpr, PARTS: tl.constexpr,
+    MIN_TILES: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -103,14 +103,14 @@ def decode_kernel(
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, of equal strides.
         page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
         lengths: int32 `[sequences]`.
-        part_acc, part_m, part_l, counters: see `balance.write_part`.
+        split_acc, split_m, split_l, counters: see `balance.write_split`.
         out: shaped as ``q``, written.
         scale: log2(e) / sqrt(DIM).
         ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
         BLOCK: keys of a tile.
         SEQUENCES: power of two, at least ``sequences``.
         MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
-        PARTS: parts that are merged per iteration.
+        MERGED: splits that are merged per iteration.
     """
     s = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)  # of each KV head
@@ -126,7 +126,7 @@ def decode_kernel(
     valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
     tile = begin
     while tile < end:
-        sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
+        sequence, kv_head, head_begin, count = head_of_tile(s, tile, tiles, ends, KV_HEADS)
         stop = tl.minimum(head_begin + count, end)
         head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
         queries = tl.load(q + head[:, None] * DIM + d[None, :], mask=valid, other=0.0)
@@ -139,9 +139,10 @@ def decode_kernel(
         if stop - tile == count:
             write_whole(acc, l, sequence, kv_head, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH)
         else:
-            first, parts, first_slot = head_parts(head_begin, count, each, extra)
-            write_part(
-                acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, parts, first_slot,
-                part_acc, part_m, part_l, counters, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH, PARTS,
+            first, splits, first_slot = head_splits(head_begin, count, each, extra)
+            write_split(
+                acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, splits,
+                first_slot, split_acc, split_m, split_l, counters, out, KV_HEADS, GROUP, ROWS, DIM,
+                WIDTH, MERGED,
             )  # fmt: skip
         tile = stop

@@ -99,7 +99,7 @@ def softmax(scores, m, l, first, position, scale, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(
+def add_values_weigh_keys(
     tile, queries, weights, m, l, acc, position, ring, ready, free, scale,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -163,12 +163,12 @@ def attend_queries(
     weights = gl.convert_layout(made.to(queries.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
     unmasked = gl.maximum((first + 1) // KEYS, 1)
     for tile in range(1, unmasked):
-        weights, m, l, acc = attend_tile(
+        weights, m, l, acc = add_values_weigh_keys(
             tile, queries, weights, m, l, acc, position, ring, ready, free, scale,
             False, SLOTS, SCORES,
         )  # fmt: skip
     for tile in range(unmasked, tiles):
-        weights, m, l, acc = attend_tile(
+        weights, m, l, acc = add_values_weigh_keys(
             tile, queries, weights, m, l, acc, position, ring, ready, free, scale,
             True, SLOTS, SCORES,
         )  # fmt: skip

@@ -61,10 +61,10 @@ def tile_at(cost, tiles, costs, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def parts_by_cost(
+def splits_by_cost(
     sequence, kv_head, count, cost_ends, costs, each, extra, KV_HEADS: tl.constexpr
 ):  # fmt: skip
-    """Return the parts of a KV head with ``count`` tiles, as `balance.head_parts` does."""
+    """Return the splits of a KV head with ``count`` tiles, as `balance.head_splits` does."""
     s = tl.arange(0, cost_ends.shape[0])
     passed = tl.load(costs + kv_head)
     of_tile = tl.load(costs + kv_head + 1) - passed
@@ -93,7 +93,7 @@ def split_interval(
 
 
 @triton.jit
-def split_parts(sequence, kv_head, count, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Return the parts of a KV head with ``count`` tiles, as `balance.head_parts` does."""
+def fixed_splits(sequence, kv_head, count, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Return the splits of a KV head with ``count`` tiles, as `balance.head_splits` does."""
     first = (sequence * KV_HEADS + kv_head) * SPLITS
     return first, tl.cdiv(count, tl.cdiv(count, SPLITS)), 0

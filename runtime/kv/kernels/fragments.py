@@ -16,7 +16,7 @@ free, so that each lane loads consecutive bytes of a token. C of the scores has 
 same lanes as C of the sums: weights only have to be transposed, by `transposed`, to become B.
 Programs have one warp, and nothing passes through shared memory. The exception is `shard`, whose
 programs have four warps: they share a matmul (`runtime.kv.shard.fragments`) and merge their results
-through shared memory (`parts`).
+through shared memory (`splits`).
 
 All tensors have one element per lane. A fragment of C is a tuple of four fp32: the two heads of row
 g, then those of row g + 8. Pages have 16 tokens.

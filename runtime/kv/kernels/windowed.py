@@ -2,12 +2,12 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Attention of one new token per sequence over its stored and exact pages, in two launches.
 
-`windowed_decode_kernel` computes parts of the result: one program for the exact tokens of each KV
+`windowed_decode_kernel` computes splits of the result: one program for the exact tokens of each KV
 head of each sequence, and further programs for the stored tokens of all of them. Exact tokens are
 those of the first pages (sinks) and of the window; they are numbered without the gap between the
 two. Stored tokens are divided into tiles of BLOCK tokens of one KV head. Programs have equal
 numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of equal cost, see
-`runtime.kv.kernels.division`. `merge_windowed_kernel` merges the parts of each query head.
+`runtime.kv.kernels.division`. `merge_windowed_kernel` merges the splits of each query head.
 
 A format contributes two functions. The first one attends over stored tiles of one KV head::
 
@@ -37,13 +37,13 @@ It returns fp32 outputs `[1, WIDTH]` from a sum ``acc``, fp32 `[1, SUMS]`.
 import triton
 import triton.language as tl
 
-from runtime.attention.kernels.balance import divide, head_parts, interval_begin, locate
+from runtime.attention.kernels.balance import divide, head_of_tile, head_splits, interval_begin
 from runtime.attention.kernels.decode import attend_tiles, no_keys
 from runtime.kv.kernels.division import (
     divide_costs,
-    parts_by_cost,
+    fixed_splits,
     split_interval,
-    split_parts,
+    splits_by_cost,
     tile_at,
 )
 
@@ -136,7 +136,7 @@ def divide_stored(
 @triton.jit(do_not_specialize=["sequences"])
 def windowed_decode_kernel(
     q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, planes, stored_table,
-    stored_stride, lengths, sequences, part_acc, part_m, part_l, scale, costs,
+    stored_stride, lengths, sequences, split_acc, split_m, split_l, scale, costs,
     ATTEND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     STORED_ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
@@ -154,12 +154,12 @@ def windowed_decode_kernel(
         planes, K_WIDTH, V_WIDTH, STRIDES: see the head of this file.
         stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`, tokens of each sequence, including the new one.
-        part_acc: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP, WIDTH]`, unnormalized results,
-            written. There are two parts for each program with stored tiles: the tiles with which
-            its interval begins, and those with which it ends. Then there are two parts for each KV
+        split_acc: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP, WIDTH]`, unnormalized results,
+            written. There are two splits for each program with stored tiles: the tiles with which
+            its interval begins, and those with which it ends. Then there are two splits for each KV
             head: its stored tokens, if they are in one interval, and its exact tokens.
-        part_m, part_l: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP]`, maximum and sum of the
-            online softmax of each part, written.
+        split_m, split_l: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP]`, maximum and sum of
+            the online softmax of each split, written.
         scale: log2(e) / sqrt(DIM).
         ATTEND: see the head of this file.
         ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
@@ -191,7 +191,9 @@ def windowed_decode_kernel(
             v_pages, page_stride, head_stride, page_table + sequence * table_stride, scale, DIM,
             WIDTH, PAGE, EXACT_BLOCK,
         )  # fmt: skip
-        store_part(acc, m, l, 2 * (PROGRAMS + index) + 1, part_acc, part_m, part_l, GROUP, WIDTH)
+        store_split(
+            acc, m, l, 2 * (PROGRAMS + index) + 1, split_acc, split_m, split_l, GROUP, WIDTH
+        )
     else:
         tiles, ends, _, programs, each, extra = divide_stored(
             lengths, sequences, costs, KV_HEADS, PAGE, WINDOW, SINK_PAGES, BLOCK, SEQUENCES,
@@ -212,7 +214,7 @@ def windowed_decode_kernel(
         of_group = (stored_row < GROUP)[:, None] & (d < DIM)[None, :]
         tile = begin
         while tile < end:
-            sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
+            sequence, kv_head, head_begin, count = head_of_tile(s, tile, tiles, ends, KV_HEADS)
             stop = tl.minimum(head_begin + count, end)
             length = tl.load(lengths + sequence)
             query_head = ((sequence * KV_HEADS + kv_head) * GROUP + stored_row).to(tl.int64)
@@ -223,48 +225,48 @@ def windowed_decode_kernel(
                 stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, DIM, PAGE,
                 BLOCK, K_WIDTH, V_WIDTH, STRIDES,
             )  # fmt: skip
-            part = program * 2 + (tile > begin).to(tl.int32)
+            split = program * 2 + (tile > begin).to(tl.int32)
             if stop - tile == count:
-                part = 2 * (PROGRAMS + sequence * KV_HEADS + kv_head)
-            store_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, WIDTH)
+                split = 2 * (PROGRAMS + sequence * KV_HEADS + kv_head)
+            store_split(acc, m, l, split, split_acc, split_m, split_l, GROUP, WIDTH)
             tile = stop
 
 
 @triton.jit
-def store_part(
-    acc, m, l, part, part_acc, part_m, part_l, GROUP: tl.constexpr, WIDTH: tl.constexpr
+def store_split(
+    acc, m, l, split, split_acc, split_m, split_l, GROUP: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Write the result of one part; see `windowed_decode_kernel`.
+    """Write the result of one split; see `windowed_decode_kernel`.
 
     Args:
         acc: fp32 `[ROWS, SUMS]`, of which the first GROUP rows are query heads.
     """
     row = tl.arange(0, acc.shape[0])
     c = tl.arange(0, acc.shape[1])
-    at = part.to(tl.int64) * GROUP + row
+    at = split.to(tl.int64) * GROUP + row
     used = row < GROUP
-    tl.store(part_acc + at[:, None] * WIDTH + c[None, :], acc, mask=used[:, None])
-    tl.store(part_m + at, m, mask=used)
-    tl.store(part_l + at, l, mask=used)
+    tl.store(split_acc + at[:, None] * WIDTH + c[None, :], acc, mask=used[:, None])
+    tl.store(split_m + at, m, mask=used)
+    tl.store(split_l + at, l, mask=used)
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def merge_windowed_kernel(
-    planes, lengths, sequences, part_acc, part_m, part_l, out, costs,
+    planes, lengths, sequences, split_acc, split_m, split_l, out, costs,
     FINISH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, SUMS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     SEQUENCES: tl.constexpr, MIN_TILES: tl.constexpr, MIN_COST: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head.
+    """Merge the splits of one query head.
 
     Grid `(sequences * KV_HEADS * GROUP,)`.
 
     Args:
         out: `[sequences, KV_HEADS * GROUP, DIM]`, written.
         FINISH, SUMS: see the head of this file.
-        PARTS: parts per iteration.
+        MERGED: splits per iteration.
 
     The other arguments are those of `windowed_decode_kernel`.
     """
@@ -278,33 +280,33 @@ def merge_windowed_kernel(
     )  # fmt: skip
     s = tl.arange(0, SEQUENCES)
     count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)
-    i = tl.arange(0, PARTS)
+    i = tl.arange(0, MERGED)
     c = tl.arange(0, SUMS)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((SUMS,), tl.float32)
     if count > 0:
         if SPLITS > 0:
-            first, parts, slot = split_parts(sequence, kv_head, count, SPLITS, KV_HEADS)
+            first, splits, slot = fixed_splits(sequence, kv_head, count, SPLITS, KV_HEADS)
         elif costs is None:
             head_begin = tl.max(tl.where(s < sequence, ends, 0), axis=0) + kv_head * count
-            first, parts, slot = head_parts(head_begin, count, each, extra)
+            first, splits, slot = head_splits(head_begin, count, each, extra)
         else:
-            first, parts, slot = parts_by_cost(
+            first, splits, slot = splits_by_cost(
                 sequence, kv_head, count, cost_ends, costs, each, extra, KV_HEADS
             )
-        for begin in range(0, parts, PARTS):
+        for begin in range(0, splits, MERGED):
             program = first + begin + i
-            part = program * 2 + tl.where(program == first, slot, 0)
-            if parts == 1:
-                part = 2 * (PROGRAMS + sequence * KV_HEADS + kv_head) + tl.zeros_like(i)
-            at = part.to(tl.int64) * GROUP + g
-            used = begin + i < parts
-            all_m = tl.load(part_m + at, mask=used, other=float("-inf"))
-            all_l = tl.load(part_l + at, mask=used, other=0.0)
+            split = program * 2 + tl.where(program == first, slot, 0)
+            if splits == 1:
+                split = 2 * (PROGRAMS + sequence * KV_HEADS + kv_head) + tl.zeros_like(i)
+            at = split.to(tl.int64) * GROUP + g
+            used = begin + i < splits
+            all_m = tl.load(split_m + at, mask=used, other=float("-inf"))
+            all_l = tl.load(split_l + at, mask=used, other=0.0)
             all_acc = tl.load(
-                part_acc + at[:, None] * WIDTH + c[None, :], mask=used[:, None], other=0.0
-            )  # [PARTS, SUMS]
+                split_acc + at[:, None] * WIDTH + c[None, :], mask=used[:, None], other=0.0
+            )  # [MERGED, SUMS]
             new_m = tl.maximum(m, tl.max(all_m, axis=0))
             share = tl.exp2(all_m - new_m)
             alpha = tl.exp2(m - new_m)
@@ -314,11 +316,11 @@ def merge_windowed_kernel(
     found = FINISH(acc[None, :], kv_head, planes, KV_HEADS, DIM, WIDTH, K_WIDTH, V_WIDTH)
     d = tl.arange(0, WIDTH)[None, :]
     exact = (2 * (PROGRAMS + sequence * KV_HEADS + kv_head) + 1).to(tl.int64) * GROUP + g
-    exact_m = tl.load(part_m + exact)
+    exact_m = tl.load(split_m + exact)
     new_m = tl.maximum(m, exact_m)
     of_stored = tl.exp2(m - new_m)
     of_exact = tl.exp2(exact_m - new_m)
-    l = l * of_stored + tl.load(part_l + exact) * of_exact
-    found = found * of_stored + tl.load(part_acc + exact * WIDTH + d) * of_exact
+    l = l * of_stored + tl.load(split_l + exact) * of_exact
+    found = found * of_stored + tl.load(split_acc + exact * WIDTH + d) * of_exact
     at = out + index.to(tl.int64) * DIM + d
     tl.store(at, (found / l).to(out.dtype.element_ty), mask=d < DIM)

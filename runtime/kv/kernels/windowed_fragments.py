@@ -7,16 +7,16 @@ A format contributes a function, in place of ATTEND::
     ATTEND(q, kv_head, begin, end, count, planes, table, scale, shared, GROUP, DIM, STRIDES)
 
 - q: pointer to the first query head of the KV head, bf16.
-- shared: address of shared memory, if the program has four warps; see `parts.shared_memory`.
+- shared: address of shared memory, if the program has four warps; see `splits.shared_memory`.
 - the other arguments are those of ATTEND of `windowed`; ``begin`` is a multiple of BLOCK.
 
-It returns ``acc`` as in `parts.write_part`, and ``m`` and ``l`` as in `fragments.no_tokens`.
+It returns ``acc`` as in `splits.write_split`, and ``m`` and ``l`` as in `fragments.no_tokens`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from runtime.attention.kernels.balance import divide, interval_begin, locate
+from runtime.attention.kernels.balance import divide, head_of_tile, interval_begin
 from runtime.kv.kernels.fragments import (
     NO_SCORE,
     as_operand,
@@ -33,7 +33,7 @@ from runtime.kv.kernels.fragments import (
     token_of_value,
     warp_number,
 )
-from runtime.kv.kernels.parts import shared_memory, write_part
+from runtime.kv.kernels.splits import shared_memory, write_split
 from runtime.kv.kernels.windowed import stored_tokens
 
 
@@ -129,7 +129,7 @@ def attend_exact(
 @gluon.jit(do_not_specialize=["sequences"])
 def windowed_fragments_kernel(
     q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, planes, stored_table,
-    stored_stride, lengths, sequences, part_acc, part_m, part_l, scale,
+    stored_stride, lengths, sequences, split_acc, split_m, split_l, scale,
     ATTEND: gl.constexpr, PARTS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
     SINK_PAGES: gl.constexpr, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr,
@@ -142,7 +142,7 @@ def windowed_fragments_kernel(
 
     Args:
         ATTEND: see the head of this file.
-        PARTS: number of parts of the format's ``acc``; see `parts.write_part`.
+        PARTS: number of parts of the format's ``acc``; see `splits.write_split`.
     """
     program = gl.program_id(0) - sequences * KV_HEADS
     shared = 0
@@ -158,8 +158,10 @@ def windowed_fragments_kernel(
             index % KV_HEADS * head_stride, page_table + sequence * table_stride, scale,
             GROUP, DIM, PAGE, SINK_PAGES, WARPS,
         )  # fmt: skip
-        part = 2 * (PROGRAMS + index) + 1
-        write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, 1, shared, WARPS)
+        split = 2 * (PROGRAMS + index) + 1
+        write_split(
+            acc, m, l, split, split_acc, split_m, split_l, GROUP, DIM, WIDTH, 1, shared, WARPS
+        )
     else:
         s = threads(SEQUENCES, WARPS)
         all_lengths = gl.load(lengths + s, mask=s < sequences, other=0)
@@ -169,7 +171,7 @@ def windowed_fragments_kernel(
         end = gl.where(program < programs, interval_begin(program + 1, each, extra), begin)
         tile = begin
         while tile < end:
-            sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
+            sequence, kv_head, head_begin, count = head_of_tile(s, tile, tiles, ends, KV_HEADS)
             stop = gl.minimum(head_begin + count, end)
             head = sequence * KV_HEADS + kv_head
             acc, m, l = ATTEND(
@@ -180,8 +182,20 @@ def windowed_fragments_kernel(
                 STRIDES,
             )  # fmt: skip
             of_program = program * 2 + (tile > begin).to(gl.int32)
-            part = gl.where(stop - tile == count, 2 * (PROGRAMS + head), of_program)
-            write_part(
-                acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, PARTS, shared, WARPS
+            split = gl.where(stop - tile == count, 2 * (PROGRAMS + head), of_program)
+            write_split(
+                acc,
+                m,
+                l,
+                split,
+                split_acc,
+                split_m,
+                split_l,
+                GROUP,
+                DIM,
+                WIDTH,
+                PARTS,
+                shared,
+                WARPS,
             )
             tile = stop

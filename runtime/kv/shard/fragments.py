@@ -36,7 +36,7 @@ from runtime.kv.kernels.fragments import (
     softmax,
     warp_number,
 )
-from runtime.kv.kernels.parts import SHARED_BYTES
+from runtime.kv.kernels.splits import SHARED_BYTES
 from runtime.kv.shard import fragment_inputs
 from runtime.pages import window
 
@@ -150,7 +150,7 @@ def unpack_codes(first, second):
 
 
 @gluon.jit
-def added(x, y):
+def add_fp16_pairs(x, y):
     """Add pairs of fp16 numbers."""
     return gl.inline_asm_elementwise(
         "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
@@ -221,10 +221,10 @@ def key_scores(products, offsets, angles, queries):
         of_dims = of_dims + load_cached(offsets + 8 * i)
     for j in gl.static_range(HALF):
         of_first, of_second = of_dims[j], of_dims[j + HALF]
-        x0 = added(products[2 * j], of_first)
-        y0 = added(products[2 * (j + HALF)], of_second)
-        x1 = added(products[2 * j + 1], of_first)
-        y1 = added(products[2 * (j + HALF) + 1], of_second)
+        x0 = add_fp16_pairs(products[2 * j], of_first)
+        y0 = add_fp16_pairs(products[2 * (j + HALF)], of_second)
+        x1 = add_fp16_pairs(products[2 * j + 1], of_first)
+        y1 = add_fp16_pairs(products[2 * (j + HALF) + 1], of_second)
         angle = load_cached(angles + 256 * j)
         a0, a2 = rotated_words(x0, y0, angle[0], angle[1])
         a1, a3 = rotated_words(x1, y1, angle[2], angle[3])

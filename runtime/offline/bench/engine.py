@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
+from runtime.checkpoint import Checkpoint, Dense, checkpoint_path, load_checkpoint
 from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="name or path of a checkpoint")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    checkpoint = load_checkpoint(resolve_model(arguments.model))
+    checkpoint = load_checkpoint(checkpoint_path(arguments.model))
     figures = list(measure(checkpoint))
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, ", end="")
     print(f"{torch.get_num_threads()} threads, fp32, keep {checkpoint.keep}")

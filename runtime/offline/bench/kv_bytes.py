@@ -15,7 +15,7 @@ import torch
 
 from runtime.config import ModelConfig
 from runtime.core.request import Request, SamplingParams
-from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.kv import fdc, palu, shard
 from runtime.kv.cache import CacheLayout
@@ -86,7 +86,7 @@ def occupied(plan: PagePlan, prompt: int, decoded: int) -> PageCount:
     pages = SequencePages(plan, plan.each(_CAPACITY))
     tokens = [0] * prompt
     request = Request("r", tuple(tokens), prompt, SamplingParams(), decoded + 1)
-    sequence = Sequence(request, 0, 0, tokens, prompt + decoded + 1)
+    sequence = SequenceState(request, 0, 0, tokens, prompt + decoded + 1)
     group = SequenceGroup(Purpose.RECEIVE, [sequence])
     pages.admit(group)
     held = [_held(sequence)]
@@ -100,7 +100,7 @@ def occupied(plan: PagePlan, prompt: int, decoded: int) -> PageCount:
     return PageCount(*map(max, zip(*held[-plan.page_size :], strict=True)))
 
 
-def _held(sequence: Sequence) -> list[int]:
+def _held(sequence: SequenceState) -> list[int]:
     return [sum(page != FREED for page in table) for table in sequence.page_tables]
 
 

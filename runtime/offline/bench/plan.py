@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.attention.base import Batch
-from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint import checkpoint_path, load_checkpoint
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
 from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import (
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     own = parser.parse_args()
     print(describe("cuda"))
-    checkpoint = load_checkpoint(resolve_model(own.model), dtype=torch.bfloat16)
+    checkpoint = load_checkpoint(checkpoint_path(own.model), dtype=torch.bfloat16)
     with torch.inference_mode():
         plan = measure(checkpoint)
     plan.save(own.out)

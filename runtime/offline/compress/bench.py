@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
+from runtime.checkpoint import Checkpoint, checkpoint_path, load_checkpoint
 from runtime.checkpoint.weights import parameters_kept
 from runtime.offline.compress.decomposed import decompose_model
 from runtime.offline.compress.factorize import ranks_of, truncate_model
@@ -50,7 +50,7 @@ class Row:
 
 def main() -> None:
     arguments = _arguments()
-    path = resolve_model(arguments.model)
+    path = checkpoint_path(arguments.model)
     checkpoint = load_checkpoint(path, dtype=None)
     tokenizer = text_tokenizer(path)
     calibration_text, held_out_text = documentation()

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint import checkpoint_path, load_checkpoint
 from runtime.errors import QualityError, RuntimeFault
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.registry import CALIBRATED, COMPRESSED
@@ -84,7 +84,7 @@ def _checkpoints(arguments: argparse.Namespace, console: Console, log: Console) 
     names = [arguments.model, *arguments.checkpoint]
     if len(set(names)) < len(names):
         raise QualityError("the dense model and the checkpoints must be different")
-    paths = {name: resolve_model(name) for name in names}
+    paths = {name: checkpoint_path(name) for name in names}
     encoder, texts, inputs = _inputs(arguments, paths[arguments.model], "")
     results = measure_checkpoints(
         {name: partial(load_checkpoint, path) for name, path in paths.items()},
@@ -113,7 +113,7 @@ def _measure(arguments: argparse.Namespace, log: Console) -> list[Result]:
     def progress(stage: str) -> None:
         log.print(stage, markup=False)
 
-    path = resolve_model(arguments.model)
+    path = checkpoint_path(arguments.model)
     checkpoint = load_checkpoint(path, dtype=torch.float32)
     formats = {
         spec: create(checkpoint.config, checkpoint.model_hash) for spec, create in factories.items()

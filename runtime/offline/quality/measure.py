@@ -4,8 +4,7 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.config import ModelConfig
 from runtime.core.plan import Chunk
 from runtime.core.request import Request, SamplingParams
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.errors import QualityError
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.eviction import check_eviction
@@ -259,7 +258,7 @@ def logits_after_eviction(
     size = model.page_size
     pages = pages_for(len(text), size)
     used = pages_for(prompt, size)
-    sequence = Sequence(
+    sequence = SequenceState(
         Request("text", tuple(tokens), prompt, SamplingParams(), len(text) - prompt),
         *(0, 0, tokens[:prompt], len(text)),
         page_tables=[list(range(used))],
@@ -304,7 +303,7 @@ def bytes_per_token(
     return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in planes) / page_size
 
 
-def perplexity(texts: Items[Scores]) -> float:
+def perplexity(texts: Sequence[Scores]) -> float:
     """Return the baseline's perplexity."""
     return math.exp(torch.cat([text.baseline_nll for text in texts]).mean())
 

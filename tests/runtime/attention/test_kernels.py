@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from runtime.attention import gpu, parts
+from runtime.attention import gpu, splits
 from runtime.attention.gpu import HeadNorms, TritonAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.gemm.weights import by_halves
@@ -72,8 +72,8 @@ def test_prefill_with_many_programs_uses_larger_blocks(
 def test_decode_is_independent_of_how_tiles_are_divided(
     programs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One program takes all tiles, or a head is merged from parts of up to 11 programs."""
-    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
+    """One program takes all tiles, or a head is merged from splits of up to 11 programs."""
+    monkeypatch.setattr(splits, "decode_programs", lambda device, each: programs)
     attention = TritonAttention(4, 2, 16)
     batch = batch_of(lengths, 1, DEVICE)
     k, v = random_pages(lengths, 2, 16, DEVICE)
@@ -81,15 +81,15 @@ def test_decode_is_independent_of_how_tiles_are_divided(
     expected = ReferenceAttention().attend(q, k, v, batch)
     got = attention.attend(q, k, v, batch)
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    assert attention._parts.idle
+    assert attention._splits.idle
 
 
 @pytest.mark.parametrize(("merged", "least"), [(2, 1), (32, 3)])
-def test_many_parts_are_merged_in_several_iterations(
+def test_many_splits_are_merged_in_several_iterations(
     merged: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "decode_programs", lambda device, each: 30)
-    monkeypatch.setattr(gpu, "MERGED_PARTS", merged)
+    monkeypatch.setattr(splits, "decode_programs", lambda device, each: 30)
+    monkeypatch.setattr(gpu, "MERGED_SPLITS", merged)
     monkeypatch.setattr(gpu, "MIN_TILES", least)
     batch = batch_of([1000], 1, DEVICE)
     k, v = random_pages([1000], 2, 16, DEVICE)
@@ -111,7 +111,7 @@ def test_lengths_may_change_between_launches(sequences: int) -> None:
         q = random(sequences, heads, dim)
         got, expected = (a.attend(q, k, v, batch) for a in (attention, reference))
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    assert attention._parts.idle
+    assert attention._splits.idle
 
 
 def random_rope(dim: int) -> tuple[torch.Tensor, torch.Tensor]:

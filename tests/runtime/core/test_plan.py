@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
 from runtime.core.plan import MAX_CHUNKS, Chunk, choose_chunks
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.pages.plan import PagePlan
 from tests.runtime.tiny import request_of
 
@@ -15,7 +15,7 @@ PAGE = 16
 
 def group_of(tokens: int, computed: int = 0, position: int = 0) -> SequenceGroup:
     request = request_of("r", tokens)
-    sequence = Sequence(request, 0, 0, list(request.tokens), tokens + 8)
+    sequence = SequenceState(request, 0, 0, list(request.tokens), tokens + 8)
     return SequenceGroup(Purpose.GENERATE, [sequence], computed, position)
 
 

@@ -1,13 +1,13 @@
 """An executor without a device, for tests of what engines plan and report."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.sampling.reference import Draw
@@ -21,7 +21,7 @@ TOKEN = 1
 class FakeStep(NamedTuple):
     """A step that samples `TOKEN`."""
 
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     ready: None = None
 
     def read(self) -> list[Draw | None]:
@@ -41,14 +41,14 @@ class FakeExecutor(Executor):
     def warm_up(self, progress: Progress) -> None:
         progress("decode", self.shape.limits.max_running)
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return self.lookahead
 
     def launch(self, plan: StepPlan) -> FakeStep:
         first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
         return FakeStep([s for s in (*plan.decode, *first) if not s.forced])
 
-    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """There is nothing in the pages."""
 
     def record_event(self) -> None:

@@ -106,11 +106,11 @@ def test_choices_are_preempted_individually(model: Model) -> None:
 def test_prompt_tokens_count_what_is_left_to_compute_here(model: Model) -> None:
     engine = engine_of(model, step_tokens=32, chunk_tokens=32)
     engine.step([Add(request_of("r", 100)), Reserve(request_of("other", 50))])
-    assert engine.prompt_tokens == 68
+    assert engine.pending_prompt_tokens == 68
     engine.step([Add(request_of("h", 30), hold=True)])
-    assert engine.prompt_tokens < 68 + 30
+    assert engine.pending_prompt_tokens < 68 + 30
     drive(engine)
-    assert engine.prompt_tokens == 0
+    assert engine.pending_prompt_tokens == 0
 
 
 def test_reservation_that_must_wait_is_reported_once_as_deferred(model: Model) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.core.limits import Limits
-from runtime.core.sequence import Purpose, Sequence
+from runtime.core.sequence import Purpose, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
 from runtime.pages.plan import PageCount, PagePlan
@@ -38,9 +38,9 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
     for chunk in scheduler.plan().chunks:
         scheduler.computed(chunk)
         scheduler.run(chunk.group.sequences[0])
-    searches: list[list[Sequence]] = []
+    searches: list[list[SequenceState]] = []
 
-    def lacking(plan: PagePlan, batch: list[Sequence]) -> list[Sequence]:
+    def lacking(plan: PagePlan, batch: list[SequenceState]) -> list[SequenceState]:
         searches.append(batch)
         return []
 

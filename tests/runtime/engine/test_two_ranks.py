@@ -5,8 +5,7 @@ projection gives a part of a sum, which the ranks add with an all-reduce of gloo
 """
 
 import multiprocessing
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,7 @@ from runtime.checkpoint import family as registry
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.request import SamplingParams
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine import Add, Engine, Executor, ExecutorShape, LocalExecutor, Ranks
 from runtime.models.build import build_model
 from runtime.models.family import LayerBuilder
@@ -112,7 +111,7 @@ def serve(commands: Connection, rendezvous: str) -> None:
 
 @dataclass(frozen=True)
 class RemoteStep:
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     commands: Connection
     ready: None = None
 
@@ -143,7 +142,7 @@ class RemoteExecutor(Executor):
     def warm_up(self, progress: Progress) -> None:
         """A CPU has nothing to warm up."""
 
-    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return False
 
     def launch(self, plan: StepPlan) -> RemoteStep:
@@ -151,7 +150,7 @@ class RemoteExecutor(Executor):
         first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
         return RemoteStep([s for s in (*plan.decode, *first) if not s.forced], self.commands)
 
-    def copy_pages(self, group: int, sources: Items[int], targets: Items[int]) -> None:
+    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.commands.send(("copy_pages", group, sources, targets))
 
     def record_event(self) -> None:

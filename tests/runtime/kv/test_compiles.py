@@ -47,7 +47,7 @@ types = dict.fromkeys(("q", "k_pages", "v_pages", "keys", "values", "out"), "*bf
 types |= dict.fromkeys(("sources", "targets", "positions", "offsets"), "*i64")
 types |= dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 3)
 types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
-types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
+types |= dict.fromkeys(("split_acc", "split_m", "split_l"), "*fp32") | {"scale": "fp32"}
 types |= {"planes": planes} | ({"costs": "*i32"} if costs else {})
 constants = dict(
     ATTEND=source.attend, FINISH=source.finish, ENCODE=source.encode.encode,
@@ -56,7 +56,7 @@ constants = dict(
     WIDTH=128,
     K_WIDTH=stored[0].shape[2], V_WIDTH=stored[1].shape[2], STRIDES=strides,
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-    SEQUENCES=16, MIN_TILES=2, PARTS=16, MIN_COST=16, SPLITS=0,
+    SEQUENCES=16, MIN_TILES=2, MERGED=16, MIN_COST=16, SPLITS=0,
 ) | ({} if costs else {"costs": None})
 encode = source.encode
 alone = max(1, encode.warps // encode.heads)  # warps of a program of one KV head

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.balance import interval_begin
-from runtime.kv.kernels.division import divide_costs, parts_by_cost, tile_at
+from runtime.kv.kernels.division import divide_costs, splits_by_cost, tile_at
 from tests.runtime.device import DEVICE
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
@@ -24,7 +24,7 @@ def _kernel(
     PROGRAMS: tl.constexpr, MIN_COST: tl.constexpr, KV_HEADS: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Write the first tile of each program, the number of programs, and the parts of each head."""
+    """Write the first tile of each program, the number of programs, and the splits of each head."""
     s = tl.arange(0, SEQUENCES)
     tiles = tl.load(counts + s)
     cost_ends, programs, each, extra = divide_costs(tiles, costs, PROGRAMS, MIN_COST, KV_HEADS)
@@ -36,12 +36,12 @@ def _kernel(
         count = tl.load(counts + sequence)
         if count > 0:
             for head in range(KV_HEADS):
-                first, parts, slot = parts_by_cost(
+                first, splits, slot = splits_by_cost(
                     sequence, head, count, cost_ends, costs, each, extra, KV_HEADS
                 )
                 at = heads + (sequence * KV_HEADS + head) * 3
                 tl.store(at, first)
-                tl.store(at + 1, parts)
+                tl.store(at + 1, splits)
                 tl.store(at + 2, slot)
 
 

@@ -38,7 +38,7 @@ constants = dict(
 )
 types = dict(planes=planes, scale="fp32", **dict.fromkeys(("q", "k_pages", "v_pages"), "*bf16"))
 types |= dict.fromkeys(("page_table", "stored_table", "lengths"), "*i32")
-types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32")
+types |= dict.fromkeys(("split_acc", "split_m", "split_l"), "*fp32")
 types |= dict.fromkeys(constants, "constexpr")
 signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
 source = GluonASTSource(kernel, signature, constants, {})

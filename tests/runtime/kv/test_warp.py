@@ -62,7 +62,7 @@ def attended(
     (queries,), (table,) = memory.add(q), memory.add(ids.int())
     count = len(ids) * PAGE
     own = MODULES.get(kv_format.name, ("int4", kv_format.name.partition("-")[0]))
-    kernels = ["runtime.kv.kernels.fragments", "runtime.kv.kernels.parts"]
+    kernels = ["runtime.kv.kernels.fragments", "runtime.kv.kernels.splits"]
     with loaded(memory, *kernels, *(f"runtime.kv.{name}.fragments" for name in own)) as modules:
         source = modules[-1]
         warps = getattr(source, "WARPS", 1)
@@ -133,7 +133,7 @@ def merged(parts: list[Part]) -> Tensor:
 
 
 def rows_of(acc: Any, parts: int, like: Tensor) -> Tensor:
-    """Return fragments of C as rows; see `parts.write_part`."""
+    """Return fragments of C as rows; see `splits.write_split`."""
     out = torch.zeros(like.shape)
     group, each = len(out), out.shape[1] // parts
     for n, fragment in enumerate(acc):

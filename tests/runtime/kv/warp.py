@@ -3,7 +3,7 @@
 Gluon has no interpreter. These functions have one element per lane in each tensor, so that they run
 unchanged on numpy arrays of 32 lanes, with inline PTX executed one instruction at a time for all
 lanes. `loaded` imports a module of such functions; `Memory` holds what their pointers refer to. The
-warps of a program run one after another, so that barriers and exchanges between them (`parts`) are
+warps of a program run one after another, so that barriers and exchanges between them (`splits`) are
 not emulated.
 """
 

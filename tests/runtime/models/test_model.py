@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, checkpoint_path, load_checkpoint
 from runtime.errors import CheckpointError
 from runtime.gemm.weights import PackedWeights
 from runtime.layers import stored_weight
@@ -54,7 +54,7 @@ def logits_of(model: Model, tokens: list[int], chunk: int = 1 << 20) -> torch.Te
 @pytest.fixture(scope="module")
 def smollm2() -> Checkpoint:
     try:
-        path = resolve_model("smollm2-135m")
+        path = checkpoint_path("smollm2-135m")
     except CheckpointError as missing:
         pytest.skip(str(missing))
     return load_checkpoint(path)
@@ -66,7 +66,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
     from runtime.offline.bench.engine import peer_of
     from services.tokenizer.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    tokenizer = load_tokenizer(checkpoint_path("smollm2-135m"))
     peer = peer_of(smollm2)
     model = build_model(smollm2)
     equal = positions = 0

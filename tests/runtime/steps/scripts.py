@@ -10,7 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine import Add, Arrived, Command, Engine, LocalExecutor, Release, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -124,7 +124,7 @@ class Watch:
         replay, held = replay_of(engine), engine._scheduler.pages
         launch, collect = replay.launch, replay.collect
 
-        def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:
+        def launched(decode: list[SequenceState], chunks: list[Chunk]) -> InFlightStep:
             step = launch(decode, chunks)
             prompts = [s for chunk in chunks for s in chunk.group.sequences]
             tables = [(*s.page_tables, *s.vacated) for s in decode + prompts]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import SequenceState
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -142,8 +142,11 @@ def test_slot_that_did_not_advance_is_not_rewritten(monkeypatch: pytest.MonkeyPa
     update = BatchSlots.update
 
     def counted(
-        self: BatchSlots, sequences: list[Sequence], *, rewritten: Collection[Sequence] = ()
-    ) -> dict[int, Sequence]:
+        self: BatchSlots,
+        sequences: list[SequenceState],
+        *,
+        rewritten: Collection[SequenceState] = (),
+    ) -> dict[int, SequenceState]:
         slots = update(self, sequences, rewritten=rewritten)
         joined.extend(slots)
         return slots

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
@@ -79,7 +79,7 @@ def test_passes_without_evicted_prompts_log_no_queries() -> None:
 
     def chunk(first: int, count: int, evicts: int) -> Chunk:
         one = request(0, 200, 8, 0, 1)
-        sequence = Sequence(one, 0, 0, list(one.tokens), 208, evicts=evicts)
+        sequence = SequenceState(one, 0, 0, list(one.tokens), 208, evicts=evicts)
         return Chunk(SequenceGroup(Purpose.GENERATE, [sequence]), first, count)
 
     assert evictions.log([chunk(0, 200, 0)]) is None

@@ -9,7 +9,7 @@ from runtime.engine import Add, Engine, LocalExecutor
 from runtime.kv.windowed import PageEncoder
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount, PagePlan
-from runtime.steps.prompts import PromptEncoder
+from runtime.steps.prompts import PromptPageEncoder
 from runtime.steps.warm_up import _largest, _small, silent, warm_up_prefill
 from tests.runtime.tiny import (
     drive,
@@ -27,7 +27,7 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     warm, cold = (Engine(LocalExecutor(model, pages=PageCount(8), limits=LIMITS)) for _ in range(2))
     progress: list[tuple[str, int]] = []
     cache = executor_of(warm).cache
-    encoder = PromptEncoder(model, cache)
+    encoder = PromptPageEncoder(model, cache)
     warm_up_prefill(model, cache, LIMITS, encoder, lambda *stage: progress.append(stage))
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
     assert warm.pages_free == (8,)

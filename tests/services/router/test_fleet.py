@@ -57,13 +57,13 @@ def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
 ) -> None:
     fleet = fleet_of(name, limits=FleetLimits(prompt_backlog_s=0.5))
     assert has_capacity(snapshot(fleet, name), DEMAND, role)
-    fleet.heartbeat(beat(name, prompt_tokens=900), 0.1)
+    fleet.heartbeat(beat(name, pending_prompt_tokens=900), 0.1)
     assert has_capacity(snapshot(fleet, name), DEMAND, role), "the rate is unknown"
-    fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_per_s=1000), 0.1)
+    fleet.heartbeat(beat(name, pending_prompt_tokens=499, prompt_tokens_per_s=1000), 0.1)
     assert has_capacity(snapshot(fleet, name), DEMAND, role)
-    fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_per_s=1000), 0.1)
+    fleet.heartbeat(beat(name, pending_prompt_tokens=500, prompt_tokens_per_s=1000), 0.1)
     assert has_capacity(snapshot(fleet, name), DEMAND, role) is taken
-    fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_per_s=1e-3), 0.1)
+    fleet.heartbeat(beat(name, pending_prompt_tokens=0, prompt_tokens_per_s=1e-3), 0.1)
     assert has_capacity(snapshot(fleet, name), DEMAND, role), "an idle worker is slow, but free"
 
 
@@ -89,21 +89,23 @@ def test_promised_prompts_count_until_they_are_admitted() -> None:
         assert has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL)
         promise(fleet, placement_id)
     assert not has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL), "34 of 30 tokens"
-    fleet.heartbeat(beat("p0", prompt_tokens_per_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
+    fleet.heartbeat(
+        beat("p0", prompt_tokens_per_s=60, pending_prompt_tokens=3, admitted=["a", "b"]), 0.2
+    )
     assert has_capacity(snapshot(fleet, "p0"), DEMAND, Role.PREFILL)
     promise(fleet, "c")
     fleet.release(Release(placement_id="c", outcome=Outcome.CANCELLED), 0.3)
-    assert snapshot(fleet, "p0").prompt_tokens == 3
+    assert snapshot(fleet, "p0").pending_prompt_tokens == 3
 
 
 def test_prompts_on_their_way_to_a_worker_do_not_let_it_idle() -> None:
     fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
     fleet.heartbeat(beat("p0", prompt_tokens_per_s=60), 0.0)
-    assert snapshot(fleet, "p0").max_prompt_tokens == 30
+    assert snapshot(fleet, "p0").max_pending_prompt_tokens == 30
     for number in range(200):  # each is admitted after a second
         promise(fleet, str(number), now=float(number))
         fleet.heartbeat(beat("p0", prompt_tokens_per_s=60, admitted=[str(number)]), number + 1.0)
-    assert snapshot(fleet, "p0").max_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
+    assert snapshot(fleet, "p0").max_pending_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
 
 
 def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:

@@ -133,7 +133,7 @@ UNAVAILABLE: list[dict[str, Any]] = [
     *({"health": health} for health in set(WorkerHealth) - READY),
     {"pages_free": PageCount(0)},
     {"slots": 8},
-    {"max_prompt_tokens": 1.0, "prompt_tokens": 1},
+    {"max_pending_prompt_tokens": 1.0, "pending_prompt_tokens": 1},
 ]
 
 

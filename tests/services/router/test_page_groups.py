@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.request import Request, SamplingParams
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import PageCount, PagePlan
@@ -71,7 +71,9 @@ def test_pages_cover_what_the_engine_needs_to_admit(
     tokens = tuple(range(prompt))
     request = Request("r", tokens, prompt, SamplingParams(), max_tokens, choices=choices)
     limit = prompt + max_tokens
-    sequences = [Sequence(request, choice, 0, list(tokens), limit) for choice in range(choices)]
+    sequences = [
+        SequenceState(request, choice, 0, list(tokens), limit) for choice in range(choices)
+    ]
     for plan in (COMPRESSED, PagePlan(16), sliding_plan()):
         pages = SequencePages(plan, PageCount(*(5000 for _ in plan.groups)))
         engine = pages.need(SequenceGroup(PURPOSES[role], sequences))

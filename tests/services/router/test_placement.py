@@ -68,7 +68,7 @@ def test_queue_may_have_more_tokens_than_one_request() -> None:
     """A worker that cannot report its load becomes suspect, and gets no requests."""
     tokens = MAX_TOKENS + 1
     load = Heartbeat.model_validate_json(
-        beat("d0", queue_tokens=tokens, prompt_tokens=tokens).model_dump_json()
+        beat("d0", queue_tokens=tokens, pending_prompt_tokens=tokens).model_dump_json()
     )
     worker = registration("d0", Role.DECODE, overflow_tokens=tokens)
     fleet = Fleet(FleetLimits())

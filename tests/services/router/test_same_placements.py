@@ -104,7 +104,7 @@ class Both:
             epoch=f"e{self.epochs[name]}",
             state=rng.choice([WorkerState.READY] * 39 + [WorkerState.DRAINING]),
             queue_tokens=tokens,
-            prompt_tokens=tokens if computes else 0,
+            pending_prompt_tokens=tokens if computes else 0,
             prompt_tokens_per_s=rng.choice([0, 64, 400]) if computes else 0,
             plan=self.plans[name],
             pages_free=PageCount(*free[: len(self.plans[name].groups)]),

@@ -131,7 +131,9 @@ def test_prompt_waits_for_a_fast_worker_unless_that_takes_longer_or_it_must_not_
     may_wait: bool, queued: int, placed: bool
 ) -> None:
     slow = replace(worker("slow", Role.PREFILL), slowdown=10.0)
-    busy = replace(worker("fast", Role.PREFILL), prompt_tokens=100, max_prompt_tokens=50.0)
+    busy = replace(
+        worker("fast", Role.PREFILL), pending_prompt_tokens=100, max_pending_prompt_tokens=50.0
+    )
     fleet = [slow, busy, worker("d", Role.DECODE)]
     demand = Demand(100, 1, may_wait=may_wait)
     found = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(0), queued=queued)

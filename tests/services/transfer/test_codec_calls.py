@@ -49,7 +49,7 @@ class Codec:
 Result = Future[Timed[object] | None]
 
 
-def added(
+def futures_of(
     calls: CodecCalls, *jobs: CodecJob[object] | None
 ) -> list["Future[Timed[object] | None]"]:
     futures: list[Future[Timed[object] | None]] = [Future() for _ in jobs]
@@ -62,20 +62,20 @@ def added(
 def test_jobs_of_one_codec_share_calls_on_a_gpu() -> None:
     first, second = Codec(), Codec()
     jobs = [*(first.job(n) for n in range(6)), second.job("b"), first.job("c")]
-    added(CodecCalls(on_gpu=True), *jobs)
+    futures_of(CodecCalls(on_gpu=True), *jobs)
     assert first.batches == [[0, 1, 2, 3], [4, 5], ["c"]]
     assert second.batches == [["b"]]
 
 
 def test_jobs_have_their_own_calls_on_a_cpu() -> None:
     only = Codec()
-    added(CodecCalls(on_gpu=False), *(only.job(n) for n in range(3)))
+    futures_of(CodecCalls(on_gpu=False), *(only.job(n) for n in range(3)))
     assert only.batches == [[0], [1], [2]]
 
 
 def test_futures_are_settled_in_order() -> None:
     only, calls = Codec(), CodecCalls(on_gpu=False)
-    one, omitted, two, idle = added(
+    one, omitted, two, idle = futures_of(
         calls, only.job(1), only.job(9, needed=False), only.job(2), None
     )
     only.calls[1].done = True
@@ -91,7 +91,7 @@ def test_futures_are_settled_in_order() -> None:
 
 def test_job_that_fails_does_not_affect_its_batch() -> None:
     only, calls = Codec(), CodecCalls(on_gpu=True)
-    good, refused, wrong, last = added(calls, *map(only.job, (1, "invalid", 13, 2)))
+    good, refused, wrong, last = futures_of(calls, *map(only.job, (1, "invalid", 13, 2)))
     for call in only.calls:
         call.done = True
     calls.poll()
@@ -102,7 +102,7 @@ def test_job_that_fails_does_not_affect_its_batch() -> None:
 
 def test_close_fails_what_has_not_ended() -> None:
     only, calls = Codec(), CodecCalls(on_gpu=True)
-    (running,) = added(calls, only.job(1))
+    (running,) = futures_of(calls, only.job(1))
     queued: Result = Future()
     calls.add(only.job(2), queued)
     calls.close()

@@ -127,7 +127,7 @@ async def test_load_has_the_rate_of_computed_prompts(
     thread = start(engine, outputs.queue.put_nowait)
     thread.submit(Cancel("unknown"))
     await thread.run(lambda _: None)
-    assert (thread.load.prompt_tokens, thread.load.prompt_tokens_per_s) == (0, 0)
+    assert (thread.load.pending_prompt_tokens, thread.load.prompt_tokens_per_s) == (0, 0)
     thread.submit(Add(request_of("r", 100, 1)))
     await outputs.next()
     await asyncio.sleep(0.2)
@@ -135,7 +135,7 @@ async def test_load_has_the_rate_of_computed_prompts(
     while not (await outputs.next()).ended:
         pass
     await thread.run(lambda _: None)
-    assert thread.load.prompt_tokens == 0
+    assert thread.load.pending_prompt_tokens == 0
     assert 0 < thread.load.prompt_tokens_per_s < 2 * 100 / 0.2  # recent steps have more weight
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.core.request import Request, SamplingParams
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
 from runtime.offline.bench.kv_bytes import formats, occupation, one_layer
@@ -96,9 +96,9 @@ def held(plan: PagePlan, pages: PageCount, slots: int) -> int:
     """
     allocator = SequencePages(plan, pages)
     request = Request("r", (0,) * LONG, LONG, SamplingParams(), 101)
-    running: list[Sequence] = []
+    running: list[SequenceState] = []
     while len(running) < slots:
-        sequence = Sequence(request, 0, len(running), [0] * LONG, LONG + 101)
+        sequence = SequenceState(request, 0, len(running), [0] * LONG, LONG + 101)
         group = SequenceGroup(Purpose.RECEIVE, [sequence])
         if not allocator.need(group).fits(allocator.free):
             break

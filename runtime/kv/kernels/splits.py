@@ -103,12 +103,12 @@ def merged(acc, m, l, shared, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def write_part(
-    acc, m, l, part, part_acc, part_m, part_l,
+def write_split(
+    acc, m, l, split, split_acc, split_m, split_l,
     GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr,
     shared=0, WARPS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Merge the results of all warps and write a part; see `windowed_decode_kernel`.
+    """Merge the results of all warps and write a split; see `windowed_decode_kernel`.
 
     Args:
         acc: PARTS x ``DIM / 16 / PARTS`` fragments of C. Fragment n of part i has dimensions
@@ -122,14 +122,14 @@ def write_part(
     warp = warp_number(WARPS)
     for odd in gl.static_range(2):
         head = 2 * t + odd
-        at = part.to(gl.int64) * GROUP + head
+        at = split.to(gl.int64) * GROUP + head
         used = head < GROUP
         first = used & (g == 0) & (warp == 0)
-        gl.store(part_m + at, m[odd], mask=first)
-        gl.store(part_l + at, sum_of_rows(l[odd]), mask=first)
+        gl.store(split_m + at, m[odd], mask=first)
+        gl.store(split_l + at, sum_of_rows(l[odd]), mask=first)
         for k in gl.static_range(len(acc)):
             number = warp * len(acc) + k
             i, n = number // (EACH // 16), number % (EACH // 16)
-            to = part_acc + at * WIDTH + i * EACH + g * (EACH // 8) + 2 * n
+            to = split_acc + at * WIDTH + i * EACH + g * (EACH // 8) + 2 * n
             gl.store(to, acc[k][odd], mask=used)
             gl.store(to + 1, acc[k][2 + odd], mask=used)

@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-MERGED_PARTS = 32
-"""Parts of a head that are merged per iteration."""
+MERGED_SPLITS = 32
+"""Splits of a head that are merged per iteration."""
 MIN_TILES = 2
 """Minimum number of tiles per decode program."""
 PROGRAMS = 4
@@ -29,8 +29,8 @@ def decode_programs(device: torch.device, each: int = PROGRAMS) -> int:
 
 
 @dataclass(frozen=True)
-class PartBuffers:
-    """Results of parts of heads; see `balance.write_part`. CUDA graphs hold their addresses.
+class SplitBuffers:
+    """Results of splits of heads; see `balance.write_split`. CUDA graphs hold their addresses.
 
     Attributes:
         acc: fp32 `[programs, 2, group, dim]`, unnormalized outputs.
@@ -45,8 +45,8 @@ class PartBuffers:
     counters: Tensor
 
 
-class Parts:
-    """The `PartBuffers` of one attention shape, allocated when they are first used.
+class Splits:
+    """The `SplitBuffers` of one attention shape, allocated when they are first used.
 
     Args:
         each: programs per multiprocessor of a GPU.
@@ -55,9 +55,9 @@ class Parts:
     def __init__(self, heads: int, kv_heads: int, dim: int, each: int = PROGRAMS) -> None:
         self._each = each
         self._group, self._kv_heads, self._dim = heads // kv_heads, kv_heads, dim
-        self._buffers: dict[int, PartBuffers] = {}  # by number of sequences, a power of two
+        self._buffers: dict[int, SplitBuffers] = {}  # by number of sequences, a power of two
 
-    def of(self, sequences: int, device: torch.device) -> PartBuffers:
+    def of(self, sequences: int, device: torch.device) -> SplitBuffers:
         """Return buffers for at least this number of sequences."""
         size = triton.next_power_of_2(sequences)
         if size not in self._buffers:
@@ -69,10 +69,10 @@ class Parts:
         """Whether all counters are zero, as they are between launches; synchronizes."""
         return not any(bool(buffers.counters.any()) for buffers in self._buffers.values())
 
-    def _allocate(self, sequences: int, device: torch.device) -> PartBuffers:
+    def _allocate(self, sequences: int, device: torch.device) -> SplitBuffers:
         programs = decode_programs(device, self._each)
         shape = programs, 2, self._group
         acc = torch.empty(*shape, self._dim, dtype=torch.float32, device=device)
         m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)
         counters = torch.zeros(sequences, self._kv_heads, dtype=torch.int32, device=device)
-        return PartBuffers(acc, m, l, counters)
+        return SplitBuffers(acc, m, l, counters)

@@ -22,8 +22,8 @@ def kernels() -> CompressedPageKernels:
     return found
 
 
-def parts_of(sequences: int) -> int:
-    """Return the parts of a batch, as `CompressedPageKernels.attend` computes them."""
+def splits_of(sequences: int) -> int:
+    """Return the splits of a batch, as `CompressedPageKernels.attend` computes them."""
     return 2 * (PROGRAMS + sequences * LLAMA_3_8B.num_kv_heads)
 
 
@@ -34,17 +34,17 @@ def test_memory_does_not_grow_with_the_number_of_batch_sizes(sizes: range) -> No
     held: dict[int, int] = {}
     for sequences in sizes:
         for layer in layers:
-            buffers = layer._part_buffers(parts_of(sequences), DEVICE)
-            assert all(len(buffer) >= parts_of(sequences) for buffer in buffers)
+            buffers = layer._split_buffers(splits_of(sequences), DEVICE)
+            assert all(len(buffer) >= splits_of(sequences) for buffer in buffers)
             held |= {buffer.data_ptr(): buffer.nbytes for buffer in buffers}
-    largest = sum(buffer.nbytes for buffer in kernels()._part_buffers(parts_of(256), DEVICE))
+    largest = sum(buffer.nbytes for buffer in kernels()._split_buffers(splits_of(256), DEVICE))
     assert sum(held.values()) < 2 * largest
 
 
 def test_buffers_that_graphs_hold_are_kept() -> None:
     made = kernels()
-    small = made._part_buffers(parts_of(1), DEVICE)
+    small = made._split_buffers(splits_of(1), DEVICE)
     address = small[0].data_ptr()
     del small
-    made._part_buffers(parts_of(256), DEVICE)
-    assert address in {acc.data_ptr() for acc, *_ in made._parts}
+    made._split_buffers(splits_of(256), DEVICE)
+    assert address in {acc.data_ptr() for acc, *_ in made._results}
