@@ -53,7 +53,9 @@ class TritonAttention:
 
     def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
         self._by_halves = by_halves
-        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
+        self._heads = heads
+        self._kv_heads = kv_heads
+        self._dim = dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
         self._splits = Splits(heads, kv_heads, dim)
@@ -158,7 +160,8 @@ class TritonAttention:
     def _decode(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
-        sequences, group = len(q), self._heads // self._kv_heads
+        sequences = len(q)
+        group = self._heads // self._kv_heads
         splits = self._splits.of(sequences, q.device)
         decode_kernel[(len(splits.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,

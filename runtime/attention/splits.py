@@ -54,7 +54,9 @@ class Splits:
 
     def __init__(self, heads: int, kv_heads: int, dim: int, each: int = PROGRAMS) -> None:
         self._each = each
-        self._group, self._kv_heads, self._dim = heads // kv_heads, kv_heads, dim
+        self._group = heads // kv_heads
+        self._kv_heads = kv_heads
+        self._dim = dim
         self._buffers: dict[int, SplitBuffers] = {}  # by number of sequences, a power of two
 
     def of(self, sequences: int, device: torch.device) -> SplitBuffers:

@@ -60,7 +60,8 @@ class Engine:
     def __init__(self, executor: Executor, *, kv_eviction: float = 0.0) -> None:
         if kv_eviction:
             executor.check_eviction()
-        self.executor, shape = executor, executor.shape
+        self.executor = executor
+        shape = executor.shape
         self._config = shape.config
         self._scheduler = Scheduler(
             shape.limits,
@@ -166,7 +167,8 @@ class Engine:
     def step(self, incoming: Sequence[Command]) -> StepOutput:
         """Run `plan`, then `compute`, and return both outputs as one."""
         planned, output = self.plan(incoming), self.compute()
-        output.reserved, output.deferred = planned.reserved, planned.deferred
+        output.reserved = planned.reserved
+        output.deferred = planned.deferred
         output.started = planned.started
         output.tokens = planned.tokens + output.tokens
         output.finished = planned.finished + output.finished

@@ -49,7 +49,9 @@ class LocalExecutor(Executor):
         decodes: bool = True,
         by_layer: bool = False,
     ) -> None:
-        self.model, self.device, plan = model, model.device, model.layout.plan
+        self.model = model
+        self.device = model.device
+        plan = model.layout.plan
         self.cache = model.new_cache(pages.plus(plan.null_pages) if replay else pages)
         self.steps: StepRunner
         if replay:

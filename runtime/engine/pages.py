@@ -36,7 +36,8 @@ class SequencePages:
     def __init__(self, plan: PagePlan, total: PageCount) -> None:
         if len(total) != len(plan.groups):
             raise ValueError(f"{len(total)} numbers of pages for {len(plan.groups)} page groups")
-        self.plan, self.total = plan, total
+        self.plan = plan
+        self.total = total
         self.pools = tuple(PagePool(pages) for pages in total)
         ends = enumerate(plan.groups)
         self._windows = [(at, group) for at, group in ends if group.part is Part.ENDS]
@@ -65,7 +66,8 @@ class SequencePages:
 
     def check_fits(self, group: SequenceGroup) -> None:
         """Raise `OutOfPages` if a group needs more pages than there are."""
-        need, tokens = self.need(group), group.sequences[0].known
+        need = self.need(group)
+        tokens = group.sequences[0].known
         for pages, total, kind in zip(need, self.total, self.plan.groups, strict=True):
             if pages > total:
                 name = f"{kind.name} pages" if len(need) > 1 else "pages"

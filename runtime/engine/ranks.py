@@ -55,8 +55,11 @@ class Ranks(Executor):
 
     def __init__(self, ranks: Sequence[Executor]) -> None:
         first, *others = ranks
-        self._first, self._others = first, others
-        self.shape, self.device, self.lookahead = first.shape, first.device, first.lookahead
+        self._first = first
+        self._others = others
+        self.shape = first.shape
+        self.device = first.device
+        self.lookahead = first.lookahead
         for other in others:
             _check_alike(first, other)
 

@@ -55,7 +55,8 @@ class Scheduler:
         if limits.chunk_tokens % plan.page_size:
             raise ValueError(f"chunk_tokens must be a multiple of the page size, {plan.page_size}")
         self._limits = limits
-        self._context_length, self._kv_eviction = context_length, kv_eviction
+        self._context_length = context_length
+        self._kv_eviction = kv_eviction
         self.pages = SequencePages(plan, total)
         self._arrivals = self._prompt_tokens = 0  # groups submitted, prompt tokens admitted
         self._waiting = WaitingQueue(limits.max_waiting)

@@ -66,7 +66,9 @@ def build_gemm_model(
     from runtime.attention.gpu import TritonAttention
     from runtime.gemm.layer import packed_norm, packed_parts
 
-    config, device, dtype = checkpoint.config, torch.device(device), torch.bfloat16
+    config = checkpoint.config
+    device = torch.device(device)
+    dtype = torch.bfloat16
     chosen = create_format(
         kv_format, config, device, dtype, by_halves=True, model_hash=checkpoint.model_hash
     )

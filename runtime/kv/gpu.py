@@ -73,8 +73,10 @@ class CompressedPageKernels:
     """
 
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._dim, self._source = config.head_dim, source
+        self._heads = config.num_heads
+        self._kv_heads = config.num_kv_heads
+        self._dim = config.head_dim
+        self._source = source
         self._width = max(16, triton.next_power_of_2(self._dim))
         self._results: list[tuple[Tensor, Tensor, Tensor]] = []  # the largest last
         self.inputs = LayerInputs()
@@ -141,7 +143,9 @@ class CompressedPageKernels:
         These pages do not contain the new tokens. ``offsets`` is that of `encode`.
         """
         k_pages, v_pages = planes[:_KV]
-        table, stored, source = batch.page_table, _compressed_table(batch), self._source.encode
+        table = batch.page_table
+        stored = _compressed_table(batch)
+        source = self._source.encode
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,

@@ -58,7 +58,9 @@ class QuantizedFormat(CompressedFormat, CompressedLayer):
         Args:
             min_fused_dim: minimum head dimension of the Triton kernels.
         """
-        self._config, self._keys, self._values = config, keys, values
+        self._config = config
+        self._keys = keys
+        self._values = values
         self._kernels: dict[torch.device, CompressedPageKernels] = {}
         dim = config.head_dim
         self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0

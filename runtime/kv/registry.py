@@ -80,9 +80,11 @@ class PlainFormat(KVFormat):
 
     def __init__(self, own: Any) -> None:
         self._own = own
-        self.name, self.version = own.name, own.version
+        self.name = own.name
+        self.version = own.version
         self.artifact_hash = own.artifact_hash
-        self.graph_safe, self.dense_bf16 = own.graph_safe, own.dense_bf16
+        self.graph_safe = own.graph_safe
+        self.dense_bf16 = own.dense_bf16
         self.keeps_rope = getattr(own, "keeps_rope", None)
 
     @property

@@ -18,7 +18,8 @@ class PageRotation:
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         cos, sin = cos_sin_table(config, config.context_length)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._cos = cos.to(device)
+        self._sin = sin.to(device)
         self.factor = config.rope.attention_factor
         # YaRN scales cosines and sines, so that the inverse has to divide by the scale.
         norm = self.factor**2

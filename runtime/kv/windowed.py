@@ -45,7 +45,8 @@ class WindowedLayer:
     """One layer of a `WindowedFormat`; a `LayerKV` with planes for K, V and compressed pages."""
 
     def __init__(self, exact: DenseLayer, compressed: CompressedLayer) -> None:
-        self._exact, self._compressed = exact, compressed
+        self._exact = exact
+        self._compressed = compressed
         self._reference = ReferenceAttention()
 
     def append(
@@ -154,8 +155,10 @@ class WindowedFormat(KVFormat):
     """Implements `KVFormat` with a compressed format."""
 
     def __init__(self, exact: DenseFormat, compressed: CompressedFormat) -> None:
-        self._exact, self._compressed = exact, compressed
-        self.name, self.version = compressed.name, compressed.version
+        self._exact = exact
+        self._compressed = compressed
+        self.name = compressed.name
+        self.version = compressed.version
         self.artifact_hash = compressed.artifact_hash
         self.keeps_rope = compressed.keeps_rope
         self.graph_safe = exact.graph_safe and compressed.fused

@@ -40,7 +40,8 @@ def build_model(
         KVFormatError: the KV format is unknown or does not support the model.
         ValueError: attention on a GPU does not support the model.
     """
-    config, device = checkpoint.config, torch.device(device)
+    config = checkpoint.config
+    device = torch.device(device)
     chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
     check_windows(chosen, config)
     shared: SharedOps = {}

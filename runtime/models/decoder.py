@@ -27,8 +27,10 @@ class ServingBuilder:
     def __init__(
         self, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
     ) -> None:
-        self._family, self._config = family, config
-        self._weights, self._shared = weights, shared
+        self._family = family
+        self._config = config
+        self._weights = weights
+        self._shared = shared
 
     def has(self, field: str) -> bool:
         return getattr(self._weights, field) is not None
@@ -85,9 +87,11 @@ class DecoderLayer:
     def __init__(
         self, family: ModelFamily[Any], config: ModelConfig, parts: LayerParts, *, factorized: bool
     ) -> None:
-        self._before, self._after = family.before_attention, family.after_attention
+        self._before = family.before_attention
+        self._after = family.after_attention
         self._config = config
-        self.parts, self.factorized = parts, factorized
+        self.parts = parts
+        self.factorized = factorized
 
     @classmethod
     def build(

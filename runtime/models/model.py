@@ -105,7 +105,8 @@ class Model:
         def compute(index: int) -> Tensor:
             nonlocal hidden
             last = index == len(self.layers) - 1
-            layer, planes = self.layers[index], cache.layer(index)
+            layer = self.layers[index]
+            planes = cache.layer(index)
             kv = self.kv_format.layer(index)
             own = batch.of_group(self.layout.layer_groups[index])
             hidden = layer(hidden, self.rope, kv, planes, own, last=last)

@@ -38,8 +38,12 @@ class DecodeReplay:
         *,
         by_layer: bool = False,
     ) -> None:
-        self._model, self._cache, self._by_layer = model, cache, by_layer
-        self._slots, self._logits, self._pool = slots, logits, pool
+        self._model = model
+        self._cache = cache
+        self._by_layer = by_layer
+        self._slots = slots
+        self._logits = logits
+        self._pool = pool
         self._order = torch.arange(len(logits) + 1, device=model.device)
         self._passes: dict[int, Callable[[], object]] = {}
 
@@ -73,12 +77,14 @@ class DecodeReplay:
 
     def _parts(self, bucket: int) -> Sequence[Callable[[], object]]:
         """Return the parts of a pass, in order. With ``by_layer``, each is captured separately."""
-        leading, slots = slice(bucket), self._slots
+        leading = slice(bucket)
+        slots = self._slots
         batch = self._batch(bucket)
         if self._by_layer:
             *stages, logits_of = self._model.stages(batch, self._cache)
         else:
-            stages, logits_of = [], decode_step(self._model, batch, self._cache)
+            stages = []
+            logits_of = decode_step(self._model, batch, self._cache)
         return [
             lambda: torch.add(
                 slots.positions[leading], slots.offsets[leading], out=slots.lengths[leading]
@@ -89,7 +95,8 @@ class DecodeReplay:
 
     def _batch(self, bucket: int) -> Batch:
         """Return the leading slots as a batch of static tensors."""
-        leading, slots = slice(bucket), self._slots
+        leading = slice(bucket)
+        slots = self._slots
         tables = tuple(table[leading] for table in slots.page_tables)
         return Batch(
             tokens=slots.tokens[leading],

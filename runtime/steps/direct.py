@@ -36,7 +36,9 @@ class DirectSteps:
     lookahead = False
 
     def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
-        self._model, self._cache, self._limits = model, cache, limits
+        self._model = model
+        self._cache = cache
+        self._limits = limits
         self._prompt_groups = cache.layout.plan.prompt_groups
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptPageEncoder(model, cache)

@@ -30,7 +30,8 @@ class PromptEviction:
     """Evicts tokens of prompts from the pages of one cache. All work is in stream order."""
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
-        self._model, self._cache = model, cache
+        self._model = model
+        self._cache = cache
         # The last queries of incomplete prompts: for each chunk, one tensor for each layer.
         self._queries: WeakKeyDictionary[SequenceGroup, list[list[Tensor]]] = WeakKeyDictionary()
         self._noise = torch.empty(0, 0)
@@ -65,7 +66,8 @@ class PromptEviction:
         for chunk in chunks:
             if not (count := _logged(chunk)):
                 continue
-            group, rows = chunk.group, slice(start, start + count)
+            group = chunk.group
+            rows = slice(start, start + count)
             start += count
             if chunk.first <= len(group.tokens) - QUERIES:  # the first chunk with such queries
                 self._queries[group] = []
@@ -74,7 +76,9 @@ class PromptEviction:
                 self._evict(group, self._queries.pop(group))
 
     def _evict(self, group: SequenceGroup, queries: list[list[Tensor]]) -> None:
-        first, tokens, size = group.sequences[0], len(group.tokens), self._cache.page_size
+        first = group.sequences[0]
+        tokens = len(group.tokens)
+        size = self._cache.page_size
         config = self._model.config
         begin, end = SINK_PAGES * size, first_recent(tokens, size) * size
         kept = end - begin - first.evicts

@@ -74,8 +74,11 @@ class MixedReplay:
         max_rows: int,
         decodes: bool = True,
     ) -> None:
-        self._model, self._cache, self._slots = model, cache, slots
-        self._logits, self._pool = logits, pool
+        self._model = model
+        self._cache = cache
+        self._slots = slots
+        self._logits = logits
+        self._pool = pool
         self._max_rows = max_rows
         # Positions of padding tokens must be within the model's context, too.
         padded = min(max_rows, model.context_length)
@@ -104,7 +107,8 @@ class MixedReplay:
         rows = sum(len(piece.tokens) for piece in pieces) + len(decoding)
         sampled = max((*decoding, *(slot for slot, _ in completed)), default=-1) + 1
         wanted = PassShape(rows, len(decoding), sampled)
-        shape, inputs = self._captured_shape(wanted), self._inputs
+        shape = self._captured_shape(wanted)
+        inputs = self._inputs
         if shape is None or len(pieces) > MAX_CHUNKS:
             inputs = PassInputs(wanted, len(pieces), self._slots)
             inputs.write(wanted, pieces, decoding, completed)
@@ -135,7 +139,8 @@ class MixedReplay:
     def _largest(self) -> list[SequenceSlice]:
         """Return chunks with the maximum number of tokens, which are written to null pages."""
         each = min(self._max_rows, self._model.context_length)
-        count, slots = pages_for(each, self._model.page_size), self._slots
+        count = pages_for(each, self._model.page_size)
+        slots = self._slots
         pages, *more_pages = ([null] * count for null in slots.null_pages[: slots.prompt_groups])
         piece = SequenceSlice([0] * each, 0, pages, more_pages=more_pages)
         return [piece] * -(-self._max_rows // each)

@@ -40,7 +40,8 @@ class PassInputs:
     """
 
     def __init__(self, size: PassShape, chunks: int, slots: BatchSlots) -> None:
-        self._chunks, self._slots = chunks, slots
+        self._chunks = chunks
+        self._slots = slots
         sequences = chunks + 1 + size.decoded
         groups, _, pages = slots.page_tables.shape
         fields = {

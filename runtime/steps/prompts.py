@@ -32,7 +32,8 @@ class PromptPageEncoder:
     """
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
-        self._plan, self._device = cache.layout.plan, model.device
+        self._plan = cache.layout.plan
+        self._device = model.device
         self._encoder = None
         if isinstance(model.kv_format, WindowedFormat):
             layers = [cache.layer(index) for index in range(model.config.num_layers)]

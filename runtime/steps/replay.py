@@ -128,11 +128,13 @@ class StepReplay:
         on_device = model.device.type == "cuda"
         if on_device and not model.kv_format.graph_safe:
             raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
-        self._decodes, self._device = decodes, model.device
+        self._decodes = decodes
+        self._device = model.device
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
         plan = cache.layout.plan
-        self._encodes, self._prompt_groups = plan.encodes, plan.prompt_groups
+        self._encodes = plan.encodes
+        self._prompt_groups = plan.prompt_groups
         self._slots = BatchSlots(
             limits.max_running,
             max_pages,
@@ -250,7 +252,9 @@ class StepReplay:
         The pages are encoded last, so that first tokens do not wait for it.
         """
         ready = None if self._encodes else record_event(self._device)
-        results, bucket, features = next(self._host_copies), assignment.bucket, assignment.features
+        results = next(self._host_copies)
+        bucket = assignment.bucket
+        features = assignment.features
         held: Mapping[int, Tensor] = {}
         if bucket:
             self._sampler.run(bucket, features)

@@ -41,8 +41,10 @@ class SlotSampler:
     """
 
     def __init__(self, slots: BatchSlots, vocab: int, pool: Any) -> None:
-        self._slots, self._pool = slots, pool
-        rows, device = len(slots.tokens), slots.tokens.device
+        self._slots = slots
+        self._pool = pool
+        rows = len(slots.tokens)
+        device = slots.tokens.device
         self._sampler = DeviceSampler(rows, vocab, device, top=MAX_LOGPROBS)
         self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
         self._runs: dict[tuple[int, SamplingFeatures], Callable[[], object]] = {}
@@ -99,7 +101,9 @@ class SlotSampler:
         return capture(run, self._pool)
 
     def _sample(self, bucket: int, features: SamplingFeatures) -> None:
-        leading, slots, sampler = slice(bucket), self._slots, self._sampler
+        leading = slice(bucket)
+        slots = self._slots
+        sampler = self._sampler
         sampler(self.logits[leading], features)
         advanced = slots.active[leading] * sampler.resolved[leading]
         slots.tokens[leading] = torch.where(

@@ -63,8 +63,11 @@ class BatchSlots:
         *,
         prompt_groups: int = 1,
     ) -> None:
-        self._max_slots, self._max_pages = max_slots, max_pages
-        self.null_pages, self.prompt_groups, self._device = null_pages, prompt_groups, device
+        self._max_slots = max_slots
+        self._max_pages = max_pages
+        self.null_pages = null_pages
+        self.prompt_groups = prompt_groups
+        self._device = device
         self.state = torch.zeros(4, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active, self.offsets = self.state
         self.offsets.fill_(1)
@@ -123,7 +126,8 @@ class BatchSlots:
             state, length = self._states[sequence], sequence.length
             if state.tokens != length:
                 joined[state.slot] = sequence
-                state.pages, state.more = 0, [0] * (len(self.null_pages) - 1)
+                state.pages = 0
+                state.more = [0] * (len(self.null_pages) - 1)
             tables = sequence.page_tables
             if tables and state.pages != len(tables[0]):
                 self._add_entries(state.slot, 0, state.pages, tables[0], entries, pages)
@@ -183,7 +187,8 @@ class BatchSlots:
 
         Entries of pages that the group does not hold are never read.
         """
-        row, null_page = self._row(group, slot), self.null_pages[group]
+        row = self._row(group, slot)
+        null_page = self.null_pages[group]
         entries += range(row + written, row + len(table))
         pages += [null_page if page == FREED else page for page in table[written:]]
 

@@ -43,7 +43,8 @@ class FetchedStreams(StreamService):
 
     def __init__(self, worker: Worker, receiver: Receiver, settings: DecodeSettings) -> None:
         super().__init__(worker)
-        self._receiver, self._settings = receiver, settings
+        self._receiver = receiver
+        self._settings = settings
 
     def deliver(self, output: StepOutput) -> None:
         """Pass on which pages are reserved or deferred, then the rest of the output."""
@@ -137,8 +138,10 @@ class FetchedStreams(StreamService):
                 stream.decoding = True
                 stream.start_decoding()
                 stages = stream.stages
-                stages.queue, stages.prefill = times.queue, times.prefill
-                stages.transfer, stages.verify = times.transfer, times.decode_kv
+                stages.queue = times.queue
+                stages.prefill = times.prefill
+                stages.transfer = times.transfer
+                stages.verify = times.decode_kv
 
         with stream.span.child("fetch_kv", Kind.CLIENT, attributes) as span:
             fetch = Fetch(
@@ -194,7 +197,8 @@ class FetchedStreams(StreamService):
             ]
         except InvalidRequest as error:
             raise ForeignSegment(f"malformed first tokens: {error}") from error
-        stream.stages.queue, stream.stages.prefill = message.queue_s, message.prefill_s
+        stream.stages.queue = message.queue_s
+        stream.stages.prefill = message.prefill_s
         for token in stream.first:
             stream.session.push(stream, token)
             self._worker.metrics.generation_tokens.inc()

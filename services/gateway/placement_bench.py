@@ -69,14 +69,16 @@ async def measure(place: Place, server: psutil.Process, rate: float, seconds: fl
     client_s, server_s = time.process_time(), _cpu_s(server)
     latencies = await _run(place, rate, seconds)
     client_s, server_s = time.process_time() - client_s, _cpu_s(server) - server_s
-    number, cuts = len(latencies), quantiles(latencies, n=100, method="inclusive")
+    number = len(latencies)
+    cuts = quantiles(latencies, n=100, method="inclusive")
     figures = (server_s / number, client_s / number, cuts[49], cuts[98])
     return Cost(number / seconds, *(figure * 1e6 for figure in figures))
 
 
 async def _run(place: Place, rate: float, seconds: float) -> list[float]:
     """Call ``place``, and return its results."""
-    loop, results = asyncio.get_running_loop(), list[float]()
+    loop = asyncio.get_running_loop()
+    results = list[float]()
     began = loop.time()
     times = (began + (number / rate if rate else 0.0) for number in count())
 
@@ -140,7 +142,8 @@ class _EchoClient(asyncio.Protocol):
 
     async def exchange(self, size: int) -> None:
         """Send bytes, and wait until as many were returned."""
-        self._missing, self._done = size, asyncio.get_running_loop().create_future()
+        self._missing = size
+        self._done = asyncio.get_running_loop().create_future()
         self.transport.write(bytes(size))
         await self._done
 

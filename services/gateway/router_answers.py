@@ -59,7 +59,8 @@ def parse_answer(
 
 
 def _refusal(response: aiohttp.ClientResponse, refusal: RouterError) -> ServiceError:
-    detail, retry_after_s = refusal.error, _retry_after(response)
+    detail = refusal.error
+    retry_after_s = _retry_after(response)
     match detail.code:
         case ErrorCode.QUEUE_TIMEOUT:
             return QueueTimeout(detail.message)

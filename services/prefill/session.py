@@ -176,7 +176,8 @@ class PrefillSession:
         return f"{self._name}/{sequence}"
 
     def _start(self, start: pb.StartPrefill) -> None:
-        key, message = self._key(start.sequence), start.request
+        key = self._key(start.sequence)
+        message = start.request
         if start.sequence <= self._newest:  # its output might be taken for that of the first one
             log.error("sequence started twice", request_id=message.request_id)
             return

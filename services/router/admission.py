@@ -91,7 +91,8 @@ class Admission:
 
     def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
         """Return the predicted wait, at least the wait so far of the tenant's calls ahead of it."""
-        rate, tokens = self._placed.per_s, queue.cost_before(call)
+        rate = self._placed.per_s
+        tokens = queue.cost_before(call)
         predicted_s = tokens / rate if rate else 0.0
         earliest = queue.earliest_ahead(call)
         return max([predicted_s, *(self._now - other.arrived for other in earliest)])

@@ -97,7 +97,8 @@ def create_app(
         clock: monotonic clock, in seconds.
     """
     router = dispatcher or build_dispatcher(settings, clock())
-    metrics, access = RouterMetrics(), Access(settings)
+    metrics = RouterMetrics()
+    access = Access(settings)
     metrics.secrets.observe(settings.secret_files, settings.token_check)
     calls = JsonCalls(
         access,

@@ -75,7 +75,8 @@ class Call:
         declared = next(iter(self.headers("content-length")), "")
         if declared.isdecimal() and int(declared) > max_bytes:
             raise RequestEntityTooLarge
-        body, complete = bytearray(), False
+        body = bytearray()
+        complete = False
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not complete:

@@ -124,7 +124,8 @@ class Demand:
         evicted = self.evicted(kv_eviction, plan.page_size)
         if role is Role.PREFILL:
             return plan.computed(prompt, evicted)
-        length, computed = self.choice_tokens(max_tokens), role is Role.COLOCATED
+        length = self.choice_tokens(max_tokens)
+        computed = role is Role.COLOCATED
         pages = plan.decode(prompt - evicted, length - evicted, choices=choices, computed=computed)
         if computed and evicted:  # after the whole prompt was computed
             first = plan.admission(

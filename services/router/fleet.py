@@ -116,7 +116,9 @@ class Fleet:
         worker_id, epoch = registration.worker_id, registration.epoch
         known = self._find(worker_id, epoch)
         if known and known.registration.compatibility == registration.compatibility:
-            known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
+            known.registration = registration
+            known.last_heartbeat_at = now
+            known.snapshot = None
             if known.suspect_at is None:
                 self._time(known)
             self._registrations_changed(worker_id)
@@ -286,7 +288,8 @@ class Fleet:
     def _registrations_changed(self, worker_id: str) -> None:
         """Note the registration or removal of a worker, on which the match of others depends."""
         self._roster.remove(worker_id)
-        self._unmatched, self._peers = None, {}
+        self._unmatched = None
+        self._peers = {}
         self._changed = dict.fromkeys(self._workers)
 
     def _time(self, worker: TrackedWorker) -> None:

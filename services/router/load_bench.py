@@ -68,14 +68,17 @@ class LoadBench:
     """A dispatcher whose decode workers are full: one request is placed when another one ends."""
 
     def __init__(self, load: Load) -> None:
-        self._load, self._rng, self._now = load, Random(0), 0.0
+        self._load = load
+        self._rng = Random(0)
+        self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._placed: deque[Placement] = deque()
         self._admitted: defaultdict[str, list[str]] = defaultdict(list)
         self._running: defaultdict[str, int] = defaultdict(int)
         self._placements = 0
-        self._taken_s, self._clock_s = 0.0, _clock_s()
+        self._taken_s = 0.0
+        self._clock_s = _clock_s()
         self._fleet = _RecordingFleet(FleetLimits(backlog=1.0))
         self.router = Dispatcher(
             self._fleet,
@@ -87,7 +90,8 @@ class LoadBench:
             admission=Admission(AdmissionLimits(shed_after_s=inf)),
         )
         for index in range(load.workers):
-            role, name = (Role.DECODE, Role.PREFILL)[index % 2], f"w{index}"
+            role = (Role.DECODE, Role.PREFILL)[index % 2]
+            name = f"w{index}"
             self.router.register(registration(name, role), 0.0)
             self._beat(name, role)
             self._at(HEARTBEAT_S * index / load.workers, partial(self._beat_again, name, role))
@@ -138,7 +142,8 @@ class LoadBench:
         self._measure(partial(self.router.heartbeat, load, self._now))
 
     def _submit(self) -> None:
-        number, rng = next(self._order), self._rng
+        number = next(self._order)
+        rng = self._rng
         request = PlaceRequest(
             placement_id=f"{number}",
             request_id="r",

@@ -37,7 +37,8 @@ def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
         offered[worker.model.name, worker.role].add(worker.compatibility)
     reasons = {}
     for worker in workers:
-        model, role = worker.model.name, _OTHER.get(worker.role)
+        model = worker.model.name
+        role = _OTHER.get(worker.role)
         if role and (others := offered.get((model, role))) and worker.compatibility not in others:
             candidates = (w for w in workers if w.model.name == model and w.role is role)
             reasons[worker.worker_id] = difference([worker, *islice(candidates, _MAX_COMPARED)])

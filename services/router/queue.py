@@ -121,7 +121,8 @@ class PlacementQueue(FairQueue[PendingPlacement]):
             call = self._outdated.popleft()
             if self._has(call):
                 self._uncount(call)
-                call.claim, call.needs = claim(call.demand), {}
+                call.claim = claim(call.demand)
+                call.needs = {}
                 self.claims[call.claim] += 1
 
     def find(self, placement_id: str) -> PendingPlacement | None:

@@ -88,7 +88,8 @@ def draw_jobs(
     Each job belongs to a random trace. Its lengths have a beta distribution with the minimum,
     maximum and average of that trace, and are multiplied by ``scale``.
     """
-    rng, now = Random(seed), 0.0
+    rng = Random(seed)
+    now = 0.0
     rate = utilization * capacity(traces, scale, speeds)
     jobs = []
     for _ in range(number):
@@ -203,9 +204,11 @@ class Simulation:
     def _dispatch(self) -> None:
         """Start the jobs that were placed during the last event; end those that were refused."""
         for call in [call for call in self._pending if call.answer is not None]:
-            job, placement = self._pending.pop(call), call.answer
+            job = self._pending.pop(call)
+            placement = call.answer
             if isinstance(placement, QueueFull):
-                job.refused, job.done = True, self.now
+                job.refused = True
+                job.done = self.now
                 self._left -= 1
                 continue
             if not isinstance(placement, Placement) or placement.prefill is None:

@@ -76,7 +76,9 @@ class TrackedWorker:
             ValueError: the heartbeat does not have the page groups of the registration.
         """
         self.pages_free = self.page_plan.count(load.pages_free)
-        self.load, self.last_heartbeat_at, self.snapshot = load, now, None
+        self.load = load
+        self.last_heartbeat_at = now
+        self.snapshot = None
 
     def promise(
         self, placement_id: str, demand: Demand, role: Role, number: int, now: float

@@ -304,7 +304,8 @@ class TransferAgent:
                     command.refuse(self.name)
 
     def _serve(self, nixl: NixlAgent) -> None:
-        calls, last_event = self._codec_calls, time.monotonic()
+        calls = self._codec_calls
+        last_event = time.monotonic()
         while True:
             listener = self._listener
             if len(calls) > 0 or nixl.num_running > 0:
@@ -313,7 +314,8 @@ class TransferAgent:
                 delay = _NOTIFICATION_NAP_S
             else:
                 delay = nixl.drain_delay
-            active, self._busy_since = False, None
+            active = False
+            self._busy_since = None
             with suppress(queue.Empty):
                 command = self._commands.get(timeout=delay)
                 self._busy_since = time.monotonic()

@@ -84,7 +84,8 @@ class SegmentCodecs:
     @property
     def min_slot_bytes(self) -> int:
         """Minimum slot size in bytes: one page of one layer of any plane group fits."""
-        page_size, groups = self.layout.page_size, range(len(self.layout.groups))
+        page_size = self.layout.page_size
+        groups = range(len(self.layout.groups))
         return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
 
     def raw_bytes(self, extent: Extent) -> int:

@@ -98,7 +98,8 @@ class FetchTimes:
         """
         if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):
             raise ForeignSegment(f"implausible times: {first.queue_s} s, {first.prefill_s} s")
-        self.queue, self.prefill = first.queue_s, first.prefill_s
+        self.queue = first.queue_s
+        self.prefill = first.prefill_s
 
     def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float, ended: float) -> None:
         """Add the times and sizes of one segment.

@@ -13,4 +13,5 @@ class Interval:
 
     def add(self, start: float, end: float) -> None:
         """Extend the interval by a piece of work."""
-        self.start, self.end = min(self.start, start), max(self.end, end)
+        self.start = min(self.start, start)
+        self.end = max(self.end, end)

@@ -157,7 +157,9 @@ class Coverage:
     """
 
     def __init__(self, num_tokens: int, layout: CacheLayout, *, ranks: int = 1) -> None:
-        self._tokens, self._plan, self._ranks = num_tokens, layout.plan, ranks
+        self._tokens = num_tokens
+        self._plan = layout.plan
+        self._ranks = ranks
         self._groups = layout.groups
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
         self._sent = [layout.plan.sent(num_tokens, group.page_group) for group in layout.groups]

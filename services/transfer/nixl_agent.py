@@ -220,7 +220,9 @@ class NixlAgent:
         Returns:
             Whether any READ has ended.
         """
-        before, running, now = len(self._reads), [], time.monotonic()
+        before = len(self._reads)
+        running = []
+        now = time.monotonic()
         for read in self._reads:
             try:
                 state = self._nixl.getXferStatus(read.handle)

@@ -256,7 +256,8 @@ class LinkPolicy:
         for mode in (link.choice, link.choice.other):
             if link.issued[mode] < PROBES:
                 return mode
-        wire, speeds = link.speed.value, self._speeds(link)
+        wire = link.speed.value
+        speeds = self._speeds(link)
         if wire is None or not all(speed.measured for speed in speeds.values()):
             return self._await_probes(link)
         seconds = {

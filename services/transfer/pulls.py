@@ -64,8 +64,11 @@ class Pull:
         fetch: Fetch,
         welcome: pb.Welcome,
     ) -> None:
-        self._pulls, self._segment = pulls, segment
-        self._pages, self._fetch, self._welcome = pages, fetch, welcome
+        self._pulls = pulls
+        self._segment = segment
+        self._pages = pages
+        self._fetch = fetch
+        self._welcome = welcome
         self._codec = pulls.decoder.codec_of(segment)
         self._pages_free = fetch.reserved.result().ready
         self._expected = FrameHeader.of(

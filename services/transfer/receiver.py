@@ -75,7 +75,8 @@ class Receiver:
         self._agent = agent
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
-        self._codecs, self._kv_eviction = codecs, kv_eviction
+        self._codecs = codecs
+        self._kv_eviction = kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
         announced = AnnouncedSegments(on_waiting=agent.wake)

@@ -19,7 +19,9 @@ class SegmentDecoder:
     """
 
     def __init__(self, cache: PagedCache, codecs: SegmentCodecs, slab: Slab) -> None:
-        self._cache, self._codecs, self._slab = cache, codecs, slab
+        self._cache = cache
+        self._codecs = codecs
+        self._slab = slab
 
     def codec_of(self, segment: pb.Segment) -> codec.PagedCodec:
         """Return the codec of a segment's planes."""

@@ -79,7 +79,8 @@ class Sender:
         self.policy = policy
         self._epoch = epoch
         self._kv_eviction = kv_eviction
-        self._rank, self._first_kv_head = rank, first_kv_head
+        self._rank = rank
+        self._first_kv_head = first_kv_head
         self._leases = LeaseTable(lease_s, max_sequences)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics

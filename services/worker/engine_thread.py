@@ -99,8 +99,11 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Command | _Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
-        self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
-        self._used_s, self._used_at = 0.0, -math.inf
+        self._steps = 0
+        self._busy_s = 0.0
+        self._since = time.perf_counter()
+        self._used_s = 0.0
+        self._used_at = -math.inf
         self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
         self._meter = PaceMeter()
@@ -144,7 +147,8 @@ class EngineThread:
         if self._engine.executor.device.type == "cpu":
             used_s = _processor_s(self._thread)
             if used_s != self._used_s:
-                self._used_s, self._used_at = used_s, time.perf_counter()
+                self._used_s = used_s
+                self._used_at = time.perf_counter()
         return min(self.step_s, time.perf_counter() - self._used_at)
 
     def submit(self, *commands: Command) -> None:

@@ -48,7 +48,8 @@ class Worker(ABC):
 
     def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
         loop = asyncio.get_running_loop()
-        self.identity, self.sizes = loaded.identity, loaded.sizes
+        self.identity = loaded.identity
+        self.sizes = loaded.sizes
         self.metrics = WorkerMetrics()
         self.transfers = TransferMetrics(self.metrics.registry)
         self.metrics.info.labels(
@@ -62,7 +63,8 @@ class Worker(ABC):
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
-        self._agent, self._cache = agent, loaded.executor.cache
+        self._agent = agent
+        self._cache = loaded.executor.cache
         self.draining = False
         self._registrar: Registrar | None = None
 
@@ -301,7 +303,8 @@ async def _report_state(
         if not_ready != reported and not worker.draining:
             level = logging.INFO if not_ready is None or reported else logging.WARNING
             log.log(level, "readiness changed", not_ready=not_ready)
-            reported, registrar.not_ready = not_ready, worker.not_ready
+            reported = not_ready
+            registrar.not_ready = worker.not_ready
             await server.set_serving(not_ready is None)
         await asyncio.sleep(period_s)
 

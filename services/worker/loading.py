@@ -151,7 +151,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
 
 def _model_info(name: str, path: Path, model: Model, model_hash: str) -> ModelInfo:
     """Return what gateways and routers know about the model; no other process derives it."""
-    config, tokenizer = model.config, TokenizerIdentity.read(path)
+    config = model.config
+    tokenizer = TokenizerIdentity.read(path)
     ends = {*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
     return ModelInfo(
         name=name,

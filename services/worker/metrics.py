@@ -71,7 +71,8 @@ class WorkerMetrics:
             "Always 1; the labels name the worker, its model, its KV format and its kernels.",
             *("worker", "model", "kv_format", "matmul", "attention", "kernel_plan"),
         )
-        self._steps, self._busy_s = 0, 0.0
+        self._steps = 0
+        self._busy_s = 0.0
 
     def observe_load(self, *, running: int, waiting: int, queue_tokens: int) -> None:
         """Set the load gauges."""
@@ -105,4 +106,5 @@ class WorkerMetrics:
         """Advance the step counters to these totals since the start."""
         self.steps.inc(steps - self._steps)
         self.busy_seconds.inc(busy_s - self._busy_s)
-        self._steps, self._busy_s = steps, busy_s
+        self._steps = steps
+        self._busy_s = busy_s

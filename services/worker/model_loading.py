@@ -32,7 +32,8 @@ def load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model
     the CPU, layers are read one by one as the model packs them. No tensor of the checkpoint stays
     in memory.
     """
-    dtype, started = _dtype(settings.dtype, device), time.perf_counter()
+    dtype = _dtype(settings.dtype, device)
+    started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context

@@ -39,7 +39,8 @@ class SelfTest:
     """
 
     def __init__(self, engine: EngineThread, vocab_size: int) -> None:
-        self._engine, self._request = engine, _request(vocab_size)
+        self._engine = engine
+        self._request = _request(vocab_size)
         self._running = False
         self.failure: str | None = None
 
@@ -63,7 +64,8 @@ class SelfTest:
                 self.failure = "the logits of a test prompt are not finite"
                 log.error("self-test failed", reason=str(mine))
         elif _ID in output.ended:
-            self._running, self.failure = False, None
+            self._running = False
+            self.failure = None
         affected = sum(isinstance(fault, NotFinite) for fault in faults.values())
         if affected:
             self.start()

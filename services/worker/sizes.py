@@ -49,10 +49,13 @@ class WorkerSizes:
             gpu_bytes: memory of the GPU; 0 on a CPU.
         """
         slots = settings.slots
-        running, step, slot = 64, 512, 4 << 20
+        running = 64
+        step = 512
+        slot = 4 << 20
         if gpu_bytes:
             slot = _slot_bytes(codecs, slots, gpu_bytes)
-            running, step = settings.gpu_batch, 1024
+            running = settings.gpu_batch
+            step = 1024
         step = _given(settings.step_tokens, step)
         return cls(
             max_running=_given(settings.max_running, running),

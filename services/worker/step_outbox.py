@@ -46,11 +46,13 @@ class StepOutbox:
             self.deltas.clear()
             self._tokens = 0
             return step
-        step, left = pb.DecodeStep(), MAX_BATCH_BYTES
+        step = pb.DecodeStep()
+        left = MAX_BATCH_BYTES
         while self.deltas and left > 0:
             number = next(iter(self.deltas))
             delta = self.deltas[number]
-            size, count = delta.ByteSize(), len(delta.tokens)
+            size = delta.ByteSize()
+            count = len(delta.tokens)
             if size > left and count > 1:
                 count = max(1, count * left // size)
                 step.deltas.add(stream=number, tokens=delta.tokens[:count])

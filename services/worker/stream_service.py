@@ -98,7 +98,8 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         self._mark_stages(output)
         for key, fault in output.refused:
             if stream := self.streams.get(key):
-                message, worker_id = str(fault), self._worker.identity.worker_id
+                message = str(fault)
+                worker_id = self._worker.identity.worker_id
                 stream.session.fail(stream, fault_to_code(fault), message, worker_id)
         delivered = 0
         for key, token in output.tokens:

@@ -125,7 +125,9 @@ class StreamSession:
         cancel_choice: Callable[[Stream, int], None],
     ) -> None:
         self._name = name
-        self._open, self._drop, self._cancel_choice = open_stream, drop_stream, cancel_choice
+        self._open = open_stream
+        self._drop = drop_stream
+        self._cancel_choice = cancel_choice
         self.streams: dict[int, Stream] = {}
         self.outbox = StepOutbox()
         self._keys = count(1)
@@ -179,7 +181,8 @@ class StreamSession:
             refusal = error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
             self._delta(start.stream).error.CopyFrom(refusal)
             return
-        choices, span = set(range(request.choices)), request_span("Decode/StartStream", start)
+        choices = set(range(request.choices))
+        span = request_span("Decode/StartStream", start)
         stream = Stream(
             start.stream, key, self, start, request, choices, span, deadline_s=deadline_s
         )

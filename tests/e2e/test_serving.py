@@ -41,7 +41,8 @@ def test_openai_client_streams_the_right_answer(running: Running) -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    pieces, usage = [], None
+    pieces = []
+    usage = None
     for chunk in stream:
         usage = chunk.usage or usage
         pieces += [choice.delta.content or "" for choice in chunk.choices]

@@ -170,7 +170,8 @@ def held(engine: Engine) -> dict[str, int]:
 def test_pages_that_leave_the_window_are_freed(model: Model) -> None:
     plan = model.layout.plan
     sliding = plan.groups[0]
-    engine, record = engine_of(model), Record()
+    engine = engine_of(model)
+    record = Record()
     record.add(engine.step([Add(request_of("r", 150, 100))]))
     while not record.output("r"):  # chunks of 32 tokens
         [group] = engine._scheduler._prefilling
@@ -203,7 +204,9 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     """The decode engine computes the same tokens, and pages that are not sent are never read."""
     request = request_of("r", length, OUTPUT, choices=choices)
     colocated = drive(engine_of(model), Add(request))
-    prefill, decode, record = engine_of(model), engine_of(model), Record()
+    prefill = engine_of(model)
+    decode = engine_of(model)
+    record = Record()
     planes = [executor_of(engine).cache.planes for engine in (decode, prefill)]
     for plane in planes[0]:
         plane.fill_(torch.nan)

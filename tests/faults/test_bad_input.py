@@ -141,7 +141,8 @@ async def _mutated(client: httpx.AsyncClient, seed: float) -> None:
     """Send a request with mutated JSON. One that is still valid may take long, and is cancelled."""
     rng = random.Random(seed)
     method, path, document = rng.choice(RECORDED)
-    body, headers = documents.mutated(document, rng), {"content-type": "application/json"}
+    body = documents.mutated(document, rng)
+    headers = {"content-type": "application/json"}
     with suppress(TimeoutError):
         async with asyncio.timeout(MUTATED_S):
             response = await client.request(method, path, content=body, headers=headers)

@@ -27,7 +27,8 @@ HOUR_S = 3600
 async def test_prefill_worker_that_does_not_fit_gets_no_requests(
     deployment: Trial, flags: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    running, failovers = deployment.running, deployment.failovers()
+    running = deployment.running
+    failovers = deployment.failovers()
     with deployment.extra_worker("prefill-0", "other", *flags, environment=environment):
         await asyncio.to_thread(running.wait_for_new_epoch, "other", None, "unmatched")
         async with deployment.client() as client:
@@ -68,7 +69,8 @@ def has_time_namespaces() -> bool:
 @pytest.mark.campaign
 @pytest.mark.skipif(not has_time_namespaces(), reason="this system has no time namespaces")
 async def test_worker_with_another_monotonic_clock(deployment: Trial) -> None:
-    running, failovers = deployment.running, deployment.failovers()
+    running = deployment.running
+    failovers = deployment.failovers()
     with deployment.extra_worker("prefill-0", "other-clock", wrapper=OTHER_CLOCK):
         await asyncio.to_thread(running.wait_for_new_epoch, "other-clock", None)
         async with deployment.client() as client:

@@ -53,7 +53,9 @@ class KVMoments:
         self.tokens = 0
         self.value_samples: list[Tensor] = []
         self.sample_pages: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._sample_every, self._page_every, self._pages = sample_every, page_every, 0
+        self._sample_every = sample_every
+        self._page_every = page_every
+        self._pages = 0
 
     @classmethod
     def of(

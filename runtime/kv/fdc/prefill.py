@@ -43,7 +43,8 @@ class LatentPrefill:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._heads, self._dim = config.num_heads, config.head_dim
+        self._heads = config.num_heads
+        self._dim = config.head_dim
         self._memory: Tensor | None = None
 
     def attend(
@@ -67,7 +68,9 @@ class LatentPrefill:
         if not len(q):
             return out
         kv_heads, width = basis.shape[1], basis.shape[3]
-        table, sequences, page = batch.page_table, len(batch.lengths), k_pages.shape[2]
+        table = batch.page_table
+        sequences = len(batch.lengths)
+        page = k_pages.shape[2]
         latents = self._latents(k_pages, width)
         sizes = {"KV_HEADS": kv_heads, "DIM": self._dim, "PAGE": page, "K_WIDTH": width}
         prefill_kernels.project_keys_kernel[(sequences, table.shape[1], kv_heads)](

@@ -262,10 +262,8 @@ def _gains(
         return channels
 
     count = kv_heads * max(k_width, v_width)
-    planes, pages = (
-        (one_hot(k_width, count), one_hot(v_width, count)),
-        torch.arange(count, device=device),
-    )
+    planes = (one_hot(k_width, count), one_hot(v_width, count))
+    pages = torch.arange(count, device=device)
     k_gain: Tensor = torch.zeros(count, dtype=torch.float64, device=device)
     ordered = first_positions.sort().values
     for part in range(_POSITIONS):

@@ -27,7 +27,8 @@ class ExactPages(CompressedFormat):
         *,
         before_rope: bool,
     ) -> None:
-        self._config, self.keeps_rope = config, not before_rope
+        self._config = config
+        self.keeps_rope = not before_rope
         self._layer = ExactLayer(PageRotation(config, device) if before_rope else None)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike

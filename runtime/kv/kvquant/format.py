@@ -106,7 +106,9 @@ class QuantizedPages(CompressedFormat):
         config: ModelConfig,
         device: torch.device | str,
     ) -> None:
-        self.name, self.version, self.artifact_hash = name, version, artifact.hash
+        self.name = name
+        self.version = version
+        self.artifact_hash = artifact.hash
         self.keeps_rope = latents.keeps_rope
         self._heads = config.num_kv_heads
         artifact.check_layers(config.num_layers, "k_code")

@@ -160,7 +160,8 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
 def _kernels_support(layers: list[PaluLayer], config: ModelConfig) -> bool:
     """Return whether the Triton kernels support the bases: equal groups, and aligned latents."""
-    dim, groups = config.head_dim, {len(layer.k_basis) for layer in layers}
+    dim = config.head_dim
+    groups = {len(layer.k_basis) for layer in layers}
     widths = {layer.v_basis.shape[2] for layer in layers}
     widths |= {
         layer.k_basis.shape[2] * len(layer.k_basis) // config.num_kv_heads for layer in layers

@@ -85,7 +85,8 @@ def calibrate(layers: Iterable[KVMoments], options: ShardOptions, model_hash: st
             deviations, vectors = commuting_basis(covariance, moments.values.shape[0])
         bits = _bits(deviations.square(), options, *moments.values.shape[:2])
         kept = bits.nonzero()[:, 0]
-        bits, on_device = bits[kept], kept.to(deviations.device)
+        bits = bits[kept]
+        on_device = kept.to(deviations.device)
         steps = torch.tensor([(STEPS | {K_BITS: options.step})[b] for b in bits.tolist()])
         # A coefficient that never varies still needs a scale other than 0.
         scales = deviations[on_device].cpu() * steps
@@ -102,7 +103,8 @@ def calibrate(layers: Iterable[KVMoments], options: ShardOptions, model_hash: st
 
 def _bits(variances: Tensor, options: ShardOptions, kv_heads: int, dim: int) -> Tensor:
     """Return the bits of all coefficients, int64 ``[kv_heads * dim]``; 0 for those not stored."""
-    width, rank = kv_heads * dim, _rank(options.rank, kv_heads, dim)
+    width = kv_heads * dim
+    rank = _rank(options.rank, kv_heads, dim)
     if options.allocation == "uniform":
         return torch.where(torch.arange(width) < rank, K_BITS, 0)
     group = options.group or _default_group(width)

@@ -83,7 +83,8 @@ def decode_steps(stored: Tensor, runs: Sequence[Run]) -> Tensor:
     """
     parts = []
     for run in runs:
-        codes, zero = _unpack(stored[..., run.stored], run.bits), 2 ** (run.bits - 1)
+        codes = _unpack(stored[..., run.stored], run.bits)
+        zero = 2 ** (run.bits - 1)
         if run.bits == 2:
             parts.append(codes.float() - (zero - 0.5))
         else:

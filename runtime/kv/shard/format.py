@@ -139,7 +139,8 @@ class ShardLayer(CompressedLayer):
         from runtime.kv.gpu import LayerInputs
 
         weights, offsets, unit = self.k_decoder.kernel_inputs()
-        kv_heads, rank = len(unit), self.k_basis.shape[1]
+        kv_heads = len(unit)
+        rank = self.k_basis.shape[1]
         own = rank // 2 // kv_heads  # bytes of a token that belong to a KV head
         width = max(16, 1 << (own - 1).bit_length())
         columns = self.k_basis.new_zeros(len(self.k_basis), kv_heads, width, 2)

@@ -18,7 +18,8 @@ def lloyd_max(bits: int) -> tuple[Tensor, Tensor]:
     Lloyd's iteration replaces each level by the mean of N(0, 1) between its edges. It starts from
     quantiles of N(0, 3), the asymptotically optimal density of levels (Panter and Dite 1951).
     """
-    normal, count = NormalDist(), 2**bits
+    normal = NormalDist()
+    count = 2**bits
     half = [math.sqrt(3) * normal.inv_cdf((i + 0.5) / count) for i in range(count // 2, count)]
     for _ in range(_ITERATIONS):
         inner = [(a + b) / 2 for a, b in pairwise(half)]

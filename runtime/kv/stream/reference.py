@@ -104,7 +104,8 @@ class StreamFormat(QuantizedFormat):
         check_transformable(config.head_dim, self.name)
         if config.head_dim % _SIGNS_PER_BYTE:
             raise ValueError(f"KV format {self.name} needs heads of at least 8 dimensions")
-        self._bits, self._qjl = bits, qjl
+        self._bits = bits
+        self._qjl = qjl
         values = VectorQuantizer(partial(quantize, bits=bits), partial(dequantize, bits=bits))
         keys = values
         if qjl:

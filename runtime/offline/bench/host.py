@@ -54,7 +54,8 @@ class HostBench:
         executor = LocalExecutor(
             model, pages=PageCount(streams * pages), limits=limits, replay=True
         )
-        self._engine, steps = Engine(executor), executor.steps
+        self._engine = Engine(executor)
+        steps = executor.steps
         assert isinstance(steps, StepReplay)
         sampled = steps._sampler.results[0]
 

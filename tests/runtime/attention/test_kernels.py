@@ -103,7 +103,8 @@ def test_many_splits_are_merged_in_several_iterations(
 def test_lengths_may_change_between_launches(sequences: int) -> None:
     """A CUDA graph replays the same launch with other lengths in the same tensors."""
     heads, kv_heads, dim = 6, 2, 32
-    attention, reference = TritonAttention(heads, kv_heads, dim), ReferenceAttention()
+    attention = TritonAttention(heads, kv_heads, dim)
+    reference = ReferenceAttention()
     for longest in (300, 64, 65, 1):
         lengths = [max(1, longest - 13 * number) for number in range(sequences)]
         batch = batch_of(lengths, 1, DEVICE)
@@ -158,7 +159,8 @@ def test_write_with_head_norms_matches_norm_then_write(
 ) -> None:
     """Compare with torch's RMSNorm of q and k, followed by the reference's RoPE and page write."""
     heads, kv_heads, dim = shape
-    lengths, eps = [63, 1, 100], 1e-6
+    lengths = [63, 1, 100]
+    eps = 1e-6
     batch = batch_of(lengths, new, DEVICE)
     qkv = 3 * random(len(batch.tokens), heads + 2 * kv_heads, dim).to(dtype)
     norms = HeadNorms(1 + 0.3 * random(dim, seed=7), 1 + 0.3 * random(dim, seed=8), eps)

@@ -67,7 +67,9 @@ def test_equal_prompts_are_computed_one_after_the_other() -> None:
 def test_few_tokens_of_newer_prompts_are_computed_before_a_prompt(newer: int) -> None:
     limits = Limits(8, 8, step_tokens=256, chunk_tokens=256)
     long = group_of(2000)
-    groups, end, overtaking = [long], 2000, 0
+    groups = [long]
+    end = 2000
+    overtaking = 0
     while long in groups:
         while len(groups) < 2 * MAX_CHUNKS:
             groups.append(group_of(newer, position=end))

@@ -33,7 +33,8 @@ class FakeExecutor(Executor):
 
     def __init__(self, pages: int, limits: Limits, *, lookahead: bool = False) -> None:
         self.shape = ExecutorShape(CONFIG, PagePlan(PAGE_SIZE), PageCount(pages), limits)
-        self.device, self.lookahead = torch.device("cpu"), lookahead
+        self.device = torch.device("cpu")
+        self.lookahead = lookahead
 
     def check_eviction(self) -> None:
         """Any tokens can be evicted."""

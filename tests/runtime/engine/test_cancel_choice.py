@@ -29,7 +29,8 @@ def step_until(engine: Engine, record: Record, condition: Callable[[], bool]) ->
 def test_cancelled_choice_returns_its_batch_slot_and_pages(make: MakeEngine) -> None:
     request = request_of("r", 20, 40, choices=3)
     whole = drive(make(), Add(request))
-    engine, record = make(), Record()
+    engine = make()
+    record = Record()
     record.add(engine.step([Add(request)]))
     step_until(engine, record, lambda: len(record.output("r", 1)) >= 4)
     free = engine.pages_free
@@ -45,7 +46,8 @@ def test_cancelled_choice_returns_its_batch_slot_and_pages(make: MakeEngine) -> 
 
 
 def test_request_ends_when_its_last_choice_is_cancelled(make: MakeEngine) -> None:
-    engine, record = make(), Record()
+    engine = make()
+    record = Record()
     record.add(engine.step([Add(request_of("r", 20, 40, choices=2))]))
     step_until(engine, record, lambda: bool(record.output("r", 1)))
     record.add(engine.step([CancelChoice("r", 0), CancelChoice("r", 0), CancelChoice("r", 1)]))
@@ -57,7 +59,8 @@ def test_request_ends_when_its_last_choice_is_cancelled(make: MakeEngine) -> Non
 
 
 def test_preempted_choice_that_is_cancelled_is_not_computed_again(make: MakeEngine) -> None:
-    engine, record = make(pages=7), Record()
+    engine = make(pages=7)
+    record = Record()
     record.add(engine.step([Add(request_of("r", 40, 40, choices=3))]))
     step_until(engine, record, lambda: engine.num_waiting > 0)
     preempted = 3 - engine.num_waiting  # the youngest choices wait
@@ -73,7 +76,8 @@ def test_choice_cancelled_before_its_kv_arrives_is_not_decoded(
     make: MakeEngine, arrived: bool
 ) -> None:
     """Its pages stay allocated until then: another worker writes to them."""
-    engine, record = make(), Record()
+    engine = make()
+    record = Record()
     record.add(engine.step([Reserve(request_of("r", 20, 12, choices=2))]))
     first = tuple(SampledToken(choice, 0, 11) for choice in range(2))
     if not arrived:

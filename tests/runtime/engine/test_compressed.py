@@ -59,7 +59,9 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
 def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[SampledToken]:
     """Return the output of a choice, without the engine."""
     steps = logits_by_hand(model, request)
-    logits, tokens, output = next(steps), list(request.tokens), []
+    logits = next(steps)
+    tokens = list(request.tokens)
+    output = []
     for index in range(request.max_tokens):
         row = SamplingRow(request.sampling, choice, tokens, request.prompt_tokens)
         [draw] = sample(logits, [row])
@@ -126,7 +128,8 @@ def test_preempted_sequences_produce_the_same_tokens(
     requests = [request_of(f"r{n}", 40 + 30 * n, 120, sampling=sampling) for n in range(4)]
     adds = [Add(request) for request in requests]
     expected = drive(engine_of(model, stored=64), *adds)
-    tight, record = engine_of(model, pages=pages, stored=stored), Record()
+    tight = engine_of(model, pages=pages, stored=stored)
+    record = Record()
     record.add(tight.step(adds))
     forced = 0
     while tight.has_work:

@@ -116,7 +116,9 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
 def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[SampledToken]:
     """Return the output of a choice, without the engine."""
     steps = logits_by_hand(model, request)
-    logits, tokens, output = next(steps), list(request.tokens), []
+    logits = next(steps)
+    tokens = list(request.tokens)
+    output = []
     for index in range(request.max_tokens):
         row = SamplingRow(request.sampling, choice, tokens, request.prompt_tokens)
         [draw] = sample(logits, [row])
@@ -185,7 +187,8 @@ def test_chunks_do_not_change_what_is_kept(model: Model, chunk: int) -> None:
 @pytest.mark.parametrize("replay", [0, 1])
 def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
     engine = engine_of(model, replay=replay)
-    record, pages = Record(), engine._scheduler.pages
+    record = Record()
+    pages = engine._scheduler.pages
     record.add(engine.step([Add(request_of("r", 200, 100))]))
     while not record.output("r"):
         record.add(engine.step([]))
@@ -215,7 +218,8 @@ def test_preempted_sequences_produce_the_same_tokens(
     requests = [request_of(f"r{n}", n, 120, sampling=sampling) for n in lengths]
     adds = [Add(request) for request in requests]
     expected = drive(engine_of(model), *adds)
-    tight, record = engine_of(model, pages=pages, stored=stored, replay=replay), Record()
+    tight = engine_of(model, pages=pages, stored=stored, replay=replay)
+    record = Record()
     record.add(tight.step(adds))
     forced = 0
     while tight.has_work:
@@ -296,7 +300,9 @@ def test_disaggregated_output_equals_colocated_output(
 ) -> None:
     request = request_of("r", length, 20, sampling=sampling, choices=choices)
     colocated = drive(engine_of(model), Add(request))
-    prefill, decode, record = engine_of(model), engine_of(model), Record()
+    prefill = engine_of(model)
+    decode = engine_of(model)
+    record = Record()
     drive(decode, Reserve(request), record=record)
     [reserved] = record.steps[0].reserved
     kept = length - evicted_tokens(length, SHARE, PAGE)

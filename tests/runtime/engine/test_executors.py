@@ -26,7 +26,8 @@ class Recorded(FakeExecutor):
         self, name: str, calls: list[tuple[object, ...]], pages: int = 64, limits: Limits = LIMITS
     ) -> None:
         super().__init__(pages, limits)
-        self.name, self.calls = name, calls
+        self.name = name
+        self.calls = calls
 
     def launch(self, plan: StepPlan) -> FakeStep:
         chunks = [(chunk.first, chunk.count) for chunk in plan.chunks]

@@ -13,7 +13,8 @@ from tests.runtime.tiny import CONFIG, tiny_checkpoint
 def test_unsupported_by_gemm_returns_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
+    checkpoint = tiny_checkpoint()
+    bf16 = torch.bfloat16
     assert unsupported_by_gemm(checkpoint, "cuda:0", bf16) is None
     assert "cpu" in str(unsupported_by_gemm(checkpoint, "cpu", bf16))
     assert "float32" in str(unsupported_by_gemm(checkpoint, "cuda", torch.float32))

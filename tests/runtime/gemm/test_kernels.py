@@ -73,7 +73,9 @@ def check_gemm(
     elements = sum(rows * round_up(width, LINE_ELEMENTS) for rows, width in shapes)
     memory = torch.full((elements + LINE_ELEMENTS,), nan, dtype=torch.bfloat16, device=DEVICE)
     base = memory[-memory.data_ptr() % LINE_BYTES // memory.itemsize :]
-    matrices, at, column = [], 0, 0
+    matrices = []
+    at = 0
+    column = 0
     for rows, width in shapes:
         stride = round_up(width, LINE_ELEMENTS)
         weight = base[at : at + rows * stride].view(rows, stride)[:, :width]

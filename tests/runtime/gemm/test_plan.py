@@ -18,7 +18,8 @@ SHAPES = ((96, 16), (32, 8), (32, 8))
 
 
 def test_saved_plan_loads_back_equal(tmp_path: Path) -> None:
-    tile, large = Tile(16, 32, 128, 4, 4, 5), LargeTile(2, 64, 3)
+    tile = Tile(16, 32, 128, 4, 4, 5)
+    large = LargeTile(2, 64, 3)
     plan = KernelPlan(
         {
             choice_key("PLAIN", 16, SHAPES): tile,

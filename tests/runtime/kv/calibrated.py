@@ -24,7 +24,8 @@ def tiny_moments(seed: int = 0) -> list[KVMoments]:
 
 def quantized_calibration(name: str, codes: kvquant.CodeOptions | None = None) -> Artifact:
     """Return a calibration of one of `QUANTIZED` for the tiny model."""
-    moments, codes = tiny_moments(), codes or kvquant.CodeOptions(bits=3)
+    moments = tiny_moments()
+    codes = codes or kvquant.CodeOptions(bits=3)
     model_hash = tiny_checkpoint().model_hash
     if name == "kvquant":
         options = kvquant.KvQuantOptions(**asdict(codes))

@@ -101,7 +101,8 @@ def test_values_of_evenly_spaced_tokens_are_kept() -> None:
     v = torch.arange(2 * 29.0).view(2, 1, 29, 1).expand(2, 4, 29, 64)  # token numbers
     v = torch.cat((torch.full((2, 4, length - 29, 64), 999.0), v), 2)  # the first 16 are skipped
     q = torch.zeros(2, 8, length, 64)
-    rotation, kept = PageRotation(CONFIG), []
+    rotation = PageRotation(CONFIG)
+    kept = []
     for calls in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
         moments = KVMoments.of(CONFIG, sample_every=every)
         for rows in calls:

@@ -104,7 +104,8 @@ def test_decode_reads_pages_in_the_given_order(create: Create) -> None:
     kv_format = create(SMOLLM2_135M)
     layer = kv_format.layer(0)
     keys, values = gaussian(SMOLLM2_135M, 3, 1), gaussian(SMOLLM2_135M, 3, 2)
-    planes, targets = stored_planes(kv_format, 9), torch.tensor([8, 2, 5])
+    planes = stored_planes(kv_format, 9)
+    targets = torch.tensor([8, 2, 5])
     layer.encode(keys, values, targets * PAGE, planes, targets)
     decoded = layer.decode(planes, targets, targets * PAGE)
     assert [x.dtype for x in decoded] == [torch.float32] * 2

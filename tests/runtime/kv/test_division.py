@@ -48,7 +48,9 @@ def _kernel(
 @pytest.mark.parametrize("seed", range(12))
 def test_programs_have_all_tiles_and_equal_costs(seed: int) -> None:
     chosen = random.Random(seed)
-    kv_heads, sequences, grid = chosen.choice([1, 2, 3, 8]), 4, chosen.choice([2, 7, 40])
+    kv_heads = chosen.choice([1, 2, 3, 8])
+    sequences = 4
+    grid = chosen.choice([2, 7, 40])
     costs = [chosen.randint(1, LEAST // 2) for _ in range(kv_heads)]
     limit = chosen.choice([2, 50])
     counts = [chosen.choice([0, chosen.randint(0, limit)]) for _ in range(sequences)]

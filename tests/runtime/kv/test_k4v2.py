@@ -31,7 +31,8 @@ def test_relative_error_of_values(config: ModelConfig) -> None:
 
 
 def test_keys_are_those_of_int4() -> None:
-    keys, values = heavy_tailed(SMOLLM2_135M, seed=1), gaussian(SMOLLM2_135M, seed=2)
+    keys = heavy_tailed(SMOLLM2_135M, seed=1)
+    values = gaussian(SMOLLM2_135M, seed=2)
     k, _ = round_trip(K4V2Format(SMOLLM2_135M), keys, values)
     expected, _ = round_trip(Int4Format(SMOLLM2_135M), keys, values)
     assert torch.equal(k, expected)

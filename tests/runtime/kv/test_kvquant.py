@@ -69,7 +69,8 @@ def test_encode_writes_all_bytes_of_its_targets_and_no_others(made: CompressedFo
 
 
 def test_no_pages_are_encoded(made: CompressedFormat) -> None:
-    planes, none = stored_planes(made, 2), torch.zeros(0, dtype=torch.int64)
+    planes = stored_planes(made, 2)
+    none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0, 4, PAGE, 64, dtype=torch.bfloat16)
     made.layer(0).encode(empty, empty, none, planes, none)
     keys, values = made.layer(0).decode(planes, none, none)
@@ -170,7 +171,8 @@ def test_keys_before_rope_have_the_positions_of_their_page() -> None:
     """The same K at other positions is other K before RoPE, and decodes equally well."""
     made = create("kvquant-before")
     keys, values = held_out(2)
-    page, planes = torch.arange(2), stored_planes(made, 2)
+    page = torch.arange(2)
+    planes = stored_planes(made, 2)
     made.layer(0).encode(keys, values, page * 96 + 48, planes, page)
     decoded = made.layer(0).decode(planes, page, page * 96 + 48)[0]
     moved = made.layer(0).decode(planes, page, page * 96 + 64)[0]

@@ -42,7 +42,8 @@ def test_errors_of_codes_are_those_of_normal_coefficients(bits: int) -> None:
     """Numeric integration over N(0, 1); rounding of the table's last digit is below 1 %."""
     x = torch.linspace(-9, 9, 180_004, dtype=torch.float64)[:, None]
     density = (-x.square() / 2).exp()
-    runs, scale = runs_of([8, *[bits] * 4]), torch.tensor([1.0, *[STEPS[bits]] * 4])
+    runs = runs_of([8, *[bits] * 4])
+    scale = torch.tensor([1.0, *[STEPS[bits]] * 4])
     coefficients = torch.cat((torch.zeros_like(x), x.expand(-1, 4)), 1).float()
     decoded = decode_steps(encode_coefficients(coefficients, scale, runs), runs) * scale
     squared = (decoded[:, 1:2].double() - x).square()
@@ -71,7 +72,8 @@ def test_codes_of_all_widths_round_trip() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("index", [0, 14])
 def test_tokens_with_a_coefficient_that_is_not_finite_are_marked(bad: float, index: int) -> None:
-    runs, scales = runs_of(BITS), torch.ones(15)
+    runs = runs_of(BITS)
+    scales = torch.ones(15)
     coefficients = normal(3, 15)
     coefficients[1, index] = bad
     decoded = decode_steps(encode_coefficients(coefficients, scales, runs), runs) * scales
@@ -215,7 +217,8 @@ def test_pages_with_codebooks_do_not_depend_on_other_pages() -> None:
     _, k, v = decaying(seed=9)
     keys, values = pages_of(k)[:5], pages_of(v)[:5]
     together = round_trip(made, keys, values)
-    planes, page = stored_planes(made, 1, layer=1), torch.zeros(1, dtype=torch.int64)
+    planes = stored_planes(made, 1, layer=1)
+    page = torch.zeros(1, dtype=torch.int64)
     made.layer(1).encode(keys[2:3], values[2:3], page + 3 * PAGE, planes, page)
     alone = made.layer(1).decode(planes, page, page + 3 * PAGE)
     for found, expected in zip(alone, together, strict=True):

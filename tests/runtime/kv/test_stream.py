@@ -82,9 +82,11 @@ def test_qjl_reduces_the_bias_of_inner_products() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_do_not_depend_on_other_pages(name: str) -> None:
-    made, pages = COMPRESSED[name](CONFIG), normal(6, 4, PAGE, 64).bfloat16()
+    made = COMPRESSED[name](CONFIG)
+    pages = normal(6, 4, PAGE, 64).bfloat16()
     together = round_trip(made, pages, pages)
-    planes, page = stored_planes(made, 1), torch.zeros(1, dtype=torch.int64)
+    planes = stored_planes(made, 1)
+    page = torch.zeros(1, dtype=torch.int64)
     made.layer(0).encode(pages[2:3], pages[2:3], page, planes, page)
     for found, expected in zip(made.layer(0).decode(planes, page, page), together, strict=True):
         assert torch.equal(found[0], expected[2])

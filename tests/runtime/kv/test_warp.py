@@ -135,7 +135,8 @@ def merged(parts: list[Part]) -> Tensor:
 def rows_of(acc: Any, parts: int, like: Tensor) -> Tensor:
     """Return fragments of C as rows; see `splits.write_split`."""
     out = torch.zeros(like.shape)
-    group, each = len(out), out.shape[1] // parts
+    group = len(out)
+    each = out.shape[1] // parts
     for n, fragment in enumerate(acc):
         part, tile = divmod(n, each // 16)
         for lane in range(LANES):

@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 @pytest.mark.parametrize("width", [48, 1000])
 def test_rms_norm_matches_torch(width: int) -> None:
-    x, weight = random(7, width).bfloat16(), random(width, seed=5)
+    x = random(7, width).bfloat16()
+    weight = random(width, seed=5)
     expected = functional.rms_norm(x.float(), (width,), weight, 1e-5)
     got = TritonRmsNorm(weight, 1e-5)(x)
     torch.testing.assert_close(got.float(), expected, rtol=8e-3, atol=1e-5)  # 8 significant bits

@@ -59,7 +59,8 @@ def test_bytes_per_element_of_weights_in_memory(
 
 def test_onednn_computes_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps a compiled kernel for each."""
-    packed, numbers = PackedLinear(quantized(64, 64), None), set()
+    packed = PackedLinear(quantized(64, 64), None)
+    numbers = set()
     multiply = packed._weight.multiply
 
     def counted(x: torch.Tensor) -> Any:

@@ -25,7 +25,8 @@ def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: in
     checkpoint = tiny_checkpoint(ranks=ranks, bias=True)
     model = build_model(checkpoint)
     cache = model.new_cache(PageCount(8))
-    text, pages = [(7 * at + 3) % CONFIG.vocab_size for at in range(position + 1)], [3, 5]
+    text = [(7 * at + 3) % CONFIG.vocab_size for at in range(position + 1)]
+    pages = [3, 5]
     if position:
         before = SequenceSlice(text[:-1], 0, pages, want_logits=False)
         model.forward(Batch.of([before]), cache)

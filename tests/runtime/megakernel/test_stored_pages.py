@@ -51,7 +51,8 @@ def test_step_matches_one_kernel_after_another(
     name: str, ranks: tuple[int | None, ...], bias: bool, count: int, tmp_path: Path
 ) -> None:
     """Compare three steps with the logits and the KV of `Model.forward`."""
-    checkpoint, spec = tiny_checkpoint(ranks=ranks, config=WIDE, bias=bias), name
+    checkpoint = tiny_checkpoint(ranks=ranks, config=WIDE, bias=bias)
+    spec = name
     if name in CALIBRATIONS:
         path = tmp_path / "calibration"
         replace(CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)

@@ -44,7 +44,8 @@ def test_empty_pool_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("asr"), st.integers(0, 9)), max_size=80))
 def test_free_pages_are_those_without_holders(actions: list[tuple[str, int]]) -> None:
-    pool, held = PagePool(12), []
+    pool = PagePool(12)
+    held = []
     for action, number in actions:
         if action == "a" and number <= pool.free:
             held += pool.allocate(number)

@@ -64,7 +64,8 @@ def test_number_of_pages_is_bounded() -> None:
 
 @pytest.mark.parametrize("kind", [COMPRESSED, LAYERED, SLIDING, PagePlan(16, (PageGroup("k", 7),))])
 def test_least_bytes_are_a_page_of_each_group(kind: PagePlan) -> None:
-    windows, least = kind.batch(1000, 100_000), least_bytes(kind)
+    windows = kind.batch(1000, 100_000)
+    least = least_bytes(kind)
     assert all(pools_of_bytes(kind, least, windows, MOST))
     assert kind.page_bytes(pools_of_bytes(kind, least, windows, MOST)) <= least
     assert not all(pools_of_bytes(kind, kind.page_bytes(kind.step) - 1, windows, MOST))

@@ -83,7 +83,8 @@ def test_draws_do_not_depend_on_the_batch(
     for number, row in enumerate(rows):
         logits = make().to(DEVICE)
         alone = sample(logits[None], [row])
-        batch, at = other.clone(), number % size
+        batch = other.clone()
+        at = number % size
         batch[at] = logits
         assert sample(batch, [*others[:at], row, *others[at + 1 :]])[at] == alone[0]
 

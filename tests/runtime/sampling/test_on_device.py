@@ -72,7 +72,8 @@ def test_tokens_equal_the_reference_over_many_steps(choice: int) -> None:
 def test_unresolved_row_does_not_advance() -> None:
     """A second call with the same logits gives the same result as the first."""
     sampling = replace(SAMPLINGS[5], temperature=50.0, repetition_penalty=1.3)
-    text, sampler = [7, 9, 700], DeviceSampler(1, VOCAB, CPU)
+    text = [7, 9, 700]
+    sampler = DeviceSampler(1, VOCAB, CPU)
     sampler.load([0], [SamplingRow(sampling, 2, text, 2)])
     called_again = 0
     for step in range(30):
@@ -103,7 +104,8 @@ def test_row_can_be_loaded_with_another_sequence() -> None:
 
 
 def test_suppressed_tokens_of_an_earlier_sequence_have_no_effect() -> None:
-    sampler, logits = DeviceSampler(1, VOCAB, CPU), torch.zeros(1, VOCAB)
+    sampler = DeviceSampler(1, VOCAB, CPU)
+    logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
     suppresses = SamplingParams(min_tokens=4, suppressed=frozenset({7}))
     for sampling, token in (

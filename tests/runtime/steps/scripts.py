@@ -121,7 +121,8 @@ class Watch:
 
     @contextmanager
     def over(self, engine: Engine) -> Iterator["Watch"]:
-        replay, held = replay_of(engine), engine._scheduler.pages
+        replay = replay_of(engine)
+        held = engine._scheduler.pages
         launch, collect = replay.launch, replay.collect
 
         def launched(decode: list[SequenceState], chunks: list[Chunk]) -> InFlightStep:

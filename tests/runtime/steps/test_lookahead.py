@@ -77,7 +77,8 @@ def test_pages_of_a_cancelled_request_are_not_free_while_its_step_is_in_flight(
 
 def test_reused_request_id_gets_no_token_of_the_cancelled_request(model: Model) -> None:
     """The step of the first request is still in flight when it is cancelled."""
-    old, new = request(0, 5, 30, 0, 1), replace(request(2, 20, 30, 0, 1), id="r0")
+    old = request(0, 5, 30, 0, 1)
+    new = replace(request(2, 20, 30, 0, 1), id="r0")
     expected = play(engine_of(model, 16, 4, replay=False), [[Add(new)]]).tokens
     engine = engine_of(model, 16, 4, replay=True)
     for _ in range(4):
@@ -89,7 +90,8 @@ def test_step_is_read_before_a_sequence_is_preempted(model: Model) -> None:
     script: list[list[Command]] = [[Add(request(2 * n, 14, 40, n % 3, 1)) for n in range(4)]]
     plain = play(engine_of(model, 9, 4, replay=False), script)
     engine = engine_of(model, 9, 4, replay=True)
-    requeue, preempted = engine._scheduler._requeue, []
+    requeue = engine._scheduler._requeue
+    preempted = []
 
     def watched(group: SequenceGroup) -> None:
         preempted.append([sequence.lookahead for sequence in group.sequences])

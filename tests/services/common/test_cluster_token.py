@@ -96,7 +96,8 @@ async def test_port_accepts_both_tokens_and_no_other(port: Any) -> None:
 
 
 def test_calls_with_the_second_token_are_counted() -> None:
-    registry, check = CollectorRegistry(), TokenCheck(FIRST, SECOND)
+    registry = CollectorRegistry()
+    check = TokenCheck(FIRST, SECOND)
     SecretMetrics(registry).observe([], check)
     for token in (FIRST, SECOND, SECOND, "other"):
         check.accepts(f"Bearer {token}")

@@ -86,7 +86,8 @@ async def test_sighup_does_not_end_a_service_without_files() -> None:
 
 
 def test_metrics_follow_the_files() -> None:
-    registry, files = CollectorRegistry(), Files()
+    registry = CollectorRegistry()
+    files = Files()
     files.expires_at = 9.0
     SecretMetrics(registry).observe([files], None)
 
@@ -95,5 +96,7 @@ def test_metrics_follow_the_files() -> None:
 
     names = ("failed", "loaded_timestamp_seconds", "expiry_timestamp_seconds")
     assert [value(name) for name in names] == [0, 5, 9]
-    files.failure, files.loaded_at, files.expires_at = "not valid", 6.0, 10.0
+    files.failure = "not valid"
+    files.loaded_at = 6.0
+    files.expires_at = 10.0
     assert [value(name) for name in names] == [1, 6, 10]

@@ -43,7 +43,8 @@ class Workers:
     """A prefill worker whose engine has not started, and decode workers."""
 
     def __init__(self, prefill: Prefill, *decodes: Decode) -> None:
-        self.prefill, self.decodes = prefill, decodes
+        self.prefill = prefill
+        self.decodes = decodes
         self._sessions: list[StreamSession] = []
         self.admitted: dict[str, list[str]] = {}
         for worker in (prefill.worker, *(decode.worker for decode in decodes)):
@@ -63,7 +64,8 @@ class Workers:
         start.request.placement_id = placement_id
         session = start_stream(decode.worker.service, start)
         self._sessions.append(session)
-        jobs, engine = len(self.prefill.worker.jobs), decode.worker.engine
+        jobs = len(self.prefill.worker.jobs)
+        engine = decode.worker.engine
         await until(lambda: len(self.prefill.worker.jobs) > jobs or engine.load.waiting > 0)
         await until(lambda: engine.load.commands == engine.submitted)
 
@@ -130,7 +132,8 @@ class Router:
 
     def __init__(self, workers: Workers) -> None:
         self._all = workers
-        limits, queue = FleetLimits(), PlacementQueue(64)
+        limits = FleetLimits()
+        queue = PlacementQueue(64)
         self._dispatcher = Dispatcher(
             *(Fleet(limits), queue, PolicyName.SHORTEST_QUEUE, Random(0)),
             output_reserve=256,

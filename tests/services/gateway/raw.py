@@ -36,7 +36,8 @@ class Raw:
     """A TCP connection to the gateway of a `Site`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     @classmethod
     async def to(cls, site: Site, *data: bytes, local: str = "127.0.0.1") -> "Raw":

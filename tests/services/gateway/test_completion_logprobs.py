@@ -15,7 +15,8 @@ Choices = list[dict[str, Any]]
 async def both(site: Site, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return text and log probabilities of the first choice, of a JSON response and of a stream."""
     whole = (await site.http.post("/v1/completions", json=body)).json()["choices"][0]
-    text, streamed = "", dict[str, Any]()
+    text = ""
+    streamed = dict[str, Any]()
     response = await site.http.post("/v1/completions", json={**body, "stream": True})
     for event in response.text.split("\n\n"):
         if event.startswith("data: {"):
@@ -57,7 +58,8 @@ async def test_text_offset_is_the_position_in_the_text(site: Site, stop: list[st
     body = {"prompt": "x", "logprobs": 0, "stop": stop, "ignore_eos": True}
     whole, streamed = await both(site, body)
     assert whole == streamed
-    offsets, count = whole["text_offset"], len(whole["tokens"])
+    offsets = whole["text_offset"]
+    count = len(whole["tokens"])
     positions = [0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6]
     assert offsets == [min(at, len(whole["text"])) for at in positions[:count]]
     assert whole["text"] == "😀éab c\ufffd"[: len(whole["text"])]
@@ -79,7 +81,8 @@ async def test_offsets_of_each_choice_are_its_own(site: Site) -> None:
     body = {"prompt": "x", "logprobs": 0, "n": 2}
     for choice in (await site.http.post("/v1/completions", json=body)).json()["choices"]:
         logprobs = choice["logprobs"]
-        at, expected = 0, []
+        at = 0
+        expected = []
         for token in logprobs["tokens"]:
             expected.append(at)
             at += len(token)

@@ -148,7 +148,8 @@ def folder(file: Path) -> None:
 def test_file_with_faults_keeps_the_keys_and_is_reported_once(
     damage: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
-    file, registry = tmp_path / "keys", CollectorRegistry()
+    file = tmp_path / "keys"
+    registry = CollectorRegistry()
     file.write_text(line("old"))
     keys = ApiKeys.load(file)
     SecretMetrics(registry).observe([keys], None)

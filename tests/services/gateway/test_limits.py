@@ -77,7 +77,8 @@ async def test_context_length_is_unknown_before_a_router_reports_workers(
 
 
 async def test_last_known_context_length_stays_while_no_worker_is_registered(site: Site) -> None:
-    site.router.context_length, site.router.not_ready = None, "no decode worker is registered"
+    site.router.context_length = None
+    site.router.not_ready = "no decode worker is registered"
     await refresh(site)
     assert await listed(site) == (8192, 8192, 8192)
     site.router.context_length = 4096

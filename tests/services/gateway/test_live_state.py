@@ -229,7 +229,8 @@ async def test_state_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     many = [view(f"w{i:063}", model=site.model.name) for i in range(1000)]
     site.router.views = [*many, view("z", model=site.model.name, state="suspect")]
     site.worker.script = say(*site.encode("hello"))
-    site.worker.worker_id, site.router.prefill = "d" * 64, "p" * 64
+    site.worker.worker_id = "d" * 64
+    site.router.prefill = "p" * 64
     site.http.headers["x-request-id"] = "x" * 128
     for _ in range(MAX_ENDED + 1):
         await complete(site)

@@ -29,7 +29,8 @@ async def test_step_that_cannot_be_decoded_ends_the_session(open_site: OpenSite)
     async def malformed(stream: FakeStream) -> None:
         await stream.send_bytes(b"\xff\xff")
 
-    site.workers[0].script, site.workers[1].script = malformed, say(*ids)
+    site.workers[0].script = malformed
+    site.workers[1].script = say(*ids)
     answer = await site.http.post("/v1/completions", json=BODY)
     assert answer.json()["choices"][0]["text"] == " Paris"
     await site.router.settled()
@@ -60,7 +61,8 @@ async def test_malformed_token_is_not_delivered(
         step.deltas[0].ended.add(choice=0, reason=STOP)
         await stream.send_bytes(step.SerializeToString())
 
-    site.workers[0].script, site.workers[1].script = malformed, say(*ids)
+    site.workers[0].script = malformed
+    site.workers[1].script = say(*ids)
     answer = await site.http.post("/v1/completions", json={**BODY, "stream": stream})
     assert answer.status_code == 200, answer.text
     assert " Paris" in answer.text

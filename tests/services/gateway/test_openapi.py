@@ -78,7 +78,8 @@ async def test_successful_responses_match_the_document(site: Site) -> None:
 async def test_error_responses_match_the_document(open_site: OpenSite) -> None:
     keys = ApiKeys({hashlib.sha256(b"sk").digest(): Tenant("team")})
     site: Site = await open_site(keys=keys, max_concurrent=1, deadline_s=0.5)
-    document, key = await Document.of(site), {"authorization": "Bearer sk"}
+    document = await Document.of(site)
+    key = {"authorization": "Bearer sk"}
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         bodies = {400: b"{", 404: b'{"model": "x"}', 413: b" " * (2 << 20)}
         bodies[404] = json.dumps({"model": "x", "prompt": "x", **CHAT, "tokens": [1]}).encode()
@@ -90,7 +91,8 @@ async def test_error_responses_match_the_document(open_site: OpenSite) -> None:
     assert (await site.http.get("/v1/models")).status_code == 401
     document.check("/v1/models", await site.http.get("/v1/models"))
     document.check("/v1/models/{name}", await site.http.get("/v1/models/x", headers=key))
-    path, body = "/v1/completions", {"prompt": "x"}
+    path = "/v1/completions"
+    body = {"prompt": "x"}
     refusals = [(429, "queue_full"), (408, "queue_timeout"), (413, "too_large")]
     refusals += [(503, "no_workers"), (400, "invalid")]
     for status, code in refusals:

@@ -30,7 +30,9 @@ class Cluster:
     """A real router with one colocated worker, whose heartbeats tests send."""
 
     def __init__(self, url: str, dispatcher: Dispatcher, model: str) -> None:
-        self.url, self.dispatcher, self.model = url, dispatcher, model
+        self.url = url
+        self.dispatcher = dispatcher
+        self.model = model
         self.worker = FakeWorker("c0")
 
     def register(self) -> None:

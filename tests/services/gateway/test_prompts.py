@@ -125,7 +125,8 @@ async def test_large_chat_is_rendered_outside_of_the_event_loop(
     site: Site, monkeypatch: pytest.MonkeyPatch, send: Send, messages: list[Any]
 ) -> None:
     site.worker.script = say(5)
-    answered, render = threading.Event(), ChatTemplate.render
+    answered = threading.Event()
+    render = ChatTemplate.render
 
     def wait_then_render(*arguments: Any) -> str:
         assert answered.wait(30), "the event loop answered nothing during the rendering"
@@ -161,7 +162,8 @@ async def test_large_prompts_in_progress_are_bounded(
 ) -> None:
     site: Site = await open_site(max_concurrent=2)
     site.worker.script = say(5)
-    release, render = threading.Event(), ChatTemplate.render
+    release = threading.Event()
+    render = ChatTemplate.render
 
     def block(*arguments: Any) -> str:
         release.wait(60)
@@ -181,7 +183,8 @@ class Gate:
     """Patch of the tokenizer: a text that starts with ``heavy`` waits until the gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), 0
+        self.opened = threading.Event()
+        self.reached = 0
         encode = Tokenizer.encode
 
         def block(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:

@@ -50,7 +50,8 @@ async def site(model: ServedModel) -> AsyncIterator[Site]:
     seen: list[str] = []
     app = create_app(RouterSettings.model_validate({}))
     record(app, seen.append)
-    server, listener = HttpServer(http_config(app)), listen("127.0.0.1", 0)
+    server = HttpServer(http_config(app))
+    listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve([listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateway = Gateway(GatewaySettings.model_validate({"routers": [url]}), model, ApiKeys())

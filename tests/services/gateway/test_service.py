@@ -80,7 +80,8 @@ async def test_metrics_with_a_port_of_their_own_need_the_cluster_token() -> None
         {"port": port, "grpc_port": 0, "metrics_port": metrics_port, "cluster_token": "between-us"}
     )
     serving = asyncio.create_task(serve(settings))
-    url, right = f"http://127.0.0.1:{metrics_port}/metrics", {"authorization": "Bearer between-us"}
+    url = f"http://127.0.0.1:{metrics_port}/metrics"
+    right = {"authorization": "Bearer between-us"}
     async with httpx.AsyncClient(trust_env=False) as http:
         while True:
             try:

@@ -23,7 +23,8 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 @given(st.lists(letters, max_size=8), stop_lists)
 def test_result_does_not_depend_on_how_text_is_split(parts: list[str], stops: list[str]) -> None:
     strings = StopStringFilter(stops)
-    shown, stopped = "", False
+    shown = ""
+    stopped = False
     for part in parts:
         text, stopped = strings.push(part)
         shown += text

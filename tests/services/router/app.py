@@ -22,7 +22,9 @@ class Router:
     """A running app of the router, with an HTTP client, the dispatcher and the clock."""
 
     def __init__(self, app: Quart, dispatcher: Dispatcher, clock: "Clock") -> None:
-        self.app, self.dispatcher, self.clock = app, dispatcher, clock
+        self.app = app
+        self.dispatcher = dispatcher
+        self.clock = clock
         self.client: ClientProtocol = app.test_client()
 
     async def post(

@@ -22,7 +22,8 @@ async def router() -> AsyncIterator[Router]:
             "tick_s": 0.001,
         }
     )
-    clock, dispatcher = Clock(), build_dispatcher(settings, now=-math.inf)
+    clock = Clock()
+    dispatcher = build_dispatcher(settings, now=-math.inf)
     app = create_app(settings, dispatcher, clock=clock)
     async with app.test_app():
         yield Router(app, dispatcher, clock)

@@ -26,7 +26,8 @@ class Served:
     """A router with a socket and one colocated worker."""
 
     def __init__(self, port: int, dispatcher: Dispatcher) -> None:
-        self.port, self.dispatcher = port, dispatcher
+        self.port = port
+        self.dispatcher = dispatcher
         now = asyncio.get_running_loop().time()
         dispatcher.register(registration("c0", Role.COLOCATED), now)
 

@@ -233,7 +233,9 @@ def test_closing_refuses_queued_and_new_calls() -> None:
     )
 )
 def test_every_call_is_answered_once_and_all_promises_end(steps: list[tuple[str, int]]) -> None:
-    router, now, calls = dispatcher("c0", "c1"), 0.0, list[PendingPlacement]()
+    router = dispatcher("c0", "c1")
+    now = 0.0
+    calls = list[PendingPlacement]()
     for action, number in steps:
         now += 0.1
         if action == "submit":

@@ -58,7 +58,8 @@ def test_backlogged_tenants_differ_by_at_most_one_request_of_each(
 @settings(max_examples=100)
 @given(st.integers(0, 1 << 32))
 def test_tenant_that_joins_later_gets_its_share_and_no_more(seed: int) -> None:
-    rng, queue = Random(seed), PlacementQueue(1000)
+    rng = Random(seed)
+    queue = PlacementQueue(1000)
     for _ in range(40):
         queue.add(call("early", rng.randint(2, MAX_COST)))
     for _ in range(rng.randint(0, 20)):
@@ -82,7 +83,8 @@ def test_no_more_tokens_than_predicted_are_placed_before_a_call(
         queue.add(call(tenant, cost))
     last = call("a", 50)
     queue.add(last)
-    predicted, placed = queue.cost_before(last), 0
+    predicted = queue.cost_before(last)
+    placed = 0
     while (first := place_first(queue)) is not last:
         placed += first.demand.cost
     assert predicted - MAX_COST <= placed <= predicted

@@ -261,7 +261,8 @@ def health(fleet: Fleet, now: float) -> WorkerHealth:
 
 
 def test_failures_double_the_probation_and_success_resets_it() -> None:
-    fleet, now = fleet_of("p0", "d0"), 10.0
+    fleet = fleet_of("p0", "d0")
+    now = 10.0
     for number, pause_s in enumerate((0.5, 1.0, 2.0, 2.0)):
         fail(fleet, f"f{number}", now, now)
         assert health(fleet, now + pause_s - 0.001) is WorkerHealth.PROBATION

@@ -139,7 +139,8 @@ UNAVAILABLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("state", UNAVAILABLE)
 def test_small_worker_serves_while_the_larger_one_takes_no_requests(state: dict[str, Any]) -> None:
-    large, small = replace(sized("c0", 65_536), **state), sized("c1", 2_048)
+    large = replace(sized("c0", 65_536), **state)
+    small = sized("c1", 2_048)
     assert decoder(chosen(CHAT, large, small)) == (Role.COLOCATED, "c1")
 
 
@@ -244,7 +245,8 @@ def test_engine_generates_exactly_what_fits(
 def test_worker_with_fewer_batch_slots_than_choices_is_not_used() -> None:
     """Its engine refuses the request. Others may have more slots."""
     demand = Demand(20, 8, choices=5)
-    small, large = sized("c0", POOL), replace(sized("c1", POOL), max_running=5)
+    small = sized("c0", POOL)
+    large = replace(sized("c1", POOL), max_running=5)
     refusal = chosen(demand, small)
     assert isinstance(refusal, Claim)
     assert refusal.reason is Reason.TOO_LARGE

@@ -22,7 +22,8 @@ def test_overload_keeps_the_latency_of_accepted_requests_and_of_another_tenant()
 
 
 def test_latency_recovers_within_ten_seconds_after_an_overload() -> None:
-    traces, seconds = [FDC_TABLE_6["humaneval"]], 40.0
+    traces = [FDC_TABLE_6["humaneval"]]
+    seconds = 40.0
     flood, light, calm = (
         draw_jobs(traces, number, utilization=load, scale=1.0, seed=seed)
         for number, load, seed in ((600, 3.0, 1), (200, 0.4, 2), (200, 0.4, 2))

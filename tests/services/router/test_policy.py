@@ -136,7 +136,8 @@ def test_places_exactly_where_the_rules_allow(
 @given(fleets(), st.integers(0, 9))
 def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: int) -> None:
     fleet = [replace(w, overflow_tokens=None) for w in fleet]
-    demand, policy = Demand(prompt_tokens=16, max_tokens=16), PolicyName.SHORTEST_QUEUE
+    demand = Demand(prompt_tokens=16, max_tokens=16)
+    policy = PolicyName.SHORTEST_QUEUE
     result = place(demand, fleet, policy, Random(seed))
     queue = {w.worker_id: w.queue_tokens for w in fleet} | {None: 0}
     queues = [queue[p] + queue[d] for p, d in allowed_pairs(demand, fleet, policy, frozenset())]
@@ -153,7 +154,8 @@ def some_pairs() -> list[WorkerSnapshot]:
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_ties_are_spread_over_all_pairs(policy: PolicyName) -> None:
-    rng, chosen = Random(7), Counter[tuple[str, str]]()
+    rng = Random(7)
+    chosen = Counter[tuple[str, str]]()
     for _ in range(600):
         pair = place(Demand(1, 1), some_pairs(), policy, rng)
         assert isinstance(pair, Pair)

@@ -43,7 +43,10 @@ class Both:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.rng, self.now, self.number = seed, Random(seed), 0.0, 0
+        self.seed = seed
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.number = 0
         policy = list(PolicyName)[seed % 4] if seed % 8 < 4 else PolicyName.SHORTEST_QUEUE
         self.routers = [
             kind(

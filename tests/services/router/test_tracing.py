@@ -17,7 +17,8 @@ async def test_place_call_has_a_span_below_that_of_its_gateway() -> None:
     call = place_request(request_id="mine")
     with collecting() as collector:
         settings = RouterSettings.model_validate({"otlp_endpoint": collector.url})
-        clock, dispatcher = Clock(), build_dispatcher(settings, now=-math.inf)
+        clock = Clock()
+        dispatcher = build_dispatcher(settings, now=-math.inf)
         app = create_app(settings, dispatcher, clock=clock)
         async with app.test_app():
             router = Router(app, dispatcher, clock)

@@ -46,8 +46,10 @@ def test_full_servers_have_no_finite_wait() -> None:
 @pytest.mark.parametrize("servers", [1, 2, 8])
 def test_waiting_agrees_with_a_simulation(servers: int) -> None:
     """One queue for k servers, exponential service: 200,000 requests at 80 % utilization."""
-    random, free = Random(servers), [0.0] * servers
-    clock, waits = 0.0, []
+    random = Random(servers)
+    free = [0.0] * servers
+    clock = 0.0
+    waits = []
     for _ in range(200_000):
         clock += random.expovariate(0.8 * servers)
         first = min(range(servers), key=free.__getitem__)

@@ -39,7 +39,8 @@ def write(folder: Path, config: dict[str, Any], **files: Any) -> Path:
 
 
 def check(folder: Path) -> None:
-    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
     ids = theirs(TEXT)["input_ids"]
     assert ours.encode(TEXT) == ids
     assert ours.special_names == theirs.special_tokens_map

@@ -75,7 +75,9 @@ def test_bug_on_the_owner_thread_settles_every_future(
 def test_agent_whose_thread_hangs_is_abandoned_and_refuses_what_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    agent, hanging, end = TransferAgent("hanging"), threading.Event(), threading.Event()
+    agent = TransferAgent("hanging")
+    hanging = threading.Event()
+    end = threading.Event()
 
     def hang(_nixl: NixlAgent, _name: str, future: "Future[None]") -> None:
         hanging.set()

@@ -74,7 +74,8 @@ def test_jobs_have_their_own_calls_on_a_cpu() -> None:
 
 
 def test_futures_are_settled_in_order() -> None:
-    only, calls = Codec(), CodecCalls(on_gpu=False)
+    only = Codec()
+    calls = CodecCalls(on_gpu=False)
     one, omitted, two, idle = futures_of(
         calls, only.job(1), only.job(9, needed=False), only.job(2), None
     )
@@ -90,7 +91,8 @@ def test_futures_are_settled_in_order() -> None:
 
 
 def test_job_that_fails_does_not_affect_its_batch() -> None:
-    only, calls = Codec(), CodecCalls(on_gpu=True)
+    only = Codec()
+    calls = CodecCalls(on_gpu=True)
     good, refused, wrong, last = futures_of(calls, *map(only.job, (1, "invalid", 13, 2)))
     for call in only.calls:
         call.done = True
@@ -101,7 +103,8 @@ def test_job_that_fails_does_not_affect_its_batch() -> None:
 
 
 def test_close_fails_what_has_not_ended() -> None:
-    only, calls = Codec(), CodecCalls(on_gpu=True)
+    only = Codec()
+    calls = CodecCalls(on_gpu=True)
     (running,) = futures_of(calls, only.job(1))
     queued: Result = Future()
     calls.add(only.job(2), queued)

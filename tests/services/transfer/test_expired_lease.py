@@ -68,7 +68,8 @@ async def test_segment_of_an_expired_lease_is_no_integrity_failure(
 ) -> None:
     """The reader verifies the segments before it receives the message of the expiry."""
     monkeypatch.setattr(receiver, "_REASON_S", LIMIT_S, raising=False)
-    dispatch, delayed = PrefillClient._dispatch, list[Callable[[], None]]()
+    dispatch = PrefillClient._dispatch
+    delayed = list[Callable[[], None]]()
 
     def delay(client: PrefillClient, event: pb.PrefillEvent) -> None:
         if event.WhichOneof("event") == "failed":

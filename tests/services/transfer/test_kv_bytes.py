@@ -28,7 +28,8 @@ def wire_bytes(kv_format: KVFormat) -> int:
     layout = CacheLayout.of(kv_format, num_layers=1, page_size=16)
     pages = layout.plan.pages(TOKENS)
     cache = PagedCache(layout, layout.plan.each(pages))
-    codecs, slot = SegmentCodecs(layout, {}), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+    codecs = SegmentCodecs(layout, {})
+    slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     total = 0
     for plan in plan_segments(
         layout,

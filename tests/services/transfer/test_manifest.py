@@ -135,7 +135,8 @@ def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chu
     sliding = replace(WIDE, group=PageGroup("window", 0, Part.ENDS, 0, WINDOW))
     layout = CacheLayout(PAGE, HEADS, ((sliding,), (WIDE,)) * 2)
     assert [group.page_group for group in layout.groups] == [0, 1]
-    coverage, sent = Coverage(tokens, layout), [set[int](), set[int]()]
+    coverage = Coverage(tokens, layout)
+    sent = [set[int](), set[int]()]
     for first in range(0, tokens, chunk * PAGE):
         count = min(chunk * PAGE, tokens - first)
         pages = tuple(layout.plan.span(first, first + count))

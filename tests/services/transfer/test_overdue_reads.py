@@ -44,7 +44,8 @@ def agent() -> NixlAgent:
 def test_read_is_overdue_only_without_progress_of_its_peer(agent: NixlAgent) -> None:
     waiting, other = read_of(1, age_s=20), read_of(2, age_s=20)
     peer = _Peer(reads=2, last_end=time.monotonic() - 5)
-    agent._peers, agent._reads = {"peer": peer}, [waiting, other]
+    agent._peers = {"peer": peer}
+    agent._reads = [waiting, other]
     agent._nixl = FakeNixl({1: RUNNING, 2: RUNNING})
     agent.poll()
     assert not waiting.future.done()

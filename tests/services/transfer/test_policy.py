@@ -236,7 +236,8 @@ def test_auto_is_within_a_tenth_of_the_better_mode(
 
 @pytest.mark.parametrize(("before", "after", "mode"), [(50e9, 12.5e6, ZIP), (12.5e6, 50e9, RAW)])
 def test_policy_follows_a_changing_link(before: float, after: float, mode: WireMode) -> None:
-    world, policy = World(lambda now: before), LinkPolicy()
+    world = World(lambda now: before)
+    policy = LinkPolicy()
     seconds_of(world=world, policy=policy)
     assert policy.links()["peer"].choice is mode.other
     world.link = lambda now: after
@@ -246,7 +247,8 @@ def test_policy_follows_a_changing_link(before: float, after: float, mode: WireM
 
 def test_policy_switches_from_a_slow_codec_and_back() -> None:
     """The codec's speed is measured only when it is used, so switching back needs exploring."""
-    world, policy = World(lambda now: 1e9), LinkPolicy()
+    world = World(lambda now: 1e9)
+    policy = LinkPolicy()
     seconds_of(world=world, policy=policy)
     assert policy.links()["peer"].choice is ZIP
     world.encode[ZIP] = 0.5e9
@@ -279,7 +281,8 @@ def test_exploring_is_rare() -> None:
 
 def test_policy_does_not_oscillate_between_equal_modes() -> None:
     """The slowest stages of both modes are equal, measured with an error of 30 %."""
-    world, policy = World(lambda now: 6e9, noise=0.3), LinkPolicy()
+    world = World(lambda now: 6e9, noise=0.3)
+    policy = LinkPolicy()
     choices = []
     for _ in range(200):
         world.transfer(policy, 32)

@@ -177,7 +177,8 @@ async def test_sequence_is_assembled_from_two_ranks_in_any_order(
 
 
 async def test_sequence_without_one_ranks_heads_is_incomplete(whole: PagedCache) -> None:
-    reader, rank = Reader(), await Rank.sending(0, whole)
+    reader = Reader()
+    rank = await Rank.sending(0, whole)
     for segment in rank.segments:
         reader.pull(rank, segment)
     assert not reader.coverage.complete
@@ -185,7 +186,8 @@ async def test_sequence_without_one_ranks_heads_is_incomplete(whole: PagedCache)
 
 
 async def test_duplicate_head_range_is_refused(whole: PagedCache) -> None:
-    reader, rank = Reader(), await Rank.sending(0, whole)
+    reader = Reader()
+    rank = await Rank.sending(0, whole)
     reader.pull(rank, rank.segments[0])
     with pytest.raises(ForeignSegment, match="arrived twice"):
         reader.pull(rank, rank.segments[0])
@@ -204,7 +206,8 @@ async def test_overlapping_head_range_is_refused(whole: PagedCache) -> None:
 
 async def test_header_with_another_head_range_is_refused(whole: PagedCache) -> None:
     """The manifest entry was changed, the frame was not."""
-    reader, rank = Reader(), await Rank.sending(0, whole)
+    reader = Reader()
+    rank = await Rank.sending(0, whole)
     moved = pb.Segment()
     moved.CopyFrom(rank.segments[0])
     moved.first_kv_head = 2
@@ -213,7 +216,8 @@ async def test_header_with_another_head_range_is_refused(whole: PagedCache) -> N
 
 
 async def test_unknown_rank_is_refused(whole: PagedCache) -> None:
-    reader, rank = Reader(), await Rank.sending(0, whole)
+    reader = Reader()
+    rank = await Rank.sending(0, whole)
     unknown = pb.Segment()
     unknown.CopyFrom(rank.segments[0])
     unknown.rank = 2

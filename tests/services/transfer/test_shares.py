@@ -54,7 +54,8 @@ def test_reader_without_a_slot_always_gets_a_free_one(
     shared = SharedSlots(slots)
     refs: dict[str, list[SlotRef]] = {reader: [] for reader in "abcd"}
     for reader, wants in calls:
-        held, free = len(refs[reader]), shared.free
+        held = len(refs[reader])
+        free = shared.free
         if wants:
             ref = shared.acquire(reader)
             assert (ref is not None) == (free > 0 and (not held or held + 1 <= 3 * (free - 1)))

@@ -53,7 +53,8 @@ async def test_slabs_of_other_sizes_are_served(
 async def test_other_batches_steps_and_numbers_of_pages_are_served(
     site: Site, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
 ) -> None:
-    expected, loaded_of = await _tokens(site, {}, {}), workers.loaded_of
+    expected = await _tokens(site, {}, {})
+    loaded_of = workers.loaded_of
 
     def different(settings: Any, pages: int) -> Loaded:
         loaded = loaded_of(settings, pages)

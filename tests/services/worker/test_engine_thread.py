@@ -72,7 +72,8 @@ async def start() -> AsyncIterator[Callable[..., EngineThread]]:
 async def test_pages_are_reserved_while_a_step_computes(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, outputs = engine_of(tiny_model()), Outputs()
+    engine = engine_of(tiny_model())
+    outputs = Outputs()
     gate = Gate(engine, monkeypatch)
     thread = start(engine, outputs.queue.put_nowait)
     thread.submit(Add(request_of("running", 20)), Reserve(request_of("waiting", 20)))
@@ -104,7 +105,8 @@ async def test_stop_abandons_a_thread_that_hangs(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "STOP_S", 0.05)
-    engine, outputs = engine_of(tiny_model()), Outputs()
+    engine = engine_of(tiny_model())
+    outputs = Outputs()
     gate = Gate(engine, monkeypatch)
     thread = start(engine, outputs.queue.put_nowait)
     thread.submit(Add(request_of("r", 20)))
@@ -122,7 +124,8 @@ async def test_thread_that_was_never_started_can_be_stopped() -> None:
 async def test_load_has_the_rate_of_computed_prompts(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, outputs = engine_of(tiny_model(), step_tokens=32, chunk_tokens=32), Outputs()
+    engine = engine_of(tiny_model(), step_tokens=32, chunk_tokens=32)
+    outputs = Outputs()
     gate = Gate(engine, monkeypatch)
     thread = start(engine, outputs.queue.put_nowait)
     thread.submit(Cancel("unknown"))
@@ -154,7 +157,8 @@ async def test_duration_of_each_plan_is_taken_once() -> None:
 async def test_step_that_does_not_end_counts_in_the_pace(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, outputs = engine_of(tiny_model()), Outputs()
+    engine = engine_of(tiny_model())
+    outputs = Outputs()
     gate = Gate(engine, monkeypatch)
     thread = start(engine, outputs.queue.put_nowait)
     assert thread.pace is None
@@ -163,7 +167,8 @@ async def test_step_that_does_not_end_counts_in_the_pace(
     while not (await outputs.next()).ended:
         pass
     await thread.run(lambda _: None)
-    usual, times = thread.pace, list(thread.take_decode_times())
+    usual = thread.pace
+    times = list(thread.take_decode_times())
     assert usual is not None
     assert len(times) == 8, "the first token is sampled in a step that decodes no sequence"
     assert usual.step_s == pytest.approx(sum(times[1:]) / 7)  # the first steps are not counted
@@ -213,7 +218,8 @@ async def test_step_that_uses_the_processor_is_not_stalled(
     """
     engine = engine_of(tiny_model())
     monkeypatch.setattr(engine.executor, "device", torch.device(device))
-    release, used = threading.Event(), [0.0]
+    release = threading.Event()
+    used = [0.0]
     monkeypatch.setattr(engine_thread, "_processor_s", lambda _thread: used[0])
     thread = start(engine, lambda _: None)
     job = thread.run(lambda _: release.wait(LIMIT_S))

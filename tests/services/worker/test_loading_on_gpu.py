@@ -193,7 +193,8 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     """
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     torch.cuda.empty_cache()
-    had, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+    had = torch.cuda.memory_reserved()
+    total = torch.cuda.mem_get_info()[1]
     share = (had + 3 * GIB) / total
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share, slot_bytes=1 << 20)
     worker = load_worker(settings, decodes=True)

@@ -86,7 +86,8 @@ async def test_worker_is_registered_listed_and_measured_by_group(
 
 
 def registrar_of(decode: Decode) -> Registrar:
-    worker, server = decode.worker, cast(Any, SimpleNamespace(port=1))
+    worker = decode.worker
+    server = cast(Any, SimpleNamespace(port=1))
     known = _registration(worker, server, DecodeSettings.model_validate({}), Role.DECODE)
     engine, transfers = worker.engine, worker.transfers
     return Registrar(known, engine, ["http://127.0.0.1"], transfers, token=None)

@@ -28,8 +28,10 @@ class Live:
     """A decode worker that runs `lifecycle.live`, with clients of its probes."""
 
     def __init__(self, decode: Decode, http: httpx.AsyncClient, port: int) -> None:
-        self.worker, self.agent = decode.worker, decode.agent
-        self._http, self._port = http, port
+        self.worker = decode.worker
+        self.agent = decode.agent
+        self._http = http
+        self._port = port
 
     async def get(self, path: str) -> tuple[int, dict[str, str]]:
         response = await self._http.get(path)

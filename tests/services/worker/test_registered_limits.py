@@ -102,7 +102,8 @@ def test_gateway_limits_are_those_of_the_worker(
     tmp_path: Path, config: dict[str, Any], kv_tokens: int, expected: int
 ) -> None:
     """A request without ``max_tokens`` fills what the gateway advertises."""
-    checkpoint, folder = tiny_checkpoint(), tmp_path / "tiny"
+    checkpoint = tiny_checkpoint()
+    folder = tmp_path / "tiny"
     save_folder(checkpoint, named_tensors(checkpoint), folder)
     save_tokenizer(folder)
     file = folder / "config.json"

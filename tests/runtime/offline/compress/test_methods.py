@@ -67,7 +67,8 @@ def weight_of(layer: int, projection: str) -> Tensor:
 
 @pytest.mark.parametrize("method", [Method.SVD_LLM, Method.SVD_LLM_V2])
 def test_svd_llm_matches_its_formula(method: Method) -> None:
-    model, inputs = decompose_model(MODEL, TOKENS, method=method), inputs_of(MODEL)
+    model = decompose_model(MODEL, TOKENS, method=method)
+    inputs = inputs_of(MODEL)
     for part in model.parts:
         ((layer, projection),) = part.members
         pair = part.decomposition.truncate(5)
@@ -86,7 +87,8 @@ def test_uniform_ranks_match_the_paper() -> None:
 
 def test_basis_sharing_matches_its_formula() -> None:
     made, _ = compress(MODEL, TOKENS, 0.6, rank_multiple=1, method=Method.BASIS_SHARING)
-    model, inputs = decompose_model(MODEL, TOKENS, method=Method.BASIS_SHARING), inputs_of(MODEL)
+    model = decompose_model(MODEL, TOKENS, method=Method.BASIS_SHARING)
+    inputs = inputs_of(MODEL)
     by_members = {part.members: part.decomposition for part in model.parts}
     for projection in PROJECTIONS:
         out, inner = linear_shape(MODEL.config, projection)

@@ -71,7 +71,8 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def test_pickled_folder_names_what_the_command_reads(tmp_path: Path) -> None:
     """A state dict is read with its folder, and a pickle under another name by itself."""
-    dense, folder = tiny_checkpoint(), tmp_path / "model"
+    dense = tiny_checkpoint()
+    folder = tmp_path / "model"
     save_folder(dense, tensors(dense), folder, pickled=True)
     assert command(folder) in refusal(folder)
     convert(folder)

@@ -26,7 +26,9 @@ class Stepwise(KVFormat):
     graph_safe = dense_bf16 = False
 
     def __init__(self, compressed: CompressedFormat, planes: tuple[Plane, ...], *, window: bool):
-        self.compressed, self._planes, self.window = compressed, planes, window
+        self.compressed = compressed
+        self._planes = planes
+        self.window = window
         self.pools: dict[int, tuple[Tensor, ...]] = {}
         self.stored: dict[int, dict[int, int]] = {}  # by layer: page of the sequence -> stored page
 
@@ -39,7 +41,8 @@ class Stepwise(KVFormat):
 
 class StepwiseLayer:
     def __init__(self, parent: Stepwise, index: int) -> None:
-        self.parent, self.index = parent, index
+        self.parent = parent
+        self.index = index
         self.compressed = parent.compressed.layer(index)
         self.stored = parent.stored.setdefault(index, {})
         self.pool = parent.pools.setdefault(

@@ -53,7 +53,8 @@ def test_logits_equal_those_of_an_engine(name: str, length: int) -> None:
 def measured(name: str, eviction: float) -> Result:
     spec = name if name in ("exact", "int4") else f"{formats.__name__}:{name}"
     inputs = describe("tiny", "tiny-0", "random", TEXTS)
-    model, compressed = build_model(tiny_checkpoint()), format_factory(spec)(CONFIG)
+    model = build_model(tiny_checkpoint())
+    compressed = format_factory(spec)(CONFIG)
     return measure(model, {spec: compressed}, TEXTS, inputs, eviction=eviction)[0]
 
 

@@ -29,7 +29,8 @@ TEXTS = torch.tensor([prompt_of(200, seed) for seed in (1, 2)])
 def measured(name: str, *, window: bool = True) -> Result:
     spec = name if name == "exact" else f"{HERE}:{name}"
     inputs = describe("tiny", "tiny-0", "random", TEXTS)
-    model, compressed = tiny_model(), format_factory(spec)(CONFIG)
+    model = tiny_model()
+    compressed = format_factory(spec)(CONFIG)
     return measure(model, {spec: compressed}, TEXTS, inputs, window=window)[0]
 
 

@@ -82,7 +82,8 @@ def test_facts_that_do_not_fit_are_refused() -> None:
 
 def greedy(context: list[int], question: list[int], count: int) -> list[int]:
     """Return the answer with exact KV, each token from a prefill of the whole text."""
-    model, text = tiny_model(), [*context, *question]
+    model = tiny_model()
+    text = [*context, *question]
     for _ in range(count):
         pages = list(range(pages_for(len(text), PAGE)))
         batch = Batch.of([SequenceSlice(text, 0, pages)])
@@ -108,7 +109,8 @@ def test_an_answer_is_found_if_greedy_decoding_generates_it() -> None:
 
 @pytest.mark.parametrize("length", [60, 96, 203])
 def test_tokens_after_an_exact_context_equal_decoding_step_by_step(length: int) -> None:
-    model, scaled = tiny_model(), Scaled(CONFIG)
+    model = tiny_model()
+    scaled = Scaled(CONFIG)
     context, after = list(prompt_of(length)), list(prompt_of(40, 3))
     pages = list(range(pages_for(length + len(after), PAGE)))
     prefill = Batch.of([SequenceSlice(context, 0, pages)])
@@ -118,7 +120,8 @@ def test_tokens_after_an_exact_context_equal_decoding_step_by_step(length: int) 
     batch = Batch.of([SequenceSlice(after, length, pages)])
     model.kv_format = TeacherForced(CONFIG, scaled)
     found = model.forward(replace(batch, logit_rows=torch.arange(len(after))), cache)
-    cache, model.kv_format = model.new_cache(PageCount(len(pages))), own
+    cache = model.new_cache(PageCount(len(pages)))
+    model.kv_format = own
     model.forward(prefill, cache)
     model.kv_format = Stepwise(scaled, own.planes(0, PAGE), window=True)
     steps = [

@@ -21,7 +21,9 @@ class Clients(PrefillClients):
 
     def __init__(self, agent: Agent, epoch: int, slots: int) -> None:
         super().__init__(agent, pb.Hello(), token=None, handshake_s=1.0)
-        self._epoch, self._slots, self._names = epoch, slots, count(1)
+        self._epoch = epoch
+        self._slots = slots
+        self._names = count(1)
         self.streams: dict[str, Stream] = {}
         self.opened: list[tuple[str, str]] = []
         self.closed: list[str] = []

@@ -96,7 +96,8 @@ class DecodeSide:
     """One epoch of a decode worker."""
 
     def __init__(self, bounds: Bounds, epoch: int) -> None:
-        self._bounds, self._epoch = bounds, epoch
+        self._bounds = bounds
+        self._epoch = epoch
         self._loop = StepLoop()  # type: ignore[abstract]
         self._memory = _Landing(self, bounds.slots)
         self.agent = Agent(f"decode-{epoch}", slab_of(bounds.slots))

@@ -147,7 +147,8 @@ class PagedDecode:
     """
 
     def __init__(self, bounds: PageBounds, number: int) -> None:
-        self._bounds, self._failed = bounds, ""
+        self._bounds = bounds
+        self._failed = ""
         self._loop = StepLoop()  # type: ignore[abstract]
         self._thread = Thread(bounds.decode_pages)
         self._receiver = _Receiver(bounds, number)
@@ -180,7 +181,8 @@ class PagedDecode:
         if self._loop.errors:
             raise Violation(f"unhandled error of the decode worker: {self._loop.errors[0]}")
         self._end_sessions()
-        sent, self._receiver.sent = tuple(self._receiver.sent), []
+        sent = tuple(self._receiver.sent)
+        self._receiver.sent = []
         return sent
 
     def _take(self, given: tuple[Any, ...]) -> None:
@@ -224,7 +226,8 @@ class PagedDecode:
             if each.computed.done() and each.fetch.reserved.done() and not each.ended.done()
         ]
         inputs = (*self._thread.inputs, *transfers)
-        held, tasks = self._thread.held, len(self._loop.tasks)
+        held = self._thread.held
+        tasks = len(self._loop.tasks)
         return WorkerView(inputs, tuple(self._sessions), held + tasks, self._failed)
 
     def fingerprint(self) -> bytes:

@@ -100,7 +100,8 @@ class PrefillSide:
     """
 
     def __init__(self, bounds: Bounds, epoch: int) -> None:
-        self._chunks, self._epoch = bounds.chunks, epoch
+        self._chunks = bounds.chunks
+        self._epoch = epoch
         self._loop = StepLoop()  # type: ignore[abstract]
         self._memory = _Slots(self, bounds.sender_slots)
         self._agent = Agent(f"prefill-{epoch}", slab_of(bounds.sender_slots))

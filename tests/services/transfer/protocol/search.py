@@ -56,7 +56,9 @@ class Result:
 class _Found(Exception):
     def __init__(self, index: int, last: str, message: str) -> None:
         super().__init__(message)
-        self.index, self.last, self.message = index, last, message
+        self.index = index
+        self.last = last
+        self.message = message
 
 
 class Explored(Protocol):
@@ -101,7 +103,8 @@ class Search:
             result.violation = found.message
             result.trace = (*self._trace(found.index), found.last)
         self._world.close()
-        result.states, result.ends = len(self._states), len(self._ends)
+        result.states = len(self._states)
+        result.ends = len(self._ends)
         result.executed = self._world.executed
         return result
 
@@ -109,7 +112,8 @@ class Search:
         self._add(self._world.start(), -1)
         index = 0
         while index < len(self._states) and len(self._states) < self._max:
-            state, has_progress = self._states[index], False
+            state = self._states[index]
+            has_progress = False
             for move in self._world.moves(state):
                 result.moves += 1
                 has_progress |= move.progress
