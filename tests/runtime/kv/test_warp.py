@@ -225,7 +225,7 @@ def test_attention_to_exact_tokens(config: ModelConfig, exact: int, gap: int, wa
     (queries,), (keys,), (values,) = (memory.add(x) for x in (q, k, v))
     (table,) = memory.add(ids.int())
     kernels = "runtime.kv.kernels"
-    modules = f"{kernels}.fragments", f"{kernels}.parts", f"{kernels}.windowed_fragments"
+    modules = f"{kernels}.fragments", f"{kernels}.splits", f"{kernels}.windowed_fragments"
     with loaded(memory, *modules) as (common, _, source):
         parts = []
         for memory.warp in range(warps):
