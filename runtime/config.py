@@ -53,6 +53,7 @@ class ModelConfig:
         eos_token_ids: tokens that end the output.
         windows: for each layer, the number of last tokens that a token attends to, itself included,
             or None for all; empty if no layer has a sliding window.
+        first_kv_head: index of the first KV head, counted over all ranks; 0 for a whole model.
 
     Raises:
         ValueError: ``windows`` has a wrong length, or a window is empty.
@@ -72,6 +73,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     eos_token_ids: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
+    first_kv_head: int = 0
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:

@@ -7,6 +7,7 @@ from heapq import nsmallest
 from runtime.core.limits import Limits
 from runtime.core.sequence import SequenceGroup, SequenceState
 from runtime.errors import RuntimeFault
+from runtime.pages.eviction import vacated_pages
 from runtime.pages.plan import PagePlan
 
 MAX_CHUNKS = 32
@@ -19,16 +20,58 @@ lowest p99 of first tokens in simulations near saturation."""
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens at positions ``first … first + count - 1`` of a group, to prefill in a step."""
+    """Prompt tokens at positions ``first … end - 1`` of a group, to prefill in a step.
+
+    Attributes:
+        vacated: indices of the pages that the eviction after this chunk leaves without tokens;
+            empty if nothing is evicted after it. See `runtime.pages.eviction.vacated_pages`.
+    """
 
     group: SequenceGroup
     first: int
     count: int
+    vacated: range = range(0)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.first + self.count
+
+    @property
+    def starts(self) -> bool:
+        """Whether this is the first chunk of the prompt."""
+        return self.first == 0
 
     @property
     def completes(self) -> bool:
         """Whether this is the last chunk of the prompt."""
-        return self.first + self.count == len(self.group.tokens)
+        return self.end == len(self.group.tokens)
+
+    @property
+    def samples(self) -> bool:
+        """Whether first tokens are sampled after this chunk: the last one, without forced tokens.
+
+        See `SequenceState.forced`.
+        """
+        return self.completes and not self.group.sequences[0].forced
+
+    @property
+    def prompt(self) -> SequenceState:
+        """The first sequence of the group, as it is after the step; see `completed`."""
+        return self.completed[0] if self.completes else self.group.sequences[0]
+
+    @property
+    def completed(self) -> list[SequenceState]:
+        """Sequences whose prompt is complete after the step; empty if this is not the last chunk.
+
+        If tokens are evicted, these are copies after the eviction, because only the scheduler
+        changes sequences.
+        """
+        if not self.completes:
+            return []
+        if not self.vacated:
+            return self.group.sequences
+        return [sequence.after_eviction(self.vacated) for sequence in self.group.sequences]
 
 
 @dataclass(frozen=True)
@@ -46,10 +89,17 @@ class StepSize:
     tokens: int
     context: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens that it computes."""
+        return self.tokens - self.decoded
+
 
 @dataclass(frozen=True)
 class StepPlan:
     """Work of one engine step.
+
+    Executors do not change it. A rank in another process computes a copy.
 
     Attributes:
         chunks: prompt chunks to prefill.
@@ -58,6 +108,8 @@ class StepPlan:
         reserved: groups admitted in this step whose KV will arrive from another worker.
         deferred: groups submitted since the last step that wait to become `reserved`.
         refused: pairs of request id and reason.
+        prefilling: arrivals of all groups that this or a later step prefills. What an executor
+            keeps of the chunks of other groups is not needed any more.
     """
 
     chunks: list[Chunk]
@@ -65,6 +117,17 @@ class StepPlan:
     reserved: list[SequenceGroup]
     deferred: list[SequenceGroup]
     refused: list[tuple[str, RuntimeFault]]
+    prefilling: frozenset[int]
+
+    @property
+    def sampled(self) -> list[SequenceState]:
+        """Sequences for which the step samples a token, in the order of its draws.
+
+        These are the sequences to decode, then all choices of the prompts that it completes, all
+        without those whose next token is forced.
+        """
+        completed = [s for chunk in self.chunks if chunk.completes for s in chunk.group.sequences]
+        return [sequence for sequence in (*self.decode, *completed) if not sequence.forced]
 
     @property
     def size(self) -> StepSize:
@@ -98,7 +161,10 @@ def choose_chunks(
         if count > budget:
             count = pages.full(budget) * pages.page_size
         if count:
-            chunks.append(Chunk(group, group.computed, count))
+            vacated = range(0)
+            if count == group.left:
+                vacated = vacated_pages(len(group.tokens), group.evicts, pages.page_size)
+            chunks.append(Chunk(group, group.computed, count, vacated))
             budget -= count
     return chunks
 

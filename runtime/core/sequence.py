@@ -1,7 +1,7 @@
 """Sequences, and groups of sequences that share a prompt."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Self
 
@@ -9,11 +9,17 @@ from runtime.core.request import FinishReason, Request
 
 
 class Purpose(Enum):
-    """Task of a sequence group on this worker."""
+    """Task of a sequence group on this worker.
 
-    GENERATE = "generate"  # prefill here, then decode
-    HOLD = "hold"  # prefill here, then keep the pages until another worker has read them
-    RECEIVE = "receive"  # receive the KV from another worker, then decode
+    Attributes:
+        GENERATE: prefill the prompt, then decode.
+        HOLD: prefill the prompt, then keep its pages until another worker has read them.
+        RECEIVE: receive the KV from another worker, then decode.
+    """
+
+    GENERATE = "generate"
+    HOLD = "hold"
+    RECEIVE = "receive"
 
 
 FREED = -1
@@ -24,9 +30,12 @@ FREED = -1
 class SequenceState:
     """One choice of a request: its tokens so far, and the pages that hold their KV.
 
+    The scheduler changes it. Executors read it or a copy of it, and identify it by ``arrival``.
+
     Attributes:
         choice: index of the choice, from 0.
-        arrival: number of requests that arrived before the sequence's request.
+        arrival: number of sequences that were submitted to the engine before this one, which
+            identifies it. It orders sequences from oldest to youngest.
         tokens: token ids so far, without those in ``forced``.
         limit: maximum length in tokens, including the prompt.
         page_tables: for each page group, page ids by the index of the page in the sequence. Pages
@@ -36,7 +45,6 @@ class SequenceState:
             what eviction has kept, which a prompt does not.
         evicts: number of prompt tokens to evict from each KV head, see `runtime.pages.eviction`.
         evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.
-        vacated: for each page group, pages that eviction has left without tokens, to be released.
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
@@ -55,7 +63,6 @@ class SequenceState:
     forced: deque[int] = field(default_factory=deque)
     evicts: int = 0
     evicted: int = 0
-    vacated: list[list[int]] = field(default_factory=list)
     running: bool = False
     lookahead: int = 0
     cancelled: bool = False
@@ -85,28 +92,20 @@ class SequenceState:
         """Return whether this is a choice of a request."""
         return self.choice == choice and self.request.id == request_id
 
-    def evict(self, pages: range) -> None:
-        """Record an eviction that has left pages without tokens.
+    def after_eviction(self, vacated: range) -> "SequenceState":
+        """Return a copy of the sequence as it is once tokens of its prompt are evicted.
 
         Args:
-            pages: indices of these pages; a sequence without pages has none. Page tables of groups
-                into which pages are encoded end before them.
+            vacated: see `runtime.pages.eviction.vacated_pages`. Page tables of groups into which
+                pages are encoded end before them.
         """
-        self.evicted = self.evicts
-        self.vacated = [table[pages.start : pages.stop] for table in self.page_tables]
-        for table in self.page_tables:
-            del table[pages.start : pages.stop]
+        tables = [table[: vacated.start] + table[vacated.stop :] for table in self.page_tables]
+        return replace(self, evicted=self.evicts, page_tables=tables)
 
-    def rewind(self) -> None:
-        """Return to the end of the prompt. All later tokens become forced ones."""
-        end = self.request.prompt_tokens
+    def rewind(self, end: int) -> None:
+        """Shorten the sequence to ``end`` tokens. All later tokens become forced ones."""
         self.forced.extendleft(reversed(self.tokens[end:]))
         del self.tokens[end:]
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Sort key that orders sequences from oldest to youngest."""
-        return self.arrival, self.choice
 
 
 @dataclass(eq=False)
@@ -114,7 +113,8 @@ class SequenceGroup:
     """Sequences that share a prompt and are scheduled together until its prefill completes.
 
     Attributes:
-        computed: number of prompt tokens whose KV is in the pages.
+        computed: number of prompt tokens whose KV is in the pages; changed by
+            `SequencePages.set_computed` alone.
         position: number of prompt tokens that were admitted to prefill before this group, or None
             until it is admitted. Preempted prompts keep it; preempted running sequences have 0.
     """
@@ -128,13 +128,17 @@ class SequenceGroup:
     def of(
         cls, request: Request, purpose: Purpose, arrival: int, *, limit: int, evicts: int
     ) -> Self:
-        """Return the group of a new request; see `SequenceState` for the arguments."""
+        """Return the group of a new request; see `SequenceState` for the arguments.
+
+        Args:
+            arrival: that of the first choice.
+        """
         choices = range(request.choices)
         tokens = request.tokens
         return cls(
             purpose,
             [
-                SequenceState(request, c, arrival, list(tokens), limit, evicts=evicts)
+                SequenceState(request, c, arrival + c, list(tokens), limit, evicts=evicts)
                 for c in choices
             ],
         )
@@ -150,9 +154,14 @@ class SequenceGroup:
         return self.sequences[0].tokens
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Sort key that orders groups from oldest to youngest."""
-        return self.sequences[0].age
+    def arrival(self) -> int:
+        """See `SequenceState`: that of the first sequence, which identifies the group."""
+        return self.sequences[0].arrival
+
+    @property
+    def evicts(self) -> int:
+        """See `SequenceState`; all sequences evict the same number of prompt tokens."""
+        return self.sequences[0].evicts
 
     @property
     def left(self) -> int:

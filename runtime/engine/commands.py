@@ -91,6 +91,9 @@ class Computed:
         ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
             None if the KV is in the pages already.
         evicted: number of tokens that were evicted.
+        completes: whether this is the last chunk of the prompt.
+        samples: whether first tokens are sampled after it. They are not if more chunks follow, or
+            tokens that decode steps compute again.
     """
 
     id: str
@@ -99,6 +102,8 @@ class Computed:
     page_tables: tuple[tuple[int, ...], ...]
     ready: torch.cuda.Event | None = None
     evicted: int = 0
+    completes: bool = False
+    samples: bool = False
 
 
 @dataclass(frozen=True)

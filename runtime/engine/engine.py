@@ -9,6 +9,7 @@ processes these tokens while the device computes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +36,18 @@ from runtime.sampling.reference import Draw
 from runtime.steps.base import LaunchedStep
 from runtime.steps.replay import UNRESOLVED
 from runtime.steps.warm_up import Progress, silent
+
+
+@dataclass(frozen=True)
+class _InFlightStep:
+    """A launched step whose tokens are not read yet.
+
+    Attributes:
+        sequences: sequences for which it samples a token, see `StepPlan.sampled`.
+    """
+
+    launched: LaunchedStep
+    sequences: list[SequenceState]
 
 
 class Engine:
@@ -71,7 +84,7 @@ class Engine:
             kv_eviction=kv_eviction,
         )
         self.planned: StepPlan | None = None
-        self._in_flight: LaunchedStep | None = None  # not read yet
+        self._in_flight: _InFlightStep | None = None
 
     def warm_up(self, progress: Progress = silent) -> None:
         """Compile kernels and capture graphs, so that they do not delay the first requests.
@@ -141,7 +154,7 @@ class Engine:
             for group in plan.reserved:
                 tables = tuple(map(tuple, group.sequences[0].page_tables))
                 output.reserved.append(Reserved(group.request.id, tables, ready))
-        output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
+        output.started += [chunk.group.request.id for chunk in plan.chunks if chunk.starts]
         return output
 
     def compute(self) -> StepOutput:
@@ -198,44 +211,41 @@ class Engine:
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
 
-    def _launch(self, plan: StepPlan, output: StepOutput) -> LaunchedStep:
-        """Launch a step and report its chunks. Choices of completed prompts start running."""
-        step = self.executor.launch(plan)
-        computed = list(plan.decode)
+    def _launch(self, plan: StepPlan, output: StepOutput) -> _InFlightStep:
+        """Launch a step, report its chunks, and then record it."""
+        launched = self.executor.launch(plan)
         for chunk in plan.chunks:
-            self._report(chunk, step.ready, output)
-            self._scheduler.computed(chunk)
+            self._report(chunk, launched.ready, output)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
-                computed += chunk.group.sequences
-                for sequence in chunk.group.sequences:
-                    self._scheduler.run(sequence)
-        self._scheduler.step_launched(step.sequences)
-        for chunk in plan.chunks:
-            self._scheduler.pages.release_after_chunk(chunk.group)
-        for sequence in computed:
-            if sequence.forced:
-                self._scheduler.append_forced(sequence)
-        return step
+        return _InFlightStep(launched, self._scheduler.step_launched(plan))
 
     def _report(self, chunk: Chunk, ready: torch.cuda.Event | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
 
         Of a prompt with evicted tokens, all that is kept is added with the last chunk.
         """
-        sequence = chunk.group.sequences[0]
-        first, end = chunk.first, chunk.first + chunk.count
-        if sequence.evicts:
+        first, end, evicted = chunk.first, chunk.end, chunk.group.evicts
+        if evicted:
             if not chunk.completes:
                 return
-            first, end = 0, end - sequence.evicted
+            first, end = 0, end - evicted
         pages = self._scheduler.pages.plan.span(first, end)
-        tables = tuple(tuple(table[pages.start : pages.stop]) for table in sequence.page_tables)
+        tables = tuple(tuple(table[pages.start : pages.stop]) for table in chunk.prompt.page_tables)
         output.computed.append(
-            Computed(chunk.group.request.id, first, end - first, tables, ready, sequence.evicted)
+            Computed(
+                chunk.group.request.id,
+                first,
+                end - first,
+                tables,
+                ready,
+                evicted=evicted,
+                completes=chunk.completes,
+                samples=chunk.samples,
+            )
         )
 
-    def _can_launch_ahead(self, step: LaunchedStep) -> bool:
+    def _can_launch_ahead(self, step: _InFlightStep) -> bool:
         """Return whether the next step can be launched before ``step`` is read.
 
         It cannot if the host must complete the sampling of a token, if a sequence must be
@@ -247,9 +257,9 @@ class Engine:
             and all(sequence.resolved for sequence in step.sequences)
         )
 
-    def _collect(self, step: LaunchedStep, output: StepOutput) -> None:
+    def _collect(self, step: _InFlightStep, output: StepOutput) -> None:
         """Read the tokens of a step, and drop those of sequences that were dropped."""
-        draws = step.read()
+        draws = step.launched.read()
         self._scheduler.step_completed(step.sequences)
         for sequence, draw in zip(step.sequences, draws, strict=True):
             sequence.resolved = draw is not UNRESOLVED

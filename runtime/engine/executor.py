@@ -1,10 +1,9 @@
 """Interface between an engine, which schedules, and the ranks that compute its steps.
 
 An engine calls the methods of an executor on one thread, in this order for each step: `launch`,
-`copy_pages`, and later `LaunchedStep.read`. A rank in another process implements the same
-interface: it sends the plan to an executor there. With lookahead, an executor keeps the state of a
-sequence from one step to the next by the identity of the object, so that a plan that was sent must
-name the same objects again.
+`copy_pages`, and later `LaunchedStep.read`. An executor changes nothing in a plan, and keeps the
+state of a sequence from one step to the next by `SequenceState.arrival`. A rank in another process
+therefore implements the same interface by sending a copy of each plan to an executor there.
 """
 
 from abc import ABC, abstractmethod
@@ -69,9 +68,9 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step that decodes ``plan.decode`` and computes ``plan.chunks``.
 
-        It samples a token for each decoded sequence and for all choices of completed prompts,
-        except those whose next token is forced. It also encodes the pages that complete prompts
-        leave outside of their windows, if the KV format has a page group for them.
+        It samples a token for each of ``plan.sampled``. From prompts that it completes, it evicts
+        tokens, which leaves the pages in ``Chunk.vacated`` empty. It also encodes the pages that
+        complete prompts leave outside of their windows, if the KV format has a page group for them.
         """
 
     @abstractmethod

@@ -75,7 +75,7 @@ class LocalExecutor(Executor):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        return self.steps.launch(plan.decode, plan.chunks)
+        return self.steps.launch(plan)
 
     @torch.inference_mode()
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -94,8 +94,6 @@ class SequencePages:
         received = group.purpose is Purpose.RECEIVE
         if received:
             tokens -= first.evicts
-            for sequence in group.sequences:
-                sequence.evict(range(0))
         for at, pool in enumerate(self.pools):
             if received:
                 ranges = self.plan.sent(tokens, at)
@@ -113,19 +111,28 @@ class SequencePages:
                 pool.share([page for page in full if page != FREED])
                 sequence.page_tables.append(full + pool.allocate(len(table) - len(full)))
 
-    def release_after_chunk(self, group: SequenceGroup) -> None:
-        """Release pages that no later step attends to.
+    def set_computed(self, group: SequenceGroup, tokens: int, vacated: range = range(0)) -> None:
+        """Record how many tokens of a prompt have their KV in its pages, and release others.
 
-        Call it when the step that computes the chunk was launched and recorded in the group. These
-        are the pages that an eviction has left without tokens, and those that left a window, unless
-        they are encoded: then the complete prompt attends to them.
+        `SequenceGroup.computed` changes here alone: when the step that computes a chunk was
+        launched, when KV has arrived, and when a prompt must be computed again.
+
+        Tokens are evicted from a prompt that is complete. The pages that this leaves without tokens
+        are released, and so are those that left a window, unless they are encoded: then the
+        complete prompt attends to them.
+
+        Args:
+            vacated: see `Chunk`.
         """
+        group.computed = tokens
         for sequence in group.sequences:
-            for at, pages in enumerate(sequence.vacated):
-                self._release(at, pages)
-            sequence.vacated = []
+            if not group.left:
+                sequence.evicted = sequence.evicts
+            for at, table in enumerate(sequence.page_tables):
+                self._release(at, table[vacated.start : vacated.stop])
+                del table[vacated.start : vacated.stop]
             if not self.plan.encodes:
-                self.release_left(sequence, group.computed)
+                self.release_left(sequence, tokens)
 
     def release_left(self, sequence: SequenceState, length: int) -> None:
         """Release the pages that no step attends to after one with ``length`` tokens.
@@ -133,7 +140,7 @@ class SequencePages:
         Call it when that step was launched with the right tokens. It encodes the pages that leave
         the window, if they are encoded.
         """
-        if not sequence.page_tables:  # other choices of a held prompt have no pages
+        if not sequence.page_tables:  # as other choices of a held prompt
             return
         for at, group in self._windows:
             table = sequence.page_tables[at]

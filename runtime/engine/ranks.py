@@ -8,7 +8,6 @@ import torch
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor
-from runtime.errors import KVFormatError
 from runtime.sampling.reference import Draw
 from runtime.steps.base import LaunchedStep
 from runtime.steps.warm_up import Progress, silent
@@ -19,10 +18,6 @@ class RankSteps:
     """One step on every rank, the first rank's first."""
 
     steps: Sequence[LaunchedStep]
-
-    @property
-    def sequences(self) -> list[SequenceState]:
-        return self.steps[0].sequences
 
     @property
     def ready(self) -> torch.cuda.Event | None:
@@ -64,10 +59,8 @@ class Ranks(Executor):
             _check_alike(first, other)
 
     def check_eviction(self) -> None:
-        """Raise `KVFormatError` if there are several ranks: each would evict from the same plan."""
-        if self._others:
-            raise KVFormatError("workers of several ranks do not support kv_eviction")
-        self._first.check_eviction()
+        for rank in (*self._others, self._first):
+            rank.check_eviction()
 
     def warm_up(self, progress: Progress) -> None:
         for other in self._others:

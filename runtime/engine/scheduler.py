@@ -22,11 +22,11 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk, StepPlan, choose_chunks
+from runtime.core.plan import StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
-from runtime.engine.waiting import WaitingQueue, age
+from runtime.engine.waiting import WaitingQueue, by_arrival
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
@@ -58,13 +58,15 @@ class Scheduler:
         self._context_length = context_length
         self._kv_eviction = kv_eviction
         self.pages = SequencePages(plan, total)
-        self._arrivals = self._prompt_tokens = 0  # groups submitted, prompt tokens admitted
+        # Numbers of sequences submitted and of prompt tokens admitted so far.
+        self._arrivals = self._prompt_tokens = 0
         self._waiting = WaitingQueue(limits.max_waiting)
         self._prefilling: list[SequenceGroup] = []
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
-        self._running: list[SequenceState] = []  # by age
-        self._unfinished: dict[str, int] = {}  # number of unfinished choices of each request
+        self._running: list[SequenceState] = []  # from oldest to youngest
+        # Number of unfinished choices of each request.
+        self._unfinished: dict[str, int] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
@@ -137,7 +139,7 @@ class Scheduler:
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
             )
         self.pages.check_fits(group)
-        self._arrivals += 1
+        self._arrivals += group.slots
         self._waiting.submit(group)
         self._unfinished[request.id] = request.choices
 
@@ -150,7 +152,7 @@ class Scheduler:
         if request_id not in self._received:
             raise ValueError(f"KV arrived for request {request_id}, which has no reservation")
         group = self._received.pop(request_id)
-        group.computed = len(group.tokens)
+        self.pages.set_computed(group, len(group.tokens))
         return group
 
     def drop(self, request_id: str) -> None:
@@ -193,27 +195,32 @@ class Scheduler:
         deferred = [g for g in self._waiting.take_fresh() if g.purpose is Purpose.RECEIVE]
         decode = [sequence for sequence in decode if sequence.running]
         chunks = choose_chunks(self._prefilling, len(decode), self._limits, self.pages.plan)
-        return StepPlan(chunks, decode, reserved, deferred, refused)
-
-    def computed(self, chunk: Chunk) -> None:
-        """Record a computed chunk. A group leaves the prefill queue after its last chunk."""
-        group = chunk.group
-        group.computed += chunk.count
-        if chunk.completes:
-            self._prefilling.remove(group)
-            if group.purpose is Purpose.HOLD:
-                self._held[group.request.id] = group
+        prefilling = frozenset(group.arrival for group in self._prefilling)
+        return StepPlan(chunks, decode, reserved, deferred, refused, prefilling)
 
     def run(self, sequence: SequenceState) -> None:
         """Add a sequence to the decode batch. Its pages hold the KV of all tokens but the last."""
         sequence.running = True
-        insort(self._running, sequence, key=age)
+        insort(self._running, sequence, key=by_arrival)
 
-    def step_launched(self, sequences: Iterable[SequenceState]) -> None:
-        """Record the launch of a step that samples one more token for each sequence."""
+    def step_launched(self, plan: StepPlan) -> list[SequenceState]:
+        """Record the launch of a step: its chunks, and the tokens that it samples.
+
+        Choices of completed prompts start to run, unless they are held. Return ``plan.sampled``.
+        """
         self.pages.step_launched()
-        for sequence in sequences:
+        sampled = plan.sampled
+        for sequence in sampled:
             sequence.lookahead += 1
+        decoded = list(plan.decode)
+        for chunk in plan.chunks:
+            self.pages.set_computed(chunk.group, chunk.end, chunk.vacated)
+            if chunk.completes:
+                decoded += self._prefilled(chunk.group)
+        for sequence in decoded:
+            if sequence.forced:
+                self.append_forced(sequence)
+        return sampled
 
     def step_completed(self, sequences: Iterable[SequenceState]) -> None:
         """Record the completion of the oldest in-flight step; free its deferred pages."""
@@ -228,7 +235,7 @@ class Scheduler:
             self.pages.release_left(sequence, len(sequence.tokens) - sequence.evicted - 1)
 
     def append_forced(self, sequence: SequenceState) -> None:
-        """Append the next forced token, in place of the token that the launched step samples."""
+        """Append the next forced token, in place of a sampled one."""
         self.append(sequence, sequence.forced.popleft())
 
     def finish(self, sequence: SequenceState) -> bool:
@@ -277,9 +284,9 @@ class Scheduler:
         """Preempt until ``pages`` are free. Return False if ``requester`` no longer runs."""
         while not pages.fits(self.pages.free):
             candidates = (g for g in self._prefilling if g.purpose is Purpose.GENERATE)
-            prefill = max(candidates, key=age, default=None)
-            youngest = max(self._running, key=age)
-            if prefill is not None and prefill.age > youngest.age:
+            prefill = max(candidates, key=by_arrival, default=None)
+            youngest = max(self._running, key=by_arrival)
+            if prefill is not None and prefill.arrival > youngest.arrival:
                 self._prefilling.remove(prefill)
                 self._requeue(prefill)
                 continue
@@ -302,14 +309,14 @@ class Scheduler:
         """Return a preempted group to the waiting queue."""
         self.pages.release(group.sequences)
         self._rewind(group.sequences)
-        group.computed = 0
+        self.pages.set_computed(group, 0)
         self._waiting.requeue(group)
 
     def _rewind(self, sequences: Iterable[SequenceState]) -> None:
-        """Make output tokens forced ones if decode steps attend other KV than a prompt does."""
+        """Make the tokens that are not prefilled forced ones."""
         for sequence in sequences:
-            if self.pages.plan.encodes or sequence.evicts:
-                sequence.rewind()
+            known, prompt = len(sequence.tokens), sequence.request.prompt_tokens
+            sequence.rewind(self.pages.plan.prefilled(known, prompt, sequence.evicts))
 
     def _admit(self) -> list[SequenceGroup]:
         """Admit waiting groups in order. Return those whose KV another worker will send."""
@@ -331,6 +338,19 @@ class Scheduler:
         if self.num_running + group.slots > self._limits.max_running:
             return False
         return self.pages.need(group).fits(self.pages.free)
+
+    def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:
+        """Move a group whose prompt is complete to those that are held, or run its sequences.
+
+        Return the sequences that run.
+        """
+        self._prefilling.remove(group)
+        if group.purpose is Purpose.HOLD:
+            self._held[group.request.id] = group
+            return []
+        for sequence in group.sequences:
+            self.run(sequence)
+        return group.sequences
 
     def _stop(self, sequence: SequenceState) -> None:
         sequence.running = False

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from runtime.core.sequence import SequenceGroup
 
-age = attrgetter("age")
+by_arrival = attrgetter("arrival")
 """Sort key of sequences and groups: from oldest to youngest."""
 
 
@@ -20,7 +20,8 @@ class WaitingQueue(list[SequenceGroup]):
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self._fresh: list[SequenceGroup] = []  # submitted since the last call of `take_fresh`
+        # Groups submitted since the last call of `take_fresh`.
+        self._fresh: list[SequenceGroup] = []
 
     def submit(self, group: SequenceGroup) -> None:
         """Add a new group, which is the youngest."""
@@ -29,7 +30,7 @@ class WaitingQueue(list[SequenceGroup]):
 
     def requeue(self, group: SequenceGroup) -> None:
         """Add a preempted group."""
-        insort(self, group, key=age)
+        insort(self, group, key=by_arrival)
 
     def overflow(self) -> Iterator[SequenceGroup]:
         """Yield groups that `take_fresh` would return, newest first, while there are too many.

@@ -55,10 +55,15 @@ def check_eviction(
     raise KVFormatError(f"KV format {kv_format.name} does not support kv_eviction: {reason}")
 
 
-def gumbel_noise(positions: int, kv_heads: int) -> NDArray[np.float32]:
-    """Return standard Gumbel noise `[kv_heads, positions]`, a hash of position and KV head."""
+def gumbel_noise(positions: int, kv_heads: int, first_head: int = 0) -> NDArray[np.float32]:
+    """Return standard Gumbel noise `[kv_heads, positions]`, a hash of position and KV head.
+
+    Args:
+        first_head: index of the first head, see `ModelConfig.first_kv_head`.
+    """
     index = np.arange(positions, dtype=np.uint32)[None] * np.uint32(0x9E3779B1)
-    head = np.arange(1, kv_heads + 1, dtype=np.uint32)[:, None] * np.uint32(0x85EBCA77)
+    heads = np.arange(first_head + 1, first_head + kv_heads + 1, dtype=np.uint32)
+    head = heads[:, None] * np.uint32(0x85EBCA77)
     x = index ^ head
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32 of C. Wellons
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)

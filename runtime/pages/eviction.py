@@ -30,3 +30,16 @@ def evicted_tokens(prompt_tokens: int, share: float, page_size: int) -> int:
     pages = int(share * prompt_tokens) // page_size
     between = first_recent(prompt_tokens, page_size) - SINK_PAGES
     return page_size * min(pages, between)
+
+
+def vacated_pages(prompt_tokens: int, evicted: int, page_size: int) -> range:
+    """Return the pages of a prompt that an eviction leaves without tokens, as indices.
+
+    What is kept of the pages between sinks and window moves to the first of them, so these are the
+    last pages before the window.
+
+    Args:
+        evicted: number of evicted tokens, see `evicted_tokens`.
+    """
+    window = first_recent(prompt_tokens, page_size)
+    return range(window - evicted // page_size, window)

@@ -159,6 +159,18 @@ class PagePlan:
             return range(found.sink_pages, found.end(tokens - evicted, self.page_size))
         return range(self.pages(tokens))
 
+    def prefilled(self, tokens: int, prompt_tokens: int, evicted: int = 0) -> int:
+        """Return how many of the known tokens of a sequence are prefilled.
+
+        These are all tokens, unless pages are encoded or tokens are evicted. Output tokens then
+        attend to other KV than a prompt does, so decode steps compute them again.
+
+        Args:
+            tokens: known tokens, including those of the output.
+            evicted: see `computed`.
+        """
+        return prompt_tokens if self.encodes or evicted else tokens
+
     def sent(self, tokens: int, group: int) -> tuple[range, ...]:
         """Return which pages of a prompt are sent in a group, as indices within the sequence."""
         return self.groups[group].held(tokens, self.page_size)

@@ -1,11 +1,10 @@
 """Interface of the classes that compute the steps of a rank."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from runtime.core.plan import Chunk
+from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
@@ -15,17 +14,12 @@ class LaunchedStep(Protocol):
     """A step whose computation was launched."""
 
     @property
-    def sequences(self) -> list[SequenceState]:
-        """Sequences for which the step samples a token, without those with forced tokens."""
-        ...
-
-    @property
     def ready(self) -> torch.cuda.Event | None:
         """CUDA event recorded once all KV is in the pages; None if it is there already."""
         ...
 
     def read(self) -> list[Draw | None]:
-        """Wait for the step and return a draw for each sequence.
+        """Wait for the step and return a draw for each of the plan's ``sampled``.
 
         A draw is None if the logits are not finite, and `UNRESOLVED` if the next step samples the
         token again.
@@ -50,11 +44,6 @@ class StepRunner(Protocol):
         """Return whether a step that decodes ``sequences`` may be launched before reading."""
         ...
 
-    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> LaunchedStep:
-        """Launch a step that decodes sequences and computes prompt chunks.
-
-        It samples a token for each decoded sequence and for all choices of completed prompts,
-        except those whose next token is forced. With a compressed KV format, it also encodes the
-        pages that complete prompts leave outside of their windows.
-        """
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; see `runtime.engine.Executor.launch`."""
         ...

@@ -1,13 +1,12 @@
 """Steps that call the model directly, without CUDA graphs and without lookahead."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk
+from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
@@ -20,9 +19,8 @@ from runtime.steps.warm_up import Progress, warm_up_prefill
 
 @dataclass(frozen=True)
 class DirectStep:
-    """A computed step, with a draw for each sequence."""
+    """A computed step, with a draw for each sampled sequence."""
 
-    sequences: list[SequenceState]
     draws: list[Draw | None]
     ready: torch.cuda.Event | None
 
@@ -50,19 +48,18 @@ class DirectSteps:
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:  # noqa: ARG002 - an interface
         return False
 
-    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> DirectStep:
+    def launch(self, plan: StepPlan) -> DirectStep:
         """Compute and sample a step; see `StepRunner.launch`."""
-        slices = [self._next_token(sequence) for sequence in decode]
-        groups = [[sequence] for sequence in decode]
-        sequences, draws = self._compute(slices, groups)
-        slices = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
-        groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
-        log = self._eviction.log(chunks)
-        first, first_draws = self._compute(slices, groups, log)
-        self._eviction.evict(chunks, log)
-        self._encoder.encode(chunks)
-        ready = record_event(self._model.device)
-        return DirectStep(sequences + first, draws + first_draws, ready)
+        slices = [self._next_token(sequence) for sequence in plan.decode]
+        draws = self._compute(slices, [[sequence] for sequence in plan.decode])
+        slices = [slice_of(chunk, self._prompt_groups) for chunk in plan.chunks]
+        groups = [chunk.group.sequences for chunk in plan.chunks if chunk.completes]
+        self._eviction.forget_except(plan.prefilling)
+        log = self._eviction.log(plan.chunks)
+        first_draws = self._compute(slices, groups, log)
+        self._eviction.evict(plan.chunks, log)
+        self._encoder.encode(plan.chunks)
+        return DirectStep(draws + first_draws, record_event(self._model.device))
 
     def _next_token(self, sequence: SequenceState) -> SequenceSlice:
         """Return the last token of a sequence, whose KV the step computes."""
@@ -78,13 +75,13 @@ class DirectSteps:
         slices: list[SequenceSlice],
         groups: list[list[SequenceState]],
         queries: QueryLog | None = None,
-    ) -> tuple[list[SequenceState], list[Draw | None]]:
+    ) -> list[Draw | None]:
         """Compute a batch, and sample for the sequences of each of its rows of logits.
 
         Sequences whose next token is forced are not sampled.
         """
         if not slices:
-            return [], []
+            return []
         batch = replace(Batch.of(slices, self._model.device), queries=queries)
         logits = self._model.forward(batch, self._cache)
         sampled = [
@@ -94,7 +91,7 @@ class DirectSteps:
             if not sequence.forced
         ]
         if not sampled:
-            return [], []
+            return []
         sequences, rows = zip(*sampled, strict=True)
         each = torch.tensor(rows, device=logits.device)
-        return list(sequences), sample(logits[each], [SamplingRow.of(s) for s in sequences])
+        return sample(logits[each], [SamplingRow.of(s) for s in sequences])

@@ -5,8 +5,7 @@ Scores need the last queries of a prompt. A pass that computes some of them logs
 tokens. Scores therefore do not depend on how the prompt was cut into chunks.
 """
 
-from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from runtime.attention.base import QueryLog
 from runtime.core.plan import Chunk
-from runtime.core.sequence import SequenceGroup
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
 from runtime.kv.eviction import MAX_ELEMENTS, compact, gumbel_noise, kept_tokens, key_scores
 from runtime.models.model import Model
 from runtime.pages.eviction import QUERIES
-from runtime.pages.window import SINK_PAGES, first_recent
+from runtime.pages.window import SINK_PAGES
 
 _KV = 2
 """Number of planes of K and V, which come first."""
@@ -32,9 +30,15 @@ class PromptEviction:
     def __init__(self, model: Model, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
-        # The last queries of incomplete prompts: for each chunk, one tensor for each layer.
-        self._queries: WeakKeyDictionary[SequenceGroup, list[list[Tensor]]] = WeakKeyDictionary()
+        # The last queries of incomplete prompts, by `SequenceGroup.arrival`: for each chunk, one
+        # tensor for each layer.
+        self._queries: dict[int, list[list[Tensor]]] = {}
         self._noise = torch.empty(0, 0)
+
+    def forget_except(self, prefilling: Collection[int]) -> None:
+        """Drop the queries of all other prompts; see `StepPlan.prefilling`."""
+        for arrival in self._queries.keys() - prefilling:
+            del self._queries[arrival]
 
     def log(self, chunks: Sequence[Chunk]) -> QueryLog | None:
         """Return a log for a pass whose first rows are the tokens of ``chunks``.
@@ -54,8 +58,7 @@ class PromptEviction:
     def evict(self, chunks: Sequence[Chunk], log: QueryLog | None) -> None:
         """Evict tokens of the prompts that a pass has completed.
 
-        Their sequences then have fewer pages. The others are in `SequenceState.vacated`, and may be
-        released when the step has been launched.
+        What is kept is then in the pages of `Chunk.completed`.
 
         Args:
             log: log of the pass for these chunks.
@@ -66,31 +69,31 @@ class PromptEviction:
         for chunk in chunks:
             if not (count := _logged(chunk)):
                 continue
-            group = chunk.group
+            arrival = chunk.group.arrival
             rows = slice(start, start + count)
             start += count
-            if chunk.first <= len(group.tokens) - QUERIES:  # the first chunk with such queries
-                self._queries[group] = []
-            self._queries[group].append([layer[rows] for layer in log.layers])
+            is_first_logged = chunk.first <= len(chunk.group.tokens) - QUERIES
+            if is_first_logged:
+                self._queries[arrival] = []
+            self._queries[arrival].append([layer[rows] for layer in log.layers])
             if chunk.completes:
-                self._evict(group, self._queries.pop(group))
+                self._evict(chunk, self._queries.pop(arrival))
 
-    def _evict(self, group: SequenceGroup, queries: list[list[Tensor]]) -> None:
-        first = group.sequences[0]
-        tokens = len(group.tokens)
+    def _evict(self, chunk: Chunk, queries: list[list[Tensor]]) -> None:
+        tokens = chunk.end
         size = self._cache.page_size
         config = self._model.config
-        begin, end = SINK_PAGES * size, first_recent(tokens, size) * size
-        kept = end - begin - first.evicts
-        if kept:
-            pages = to_device(np.array(first.page_tables[0], np.int64), self._model.device)
-            fit = max(1, MAX_ELEMENTS // (tokens * config.head_dim))  # KV heads
-            for layers in _ranges(config.num_layers, max(1, fit // config.num_kv_heads)):
-                for heads in _ranges(config.num_kv_heads, fit):
-                    self._compact(layers, heads, pages, queries, tokens, range(begin, end), kept)
-        vacated = range((begin + kept) // size, end // size)
-        for sequence in group.sequences:
-            sequence.evict(vacated)
+        candidates = range(SINK_PAGES * size, chunk.vacated.stop * size)
+        kept = len(candidates) - chunk.group.evicts
+        if not kept:
+            return
+        table = chunk.group.sequences[0].page_tables[0]
+        pages = to_device(np.array(table, np.int64), self._model.device)
+        heads_together = max(1, MAX_ELEMENTS // (tokens * config.head_dim))
+        layers_together = max(1, heads_together // config.num_kv_heads)
+        for layers in _ranges(config.num_layers, layers_together):
+            for heads in _ranges(config.num_kv_heads, heads_together):
+                self._compact(layers, heads, pages, queries, tokens, candidates, kept)
 
     def _compact(
         self,
@@ -126,7 +129,8 @@ class PromptEviction:
     def _noise_of(self, tokens: int) -> Tensor:
         if self._noise.shape[1] < tokens:
             length = min(2 * tokens, self._model.context_length)
-            noise = gumbel_noise(length, self._model.config.num_kv_heads)
+            config = self._model.config
+            noise = gumbel_noise(length, config.num_kv_heads, config.first_kv_head)
             self._noise = to_device(noise, self._model.device)
         return self._noise[:, :tokens]
 
@@ -139,7 +143,6 @@ def _ranges(count: int, each: int) -> Iterator[range]:
 
 def _logged(chunk: Chunk) -> int:
     """Return the number of the chunk's last tokens whose queries are needed."""
-    if not chunk.group.sequences[0].evicts:
+    if not chunk.group.evicts:
         return 0
-    end = chunk.first + chunk.count
-    return max(0, end - max(chunk.first, len(chunk.group.tokens) - QUERIES))
+    return max(0, chunk.end - max(chunk.first, len(chunk.group.tokens) - QUERIES))

@@ -19,9 +19,9 @@ def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
     Args:
         groups: see `PagePlan.prompt_groups`.
     """
-    group, end = chunk.group, chunk.first + chunk.count
+    group = chunk.group
     pages, *more_pages = group.sequences[0].page_tables[:groups]
-    tokens = group.tokens[chunk.first : end]
+    tokens = group.tokens[chunk.first : chunk.end]
     return SequenceSlice(tokens, chunk.first, pages, chunk.completes, more_pages)
 
 
@@ -53,7 +53,7 @@ class PromptPageEncoder:
         if self._encoder is None:
             return
         for chunk in chunks:
-            full_precision, compressed = chunk.group.sequences[0].page_tables
+            full_precision, compressed = chunk.prompt.page_tables
             for page in self._pages(chunk, len(compressed)):
                 if compressed[page] != FREED:
                     sources.append(full_precision[page])
@@ -83,7 +83,7 @@ class PromptPageEncoder:
 
         Of a prompt with evicted tokens, all pages belong to the last chunk.
         """
-        if chunk.group.sequences[0].evicts:
+        if chunk.group.evicts:
             return range(end if chunk.completes else 0)
-        pages = self._plan.span(chunk.first, chunk.first + chunk.count)
+        pages = self._plan.span(chunk.first, chunk.end)
         return range(pages.start, min(pages.stop, end))

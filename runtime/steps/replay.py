@@ -14,7 +14,7 @@ again. Their logits are kept with the step.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk
+from runtime.core.plan import Chunk, StepPlan
 from runtime.core.sequence import Purpose, SequenceState
 from runtime.graphs.events import record_event
 from runtime.graphs.host_copy import HostCopy, to_device
@@ -49,23 +49,16 @@ class SlotAssignment:
     """Batch slots of a step's sequences. Consecutive steps often share an assignment.
 
     Attributes:
+        arrivals: `SequenceState.arrival` of each sequence, which identifies it.
         slots: the slot of each sequence.
         bucket: number of leading slots that the step samples; 0 if it samples none.
         features: sampling features of the graph.
     """
 
-    sequences: list[SequenceState]
+    arrivals: list[int]
     slots: list[int]
     bucket: int
     features: SamplingFeatures
-
-    def without_forced(self) -> "SlotAssignment":
-        """Return the assignment without the sequences whose next token is forced."""
-        if not any(sequence.forced for sequence in self.sequences):
-            return self
-        pairs = zip(self.sequences, self.slots, strict=True)
-        kept = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
-        return replace(self, sequences=[s for s, _ in kept], slots=[slot for _, slot in kept])
 
 
 _NOTHING_SAMPLED = SlotAssignment([], [], 0, SamplingFeatures.of([]))
@@ -76,7 +69,8 @@ class InFlightStep:
     """A launched step whose results the host has not read yet.
 
     Attributes:
-        assignment: slots of the sequences whose sampled tokens are used.
+        assignment: slots of the step's sequences.
+        sampled: sequences whose sampled tokens are used, see `StepPlan.sampled`, with their slots.
         ready: CUDA event recorded after the forward pass and, with a compressed KV format, the
             encoding of pages; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
@@ -85,15 +79,11 @@ class InFlightStep:
 
     replay: "StepReplay"
     assignment: SlotAssignment
+    sampled: list[tuple[SequenceState, int]]
     results: HostCopy
     ready: torch.cuda.Event | None
     held_logits: Mapping[int, Tensor]
     read_first: bool
-
-    @property
-    def sequences(self) -> list[SequenceState]:
-        """Sequences for which the step samples a token."""
-        return self.assignment.sequences
 
     @torch.inference_mode()
     def read(self) -> list[Draw | None]:
@@ -142,11 +132,12 @@ class StepReplay:
             model.device,
             prompt_groups=plan.prompt_groups,
         )
-        pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
+        pool = torch.cuda.graph_pool_handle() if on_device else None
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
         self._decode = DecodeReplay(*passes, by_layer=by_layer)
-        rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
+        # A step with all sequences also computes a page of prompts.
+        rows = max(limits.step_tokens, limits.max_running + model.page_size)
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptPageEncoder(model, cache)
@@ -181,26 +172,24 @@ class StepReplay:
         if self._latest is not None and self._latest.read_first:
             return False
         smallest = self._bucket_of(len(sequences))
-        if sequences == self._assignment.sequences:
+        if [sequence.arrival for sequence in sequences] == self._assignment.arrivals:
             return self._assignment.bucket <= smallest
         return self._bucket_of(self._slots.extent(sequences)) <= smallest
 
-    def launch(self, decode: list[SequenceState], chunks: Sequence[Chunk]) -> InFlightStep:
-        """Launch a step that decodes sequences and computes prompt chunks.
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Launch a step; see `runtime.engine.Executor.launch`.
 
-        It samples the next token of each decoded sequence, then the first tokens of all choices of
-        completed prompts. A sequence with a token in flight must have been part of the previous
-        step.
+        A sequence with a token in flight must have been part of the previous step.
         """
+        decode, chunks = plan.decode, plan.chunks
         completed = [
-            (sequence, index)
-            for index, chunk in enumerate(chunks)
-            if chunk.completes
-            for sequence in chunk.group.sequences
+            (sequence, index) for index, chunk in enumerate(chunks) for sequence in chunk.completed
         ]
         prompts = [sequence for sequence, _ in completed]
-        assignment = self._assign(decode + prompts)
+        sequences = decode + prompts
+        assignment = self._assign(sequences)
         joined = self._slots.update(decode)
+        self._eviction.forget_except(plan.prefilling)
         if chunks:
             pieces = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
@@ -214,7 +203,9 @@ class StepReplay:
         joined.update(self._slots.update(prompts, rewritten=prompts))
         if joined:
             self._sampler.load(joined)
-        return self._sample(assignment, chunks)
+        pairs = zip(sequences, assignment.slots, strict=True)
+        sampled = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
+        return self._sample(assignment, sampled, chunks)
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
@@ -226,7 +217,7 @@ class StepReplay:
         assignment = step.assignment
         results = step.results.wait()
         sampled = results[0][: assignment.bucket].tolist()
-        missing = [slot for slot in assignment.slots if sampled[slot][1] and not sampled[slot][2]]
+        missing = [slot for _, slot in step.sampled if sampled[slot][1] and not sampled[slot][2]]
         if missing and step is self._latest:
             self._sampler.resolve(missing)
             self._sampler.start_copy(step.results, assignment.bucket, assignment.features)
@@ -239,14 +230,20 @@ class StepReplay:
             return _NOTHING_SAMPLED
         assignment = self._assignment
         bucket = self._bucket_of(len(sequences))
-        if sequences != assignment.sequences or assignment.bucket > bucket:
+        arrivals = [sequence.arrival for sequence in sequences]
+        if arrivals != assignment.arrivals or assignment.bucket > bucket:
             slots = self._slots.assign(sequences, bucket)
             bucket = self._bucket_of(max(slots) + 1)
             features = SlotSampler.features_of(sequences)
-            assignment = self._assignment = SlotAssignment(sequences, slots, bucket, features)
+            assignment = self._assignment = SlotAssignment(arrivals, slots, bucket, features)
         return assignment
 
-    def _sample(self, assignment: SlotAssignment, chunks: Sequence[Chunk]) -> InFlightStep:
+    def _sample(
+        self,
+        assignment: SlotAssignment,
+        sampled: list[tuple[SequenceState, int]],
+        chunks: Sequence[Chunk],
+    ) -> InFlightStep:
         """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
 
         The pages are encoded last, so that first tokens do not wait for it.
@@ -263,15 +260,13 @@ class StepReplay:
         if self._encodes:
             self._encoder.encode(chunks)
             ready = record_event(self._device)
-        used = assignment.without_forced()
         read_first = any(
             sequence.request.sampling.temperature > 0 and not sequence.forced
             for chunk in chunks
-            if chunk.completes
+            if chunk.completes and (self._encodes or chunk.group.evicts)
             for sequence in chunk.group.sequences
-            if self._encodes or sequence.evicted
         )
-        self._latest = InFlightStep(self, used, results, ready, held, read_first)
+        self._latest = InFlightStep(self, assignment, sampled, results, ready, held, read_first)
         return self._latest
 
     def _held_logits(
@@ -279,14 +274,14 @@ class StepReplay:
     ) -> Mapping[int, Tensor]:
         """Copy the logits of held prompts with random tokens, because no later step has them."""
         held = {
-            sequence
+            sequence.arrival
             for chunk in chunks
             if chunk.completes and chunk.group.purpose is Purpose.HOLD
             for sequence in chunk.group.sequences
             if sequence.request.sampling.temperature > 0
         }
-        pairs = zip(assignment.sequences, assignment.slots, strict=True)
-        slots = [slot for sequence, slot in pairs if sequence in held]
+        pairs = zip(assignment.arrivals, assignment.slots, strict=True)
+        slots = [slot for arrival, slot in pairs if arrival in held]
         if not slots:
             return {}
         logits = self._sampler.logits[to_device(np.array(slots), self._device)]
@@ -299,7 +294,7 @@ class StepReplay:
         self, step: InFlightStep, sampled: list[list[int]], results: list[Tensor]
     ) -> list[Draw | None]:
         draws: list[Draw | None] = []
-        for sequence, slot in zip(step.assignment.sequences, step.assignment.slots, strict=True):
+        for sequence, slot in step.sampled:
             token, finite, resolved = sampled[slot]
             num_top = sequence.request.sampling.logprobs
             if not finite:

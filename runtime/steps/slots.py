@@ -37,6 +37,8 @@ class _SlotState:
 class BatchSlots:
     """A fixed number of batch slots, each assigned to a running sequence or unassigned.
 
+    Sequences are identified by `SequenceState.arrival`, so each step may pass other copies.
+
     Args:
         max_slots: number of slots.
         max_pages: number of pages of a sequence of maximum length.
@@ -74,13 +76,14 @@ class BatchSlots:
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
         nulls = torch.tensor(null_pages, dtype=torch.int32, device=device)
         self.page_tables = nulls[:, None, None].repeat(1, max_slots, max_pages)
-        self._states: dict[SequenceState, _SlotState] = {}
-        self._vacated: set[int] = set()  # released slots that the device still treats as active
+        self._states: dict[int, _SlotState] = {}  # by arrival
+        # Released slots that the device still treats as active.
+        self._vacated: set[int] = set()
 
     def extent(self, sequences: list[SequenceState]) -> int:
         """Return one more than the highest slot held by these sequences; 0 if they hold none."""
-        ends = (self._states[s].slot + 1 for s in sequences if s in self._states)
-        return max(ends, default=0)
+        states = (self._states.get(sequence.arrival) for sequence in sequences)
+        return max((state.slot + 1 for state in states if state), default=0)
 
     def assign(self, sequences: list[SequenceState], within: int) -> list[int]:
         """Assign a slot to each sequence and release the slots of all others.
@@ -91,18 +94,18 @@ class BatchSlots:
         Returns:
             The slot of each sequence.
         """
-        staying = set(sequences)
-        for sequence in [s for s in self._states if s not in staying]:
-            self._vacated.add(self._states.pop(sequence).slot)
-        beyond = [s for s, state in self._states.items() if state.slot >= within]
-        if not any(sequence.lookahead for sequence in beyond):
-            self._vacated.update(self._states.pop(sequence).slot for sequence in beyond)
+        lookahead = {sequence.arrival: sequence.lookahead for sequence in sequences}
+        for key in [key for key in self._states if key not in lookahead]:
+            self._vacated.add(self._states.pop(key).slot)
+        beyond = [key for key, state in self._states.items() if state.slot >= within]
+        if not any(lookahead[key] for key in beyond):
+            self._vacated.update(self._states.pop(key).slot for key in beyond)
         taken = {state.slot for state in self._states.values()}
         free = (slot for slot in range(self._max_slots) if slot not in taken)
-        for sequence in sequences:
-            if sequence not in self._states:
-                self._states[sequence] = _SlotState(next(free))
-        return [self._states[sequence].slot for sequence in sequences]
+        for key in lookahead:
+            if key not in self._states:
+                self._states[key] = _SlotState(next(free))
+        return [self._states[key].slot for key in lookahead]
 
     def update(
         self, sequences: list[SequenceState], *, rewritten: Collection[SequenceState] = ()
@@ -118,12 +121,12 @@ class BatchSlots:
         """
         joined: dict[int, SequenceState] = {}
         several = len(self.null_pages) > 1
-        entries: list[int] = []  # flat indices into the page tables
+        entries: list[int] = []
         pages: list[int] = []
         for sequence in rewritten:
-            self._states[sequence].tokens = 0
+            self._states[sequence.arrival].tokens = 0
         for sequence in sequences:
-            state, length = self._states[sequence], sequence.length
+            state, length = self._states[sequence.arrival], sequence.length
             if state.tokens != length:
                 joined[state.slot] = sequence
                 state.pages = 0
@@ -157,8 +160,8 @@ class BatchSlots:
 
     def did_not_advance(self, sequence: SequenceState) -> None:
         """Record that a launched step could not draw a token for a sequence."""
-        if sequence in self._states:
-            self._states[sequence].tokens -= 1
+        if state := self._states.get(sequence.arrival):
+            state.tokens -= 1
 
     def advance(self, slots: list[int], tokens: Tensor) -> None:
         """Advance slots that the last step could not advance.
@@ -184,6 +187,10 @@ class BatchSlots:
         pages: list[int],
     ) -> None:
         """Add the entries of a sequence's page table beyond the ``written`` ones.
+
+        Args:
+            entries: flat indices into the page tables, added to.
+            pages: page ids of these entries, added to.
 
         Entries of pages that the group does not hold are never read.
         """

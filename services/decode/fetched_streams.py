@@ -152,7 +152,7 @@ class FetchedStreams(StreamService):
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
-                samples_first=self._sent_tokens(stream).computed == len(stream.request.tokens),
+                samples_first=self._sent_tokens(stream).samples_first,
                 span=span,
             )
             times = await self._receiver.fetch(fetch)

@@ -206,8 +206,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
                 job.add_pages(chunk.page_tables)
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
-                end = chunk.first_token + chunk.num_tokens
-                if end == job.outgoing.tokens and not job.samples_first:
+                if chunk.completes and not chunk.samples:
                     self._session_of(chunk.id).report_computed(chunk.id)
                     complete.append(chunk.id)
         for key in complete:

@@ -206,7 +206,6 @@ class PrefillSession:
             fail=lambda code, message: self.fail(key, code, message),
             span=request_span("Prefill/StartPrefill", start),
         )
-        samples_first = sent.computed == len(request.tokens)
         expiry = asyncio.get_running_loop().call_later(
             deadline_s,
             self.fail,
@@ -215,7 +214,7 @@ class PrefillSession:
             "the request's deadline passed",
         )
         limit = request.limit(self._context_length)
-        self._jobs[key] = Job(outgoing, request, samples_first, limit, deadline_s, expiry)
+        self._jobs[key] = Job(outgoing, request, sent.samples_first, limit, deadline_s, expiry)
         self._own.add(key)
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))

@@ -31,12 +31,19 @@ class SentTokens:
     """Tokens of a request whose KV is sent.
 
     Attributes:
-        computed: number of tokens that the prefill worker computes.
-        evicted: number of them whose KV it evicts. The others are sent.
+        known: number of tokens of the request.
+        computed: number of them that the prefill worker computes.
+        evicted: number of computed tokens whose KV it evicts. The others are sent.
     """
 
+    known: int
     computed: int
     evicted: int
+
+    @property
+    def samples_first(self) -> bool:
+        """Whether the prefill worker samples first tokens: it computes all tokens."""
+        return self.computed == self.known
 
     @property
     def kept(self) -> int:
@@ -49,17 +56,16 @@ def sent_tokens(
 ) -> SentTokens:
     """Return which tokens of a request are computed and sent by a prefill worker.
 
-    If pages are encoded, or with an eviction, these are tokens of the prompt alone: output tokens
-    of an earlier attempt attend to encoded pages, or to what eviction has kept, so the decode
-    worker computes them again.
+    Output tokens of an earlier attempt may be computed by the decode worker instead, see
+    `PagePlan.prefilled`.
 
     Args:
         kv_eviction: fraction of the prompt tokens to evict.
     """
-    evicted = evicted_tokens(request.prompt_tokens, kv_eviction, layout.page_size)
-    if layout.plan.encodes or evicted:
-        return SentTokens(request.prompt_tokens, evicted)
-    return SentTokens(count_tokens(request.tokens), 0)
+    prompt = request.prompt_tokens
+    evicted = evicted_tokens(prompt, kv_eviction, layout.page_size)
+    known = count_tokens(request.tokens)
+    return SentTokens(known, layout.plan.prefilled(known, prompt, evicted), evicted)
 
 
 def plan_segments(

@@ -28,9 +28,13 @@ log = structlog.get_logger()
 
 MAX_TIMES = 1 << 16
 """Durations of each kind that are kept until they are taken; older ones are dropped."""
-_RATE_MEMORY_S = 5.0  # seconds of steps with prompts, and of idle time
+_RATE_MEMORY_S = 5.0
+"""Time constant of the rate of computed prompt tokens, over steps with prompts and idle time, in
+seconds."""
 _RATE_KNOWN_AFTER_S = 0.01
-STOP_S = 10.0  # seconds for the last step and jobs at shutdown
+"""Duration of such steps after which the rate is known, in seconds."""
+STOP_S = 10.0
+"""Time for the last step and jobs at shutdown, in seconds."""
 
 _NOTHING = StepOutput()
 
@@ -107,7 +111,8 @@ class EngineThread:
         self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
         self._meter = PaceMeter()
-        self._size: StepSize | None = None  # of the step that was planned last
+        # Amount of work of the step that was planned last.
+        self._size: StepSize | None = None
         self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
         self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
@@ -279,9 +284,8 @@ class EngineThread:
         self._steps += 1
         self._record_pace(now)
         self._busy_s += now - self._since
-        if output.computed:
-            tokens = sum(chunk.num_tokens + chunk.evicted for chunk in output.computed)
-            self._prompt_rate.add(tokens, now - self._since)
+        if self._size is not None and self._size.prompt_tokens:
+            self._prompt_rate.add(self._size.prompt_tokens, now - self._since)
         else:
             self._prompt_rate.idle(now - self._since)
         self._since = now

@@ -124,10 +124,8 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
                 stream.computing_since = time.perf_counter()
         for chunk in output.computed:
             stream = self.streams.get(chunk.id)
-            if stream and stream.reserved is None and not stream.decoding_since:
-                computed = chunk.first_token + chunk.num_tokens + chunk.evicted
-                if computed >= len(stream.request.tokens):
-                    stream.start_decoding()
+            if chunk.samples and stream and stream.reserved is None and not stream.decoding_since:
+                stream.start_decoding()
 
     def _refusal(self, stream: Stream) -> str | None:
         """Return the reason why this service cannot take a stream, if there is one."""

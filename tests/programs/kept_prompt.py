@@ -102,7 +102,9 @@ class KeptPrompt(Engine):
             for first in range(0, self._workload.tokens, chunk):
                 pages = slice(first // PAGE_SIZE, (first + chunk) // PAGE_SIZE)
                 tables = tuple(table[pages] for table in self.page_tables)
-                output.computed.append(Computed(request_id, first, chunk, tables))
+                last = first + chunk >= self._workload.tokens
+                computed = Computed(request_id, first, chunk, tables, completes=last, samples=last)
+                output.computed.append(computed)
             output.tokens.append((request_id, token))
         self._pending.clear()
         return output

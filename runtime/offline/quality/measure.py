@@ -26,7 +26,7 @@ from runtime.offline.quality.fidelity import Fidelity
 from runtime.offline.quality.formats import EXACT
 from runtime.offline.quality.metrics import Bootstrap, Scores, Summary, compare, summarize
 from runtime.offline.quality.needles import NeedleScore
-from runtime.pages.eviction import evicted_tokens
+from runtime.pages.eviction import evicted_tokens, vacated_pages
 from runtime.pages.plan import PageCount, pages_for
 from runtime.steps.eviction import PromptEviction
 
@@ -264,7 +264,8 @@ def logits_after_eviction(
         page_tables=[list(range(used))],
         evicts=evicted_tokens(prompt, eviction, size),
     )
-    chunk = Chunk(SequenceGroup(Purpose.HOLD, [sequence]), 0, prompt)
+    vacated = vacated_pages(prompt, sequence.evicts, size)
+    chunk = Chunk(SequenceGroup(Purpose.HOLD, [sequence]), 0, prompt, vacated)
     batch = Batch.of([SequenceSlice(sequence.tokens, 0, sequence.page_tables[0])], model.device)
     cache = model.new_cache(PageCount(pages))
     evictions = PromptEviction(model, cache)
@@ -272,8 +273,9 @@ def logits_after_eviction(
     with _replaced(model, exact):
         model.forward(replace(batch, queries=log), cache)
     evictions.evict([chunk], log)
-    held = [*sequence.page_tables[0], *range(used, pages)]
-    piece = SequenceSlice(tokens[prompt:], prompt, held, evicted=sequence.evicted)
+    [kept] = chunk.completed
+    held = [*kept.page_tables[0], *range(used, pages)]
+    piece = SequenceSlice(tokens[prompt:], prompt, held, evicted=kept.evicted)
     with _replaced(model, kv_format):
         return model.forward(_with_all_logits(piece, model.device), cache)
 

@@ -19,13 +19,17 @@ TOKEN = 1
 
 
 class FakeStep(NamedTuple):
-    """A step that samples `TOKEN`."""
+    """A step that samples `TOKEN`.
 
-    sequences: list[SequenceState]
+    Attributes:
+        sampled: number of sequences for which it samples a token.
+    """
+
+    sampled: int
     ready: None = None
 
     def read(self) -> list[Draw | None]:
-        return [Draw(TOKEN)] * len(self.sequences)
+        return [Draw(TOKEN)] * self.sampled
 
 
 class FakeExecutor(Executor):
@@ -46,8 +50,7 @@ class FakeExecutor(Executor):
         return self.lookahead
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
-        return FakeStep([s for s in (*plan.decode, *first) if not s.forced])
+        return FakeStep(len(plan.sampled))
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """There is nothing in the pages."""

@@ -71,13 +71,12 @@ def test_first_rank_launches_last_and_gives_the_tokens() -> None:
 
     class Other(Recorded):
         def launch(self, plan: StepPlan) -> FakeStep:
-            step = super().launch(plan)
-            return OtherStep(step.sequences)
+            return OtherStep(super().launch(plan).sampled)
 
     class OtherStep(FakeStep):
         def read(self) -> list[Draw | None]:
-            read.append(len(self.sequences))
-            return [Draw(TOKEN + 1)] * len(self.sequences)
+            read.append(self.sampled)
+            return [Draw(TOKEN + 1)] * self.sampled
 
     calls: list[tuple[object, ...]] = []
     read: list[int] = []
@@ -97,11 +96,11 @@ def test_ranks_with_different_pages_are_refused() -> None:
 def test_step_without_finite_logits_refuses_the_request() -> None:
     class Damaged(FakeExecutor):
         def launch(self, plan: StepPlan) -> FakeStep:
-            return DamagedStep(super().launch(plan).sequences)
+            return DamagedStep(super().launch(plan).sampled)
 
     class DamagedStep(FakeStep):
         def read(self) -> list[Draw | None]:
-            return [None for _ in self.sequences]
+            return [None] * self.sampled
 
     engine = Engine(Damaged(64, LIMITS))
     output = engine.step([Add(request_of("a", 8, 2))])
@@ -120,8 +119,12 @@ def test_preempted_sequence_is_launched_again_from_its_start() -> None:
     assert len(prompts) > 2, "one of the sequences was preempted"
 
 
-def test_eviction_is_refused_with_several_ranks() -> None:
-    ranks = Ranks([FakeExecutor(64, LIMITS), FakeExecutor(64, LIMITS)])
-    with pytest.raises(KVFormatError, match="several ranks"):
-        Engine(ranks, kv_eviction=0.5)
-    assert Engine(Ranks([FakeExecutor(64, LIMITS)]), kv_eviction=0.5)
+def test_eviction_is_refused_if_a_rank_does_not_support_it() -> None:
+    class Fixed(FakeExecutor):
+        def check_eviction(self) -> None:
+            raise KVFormatError("the tokens of its pages cannot be moved")
+
+    ranks = [FakeExecutor(64, LIMITS), FakeExecutor(64, LIMITS)]
+    assert Engine(Ranks(ranks), kv_eviction=0.5)
+    with pytest.raises(KVFormatError, match="cannot be moved"):
+        Engine(Ranks([*ranks, Fixed(64, LIMITS)]), kv_eviction=0.5)

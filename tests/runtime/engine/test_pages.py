@@ -35,9 +35,7 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
     )
     for number in range(8):
         scheduler.submit(request_of(str(number), 40), Purpose.GENERATE)
-    for chunk in scheduler.plan().chunks:
-        scheduler.computed(chunk)
-        scheduler.run(chunk.group.sequences[0])
+    scheduler.step_launched(scheduler.plan())
     searches: list[list[SequenceState]] = []
 
     def lacking(plan: PagePlan, batch: list[SequenceState]) -> list[SequenceState]:

@@ -8,9 +8,8 @@ import pytest
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk
+from runtime.core.plan import StepPlan
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
-from runtime.core.sequence import SequenceState
 from runtime.engine import Add, Arrived, Command, Engine, LocalExecutor, Release, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -125,17 +124,17 @@ class Watch:
         held = engine._scheduler.pages
         launch, collect = replay.launch, replay.collect
 
-        def launched(decode: list[SequenceState], chunks: list[Chunk]) -> InFlightStep:
-            step = launch(decode, chunks)
-            prompts = [s for chunk in chunks for s in chunk.group.sequences]
-            tables = [(*s.page_tables, *s.vacated) for s in decode + prompts]
+        def launched(plan: StepPlan) -> InFlightStep:
+            step = launch(plan)
+            prompts = [s for chunk in plan.chunks for s in chunk.group.sequences]
+            tables = [s.page_tables for s in plan.decode + prompts if s.page_tables]
             pages = {
-                pool: {page for own in tables for of in own[at :: len(held.pools)] for page in of}
+                pool: {page for own in tables for page in own[at]}
                 for at, pool in enumerate(held.pools)
             }
             self.in_flight.append((step, pages))
             self.launches += 1
-            self.mixed += bool(decode and chunks)
+            self.mixed += bool(plan.decode and plan.chunks)
             return step
 
         def collected(step: InFlightStep) -> list[Draw | None]:

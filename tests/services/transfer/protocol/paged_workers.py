@@ -117,7 +117,7 @@ class _Receiver:
     numbers: int = 0
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        return SentTokens(self.bounds.prompt, 0)
+        return SentTokens(self.bounds.prompt, self.bounds.prompt, 0)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         self.numbers += 1
