@@ -5,6 +5,8 @@ Values that the engine or the event loop could not handle are refused here.
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
@@ -58,21 +60,16 @@ def request_span(name: str, message: decode_pb2.StartStream | prefill_pb2.StartP
 
 
 def _sampling_from_message(request: request_pb2.Request) -> SamplingParams:
+    """Return the sampling parameters; each field of the message has the name of a parameter."""
     message = request.sampling
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=dict(message.logit_bias),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        min_tokens=message.min_tokens,
-        suppressed=frozenset(request.stop_token_ids if message.min_tokens else ()),
-    )
+    present = {field.name for field, _ in message.ListFields()}
+    values: dict[str, Any] = {}
+    for field in pb.Sampling.DESCRIPTOR.fields:
+        if field.name in present or not field.has_presence:
+            value = getattr(message, field.name)
+            values[field.name] = dict(value) if isinstance(value, Mapping) else value
+    suppressed = request.stop_token_ids if message.min_tokens else ()
+    return SamplingParams(**values, suppressed=frozenset(suppressed))
 
 
 def token_to_message(token: SampledToken) -> pb.Token:
