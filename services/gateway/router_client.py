@@ -17,6 +17,7 @@ from services.common.listings import ModelReadiness, ReadinessList, WorkerList
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, new_placement_id
 from services.common.tls import MutualTls
 from services.gateway.router_answers import NoRouter, parse_answer
+from services.gateway.router_connections import RouterConnector
 
 log = structlog.get_logger()
 
@@ -29,8 +30,6 @@ _PROBE_TIMEOUT_S = 2.0
 _MAX_NAMED = 4
 """Maximum number of models that a reason names."""
 _JSON = {"Content-Type": "application/json"}
-_KEEP_ALIVE_S = 60.0
-"""Time in seconds after which this client closes an idle connection; shorter than the router's."""
 
 
 @dataclass(eq=False)
@@ -66,7 +65,8 @@ class RouterClient:
         routers: base URLs.
         token: cluster token, or None.
         tls: certificates for mutual TLS, or None.
-        timeout_s: maximum time in seconds to connect, and for an answer in addition to ``wait_s``.
+        timeout_s: maximum time in seconds to open a connection, and for an answer in addition to
+            ``wait_s``.
     """
 
     def __init__(
@@ -79,13 +79,8 @@ class RouterClient:
     ) -> None:
         self._routers = [url.rstrip("/") for url in routers]
         self._timeout_s = timeout_s
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=tls.client_context if tls else True
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-        )
+        # Probes and listings do not wait for the connections of a burst of calls.
+        self._calls, self._checks = _open_session(token, tls), _open_session(token, tls)
         self._releases: set[asyncio.Task[None]] = set()
         self._probes: dict[str, asyncio.Task[object]] = {}
         self._refusals: dict[str, str] = {}  # reason that was logged last, by router
@@ -171,7 +166,8 @@ class RouterClient:
         for probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*self._releases, *self._probes.values(), return_exceptions=True)
-        await self._http.close()
+        await self._calls.close()
+        await self._checks.close()
 
     def _prefer(self, router: str) -> None:
         if self._routers[0] != router:
@@ -276,15 +272,32 @@ class RouterClient:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the response, which must begin within ``timeout_s`` seconds, and its body."""
+        """Return the response and its body.
+
+        Args:
+            timeout_s: maximum time until the request is sent, and until its response begins, in
+                seconds.
+        """
         timeout = aiohttp.ClientTimeout(
-            total=None, connect=min(self._timeout_s, timeout_s), sock_read=timeout_s
+            total=None,
+            connect=timeout_s,
+            sock_connect=min(self._timeout_s, timeout_s),
+            sock_read=timeout_s,
         )
         sent = {**_JSON, **(headers or {})}
-        async with self._http.request(
+        session = self._checks if method == "GET" else self._calls
+        async with session.request(
             method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False
         ) as response:
             return response, await response.read()
+
+
+def _open_session(token: str | None, tls: MutualTls | None) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=RouterConnector(tls),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+    )
 
 
 async def _twice(call: Callable[[], Awaitable[T]]) -> T:
@@ -304,7 +317,7 @@ async def _twice(call: Callable[[], Awaitable[T]]) -> T:
 def _was_sent(call: "asyncio.Task[object]") -> bool:
     """Return whether a call may have reached its router, which then may have executed it."""
     failure = call.exception() if call.done() and not call.cancelled() else None
-    return not isinstance(failure, aiohttp.ClientConnectorError)
+    return not isinstance(failure, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
 def _readiness(model: str, known: Sequence[ModelReadiness]) -> ModelReadiness:

@@ -9,6 +9,7 @@ import structlog
 import uvloop
 
 from services.common.errors import SettingsError
+from services.common.file_limit import check_file_limit
 from services.common.garbage_collection import freeze_loaded
 from services.common.http_server import HttpServer, listen
 from services.common.metrics_server import OperationServers
@@ -31,6 +32,7 @@ async def serve(settings: RouterSettings) -> None:
     Raises:
         SettingsError: if the address or a TLS file is invalid, or the port is in use.
     """
+    check_file_limit(settings.max_waiting + settings.max_workers)
     dispatcher = build_dispatcher(settings, time.monotonic())
     server = HttpServer(http_config(create_app(settings, dispatcher), settings.tls))
     listener = listen(settings.host, settings.port)

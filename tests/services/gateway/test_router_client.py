@@ -93,12 +93,16 @@ async def test_readiness_is_that_of_the_first_router_that_is_ready(
         )
 
 
-async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
+async def test_calls_use_one_connection_and_probes_another(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
     client = open_client(router.url)
     for _ in range(3):
         await client.place(REQUEST)
-        assert (await client.readiness("small")).ready
     assert len(router.peers) == 1
+    for _ in range(3):
+        assert (await client.readiness("small")).ready
+    assert len(router.peers) == 2
 
 
 async def test_connection_closed_by_an_idle_router_does_not_fail_a_call(
