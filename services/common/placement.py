@@ -122,8 +122,9 @@ class Compatibility(Message):
 
     Attributes:
         page_plan: page size and page groups, by which every process counts a worker's pages.
-        chunk_tokens: maximum prompt tokens of one sequence in a step. With chunks of another size,
-            the results of a prompt that is computed again may differ in rounding.
+        chunk_tokens: maximum prompt tokens of one sequence in a step. No worker needs the value of
+            another one to read its KV. But a decode worker computes the tokens of a preempted
+            sequence again, and with chunks of another size the results may differ in rounding.
     """
 
     model_hash: Label

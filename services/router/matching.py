@@ -9,6 +9,8 @@ from services.common.placement import Compatibility, Registration, Role
 
 _MAX_COMPARED = 16  # workers of which a reason names the most similar one
 _MAX_VALUE_CHARS = 24  # of a property of a worker
+_REMEDIES = {"chunk_tokens": "start both with the same chunk_tokens; auto depends on step_tokens"}
+"""What to do about a property that is a setting, or follows from one, by property."""
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
@@ -56,11 +58,15 @@ def difference(workers: Sequence[Member]) -> str:
     )
     ours, theirs = prefill.compatibility, decode.compatibility
     differing = [
-        f"{name} is {_value(ours, theirs, name)} and {_value(theirs, ours, name)}"
+        f"{name} is {_value(ours, theirs, name)} and {_value(theirs, ours, name)}{_remedy(name)}"
         for name in ours.mismatches(theirs)
     ]
     names = f"{prefill.worker_id} and {decode.worker_id}"
     return f"the workers {names} are not compatible: {', '.join(differing)}"
+
+
+def _remedy(name: str) -> str:
+    return f" ({_REMEDIES[name]})" if name in _REMEDIES else ""
 
 
 def _value(of: Compatibility, other: Compatibility, name: str) -> str:

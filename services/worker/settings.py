@@ -137,8 +137,8 @@ class WorkerSettings(ServiceSettings):
     chunk_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
         description="maximum prompt tokens of one sequence in a step, a multiple of 16; auto: "
-        "`step_tokens`, at most 1,024; the same for all workers, because another size changes the "
-        "rounding of results",
+        "`step_tokens`, at most 1,024; workers with different values do not serve a request "
+        "together, because a prompt computed again in other chunks may be rounded differently",
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",

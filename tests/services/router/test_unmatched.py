@@ -85,6 +85,8 @@ async def test_pair_that_differs_in_one_property_is_refused_with_the_reason(name
     values = f"{getattr(COMPATIBLE, name)!r} and {OTHER[name]!r}"
     if name == "page_plan":
         values = "16 tokens per page and 32 tokens per page"
+    if name == "chunk_tokens":
+        values += " (start both with the same chunk_tokens; auto depends on step_tokens)"
     reason = f"the workers prefill-0 and decode-0 are not compatible: {name} is {values}"
     assert [entry["reason"] for entry in logs if entry["log_level"] == "warning"] == [reason]
     assert await router.reasons() == {"prefill-0": reason, "decode-0": reason}
