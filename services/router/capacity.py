@@ -89,9 +89,15 @@ class Demand:
         """Tokens that fair queueing counts: the prompt, and the expected output of all choices."""
         return self.prompt_tokens + self.choices * min(self.max_tokens, self.output_reserve)
 
-    def tokens(self, role: Role) -> int:
-        """Return the tokens that the request adds to the queue of a worker with this role."""
-        return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens()
+    def tokens(self, role: Role, max_tokens: int | None = None) -> int:
+        """Return the tokens that the request adds to the queue of a worker with this role.
+
+        Args:
+            max_tokens: maximum output tokens of each choice; default: those of the request.
+        """
+        if role is Role.PREFILL:
+            return self.prompt_tokens
+        return self.choices * self.choice_tokens(max_tokens)
 
     def slots(self, role: Role) -> int:
         """Return the batch slots that the request needs on a worker with this role."""
@@ -221,13 +227,18 @@ class WorkerSnapshot:
         return min(self.compatibility.context_length, kept + 1 + evicted)
 
     def max_output(self, demand: Demand, role: Role) -> int:
+        """Return the output tokens of `need`."""
+        return self.need(demand, role)[0]
+
+    def need(self, demand: Demand, role: Role) -> tuple[int, PageCount]:
         """Return the output tokens that would fit in one of the `roles` if the worker were idle.
 
         One choice must have space for all of its output, and all choices for the output that
         placement counts. Each choice also needs a batch slot.
 
         Returns:
-            Output tokens of each choice, at most those of the request; 0 if fewer than it requires.
+            Output tokens of each choice, at most those of the request, and the pages that all
+            choices need for them. Both are 0 if fewer tokens fit than the request requires.
         """
         share = self.compatibility.kv_eviction
         evicted = demand.evicted(share, self.page_plan.page_size)
@@ -235,16 +246,22 @@ class WorkerSnapshot:
         longest = self.compatibility.context_length if prefills else self._longest(evicted)
         most = min(demand.max_tokens, longest - demand.prompt_tokens)
         if most < demand.least_tokens or demand.choices > self.max_running:
-            return 0
+            return 0, PageCount()
+
+        def pages_for(output: int) -> PageCount:
+            return demand.pages(role, self.page_plan, output, kv_eviction=share)
 
         def exceeds(output: int) -> bool:
-            pages = demand.pages(role, self.page_plan, output, kv_eviction=share)
-            return not pages.fits(self.pages_total)
+            return not pages_for(output).fits(self.pages_total)
 
-        if not exceeds(most):
-            return most
+        pages = pages_for(most)
+        if pages.fits(self.pages_total):
+            return most, pages
         fitting = bisect_left(range(demand.least_tokens, most), True, key=exceeds)
-        return demand.least_tokens + fitting - 1 if fitting else 0
+        if not fitting:
+            return 0, PageCount()
+        most = demand.least_tokens + fitting - 1
+        return most, pages_for(most)
 
     @property
     def is_open(self) -> bool:
@@ -268,7 +285,7 @@ def with_space(
 
     Args:
         workers: open workers (`WorkerSnapshot.is_open`).
-        need: pages for the output tokens of `WorkerSnapshot.max_output`.
+        need: pages of `WorkerSnapshot.need`.
     """
     if role is Role.PREFILL:
         return list(workers)

@@ -73,6 +73,7 @@ class Dispatcher:
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
         self._claimed = 0, 0  # version and changes of the roster when claims became outdated
+        self._blocked = 0, 0  # changes of roster and queue with which no queued call was answered
 
     def is_settled(self, now: float) -> bool:
         """Return whether all live workers have registered."""
@@ -94,7 +95,7 @@ class Dispatcher:
         if self.fleet.has_seen(request.placement_id) or self.queue.find(request.placement_id):
             call.resolve(Released("this placement was released, or its id is in use"))
             return call
-        call.claim = self.fleet.roster(now).claim(demand)
+        call.claim = self.fleet.roster(now).claim(demand, call.needs)
         if call.claim.reason is not Reason.BUSY:
             call.resolve(self._refusal(call.claim.reason, request, now))
             return call
@@ -179,8 +180,8 @@ class Dispatcher:
     def _place_waiting(self, now: float) -> None:
         """Answer the queued calls that can be placed or refused, in order.
 
-        Calls are examined until no claim of the queue can be served: calls with the same claim as a
-        call that waits are blocked by it.
+        Nothing is examined if neither the workers nor the queue have changed since no call could be
+        answered.
         """
         if not len(self.queue):
             return
@@ -189,9 +190,24 @@ class Dispatcher:
             self.queue.outdate(excluding=roster.version == self._claimed[0])
             self._claimed = seen
         self.queue.reclaim(roster.claim)
-        left = self._servable(roster)
-        if not left:
+        if (state := (roster.updates, self.queue.changes)) == self._blocked:
             return
+        left = self._servable(roster)
+        if not left or not self._answer_waiting(left, now):
+            self._blocked = state
+
+    def _answer_waiting(self, left: dict[Claim, int], now: float) -> bool:
+        """Answer the queued calls with these claims that can be placed or refused, in order.
+
+        Calls are examined until no claim can be served: calls with the same claim as a call that
+        waits are blocked by it.
+
+        Args:
+            left: number of calls by claim; it is changed.
+
+        Returns:
+            Whether any call was answered.
+        """
         answers: list[tuple[PendingPlacement, Placement | RouterException]] = []
         reserved: set[str] = set()
         queued = self.queue.pending_prompt_tokens
@@ -220,6 +236,7 @@ class Dispatcher:
                 if isinstance(answer, Placement):
                     self.admission.placed(call)
                 self._answer(call, answer)
+        return bool(answers)
 
     def _servable(self, roster: Roster) -> dict[Claim, int]:
         """Return the claims of which a call may be answered now, with the numbers of their calls.
@@ -227,10 +244,9 @@ class Dispatcher:
         Reservations matter only on workers with capacity, with two exceptions: a slow worker gets a
         prompt if faster ones are reserved, and calls that would be refused wait if all are.
         """
-        claims = {claim: number for claim, number in self.queue.claims.items() if claim}
-        if roster.has_slow or any(claim.reason is not Reason.BUSY for claim in claims):
-            return claims
-        return {claim: number for claim, number in claims.items() if claim.is_open}
+        claims = self.queue.claims
+        every = roster.has_slow or any(c and c.reason is not Reason.BUSY for c in claims)
+        return {c: number for c, number in claims.items() if c and (every or c.is_open)}
 
     def _place(
         self, call: PendingPlacement, reserved: Collection[str] = (), queued: int = 0

@@ -13,7 +13,7 @@ There is no clock: methods take ``now``, in seconds of a monotonic clock.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from typing import TypeVar
@@ -168,18 +168,18 @@ class Fleet:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
         self._placements += 1
         decode, role = pair.roles[-1]
-        demand = replace(demand, max_tokens=decode.max_output(demand, role))
+        max_tokens = decode.max_output(demand, role)
         placement = Placement(
             placement_id=placement_id,
             prefill=self._workers[pair.prefill.worker_id].address if pair.prefill else None,
             decode=self._workers[pair.decode.worker_id].address,
-            max_tokens=demand.max_tokens,
+            max_tokens=max_tokens,
             model=self._workers[pair.decode.worker_id].registration.model,
         )
         record = _PlacementRecord(placement, now)
         for worker, role in pair.roles:
             known = self._workers[worker.worker_id]
-            known.promise(placement_id, demand, role, self._placements, now)
+            known.promise(placement_id, demand, role, max_tokens, self._placements, now)
             self._changed[worker.worker_id] = None
         self._records[placement_id] = record
         self._expiries[placement_id] = now + self._limits.placement_ttl_s
@@ -281,8 +281,8 @@ class Fleet:
     def _forget_promises(self, record: _PlacementRecord) -> None:
         self._expiries.pop(record.placement.placement_id, None)
         for address in record.addresses:
-            if worker := self._find(address.worker_id, address.epoch):
-                worker.forget(record.placement.placement_id)
+            worker = self._find(address.worker_id, address.epoch)
+            if worker and worker.forget(record.placement.placement_id):
                 self._changed[address.worker_id] = None
 
     def _registrations_changed(self, worker_id: str) -> None:

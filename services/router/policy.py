@@ -22,7 +22,9 @@ output tokens fit as on the largest of them. A request never waits for a larger 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from math import inf
+from operator import attrgetter
 from random import Random
 from typing import Protocol, TypeVar
 
@@ -87,12 +89,12 @@ def place(
 
     Args:
         pools: pools of the request's claim.
-        needs: results of earlier calls for the same request and workers, to which it adds.
+        needs: needs of the request that are known; others are added.
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
         queued: prompt tokens of the other requests in the router's queue.
     """
-    offers = _Offers(demand, pools, {} if needs is None else needs, reserved, queued)
+    offers = _Offers(demand, pools, needs or Needs(demand), reserved, queued)
     groups = offers.groups()
     return _choose(demand, _larger(demand, groups), policy, rng) if groups else None
 
@@ -176,7 +178,7 @@ class _Offers:
             decode = self._ready(pool, Role.DECODE)
             colocated = self._ready(pool, Role.COLOCATED)
             if decode or colocated:
-                prefill = [w for ws in self._ready(pool, Role.PREFILL).values() for w in ws]
+                prefill = _all(self._ready(pool, Role.PREFILL))
                 group = _Group(pool.alone, prefill, decode, colocated)
                 if group.can_serve:
                     found.append(group)
@@ -203,12 +205,7 @@ class _Offers:
     ) -> tuple[int, list[WorkerSnapshot]]:
         """Return the output tokens that fit, and the workers with space for them."""
         demand = self.demand
-        if (need := self.needs.get((shape, role))) is None:
-            sample, share = shape.sample, shape.sample.compatibility.kv_eviction
-            output = sample.max_output(demand, role)
-            need = output, demand.pages(role, sample.page_plan, output, kv_eviction=share)
-            self.needs[shape, role] = need
-        output, pages = need
+        output, pages = self.needs.on(shape, role)
         found = with_space(workers.values(), demand, role, pages) if output else []
         barred = [demand.exclude] if role is Role.PREFILL else [demand.exclude, self.reserved]
         for names in filter(None, barred):
@@ -233,6 +230,10 @@ class _Offers:
         return shortest + self.queued / max(1, len(fast)) < slow.delay(self.demand, role)
 
 
+def _all(by_output: Mapping[int, list[WorkerSnapshot]]) -> list[WorkerSnapshot]:
+    return list(chain.from_iterable(by_output.values()))
+
+
 def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
     """Return the groups without workers that are too small for a request of unknown output."""
     if demand.least_tokens >= demand.max_tokens:
@@ -249,15 +250,15 @@ def _choose(demand: Demand, groups: Iterable[_Group], policy: PolicyName, rng: R
     Each colocated worker is an alternative to the pairs of all groups.
     """
     choose = _BY_NAME[policy]
-    prefill, decode, alone = (_delay_as(role, demand) for role in _ROLES)
+    prefill, decode, alone = (_delays_as(role, demand) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
     for group in groups:
-        colocated = [worker for workers in group.colocated.values() for worker in workers]
+        colocated = _all(group.colocated)
         if group.alone:
             pairs += [Pair(None, worker) for worker in colocated]
         elif group.prefill and group.decode:
-            decoders = [worker for workers in group.decode.values() for worker in workers]
+            decoders = _all(group.decode)
             pair = Pair(choose(group.prefill, prefill, rng), choose(decoders, decode, rng))
             if policy is PolicyName.SHORTEST_QUEUE:
                 pair = _overflow(demand, pair, colocated, rng)
@@ -265,14 +266,23 @@ def _choose(demand: Demand, groups: Iterable[_Group], policy: PolicyName, rng: R
         else:
             pair = Pair(None, choose(colocated, alone, rng))
             (fallbacks if group.is_fallback else pairs).append(pair)
-    return choose(pairs or fallbacks, lambda pair: pair.delay(demand), rng)
+    return choose(pairs or fallbacks, lambda of: [pair.delay(demand) for pair in of], rng)
 
 
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
-def _delay_as(role: Role, demand: Demand) -> Callable[[WorkerSnapshot], float]:
-    return lambda w: w.queue_tokens if w.slowdown == 1.0 else w.delay(demand, role)
+_queue_tokens = attrgetter("queue_tokens")
+_slowdown = attrgetter("slowdown")
+
+
+def _delays_as(role: Role, demand: Demand) -> "_Delays[WorkerSnapshot]":
+    def delays(workers: Sequence[WorkerSnapshot]) -> list[float]:
+        if max(map(_slowdown, workers)) == 1.0:  # without a Python call for each worker
+            return list(map(_queue_tokens, workers))
+        return [worker.delay(demand, role) for worker in workers]
+
+    return delays
 
 
 def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
@@ -284,41 +294,41 @@ def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng
     bound = pair.decode.overflow_tokens
     if bound is None or not prefill:
         return pair
-    delay = _delay_as(Role.COLOCATED, demand)
-    shortest = _shortest_queue(prefill, delay, rng)
+    shortest = _shortest_queue(prefill, _delays_as(Role.COLOCATED, demand), rng)
     excess = pair.decode.delay(demand, Role.DECODE) - bound
-    return Pair(None, shortest) if delay(shortest) < excess else pair
+    return Pair(None, shortest) if shortest.delay(demand, Role.COLOCATED) < excess else pair
 
 
-def _least(candidates: Sequence[C], key: Callable[[C], float], rng: Random) -> C:
-    keys = [key(candidate) for candidate in candidates]
+_Delays = Callable[[Sequence[C]], list[float]]
+"""Returns the delay of a request on each of the candidates."""
+
+
+def _least(candidates: Sequence[C], keys: list[float], rng: Random) -> C:
     least = min(keys)
     if keys.count(least) == 1:
         return candidates[keys.index(least)]
     return rng.choice([c for c, value in zip(candidates, keys, strict=True) if value == least])
 
 
-def _shortest_queue(candidates: Sequence[C], delay: Callable[[C], float], rng: Random) -> C:
-    return _least(candidates, delay, rng)
+def _shortest_queue(candidates: Sequence[C], delays: _Delays[C], rng: Random) -> C:
+    return _least(candidates, delays(candidates), rng)
 
 
-def _round_robin(candidates: Sequence[C], _delay: Callable[[C], float], rng: Random) -> C:
+def _round_robin(candidates: Sequence[C], _delays: _Delays[C], rng: Random) -> C:
     """Choose the least recently used candidate. This is fair even if workers join or leave."""
-    return _least(candidates, lambda c: c.last_placement, rng)
+    return _least(candidates, [c.last_placement for c in candidates], rng)
 
 
-def _random(candidates: Sequence[C], _delay: Callable[[C], float], rng: Random) -> C:
+def _random(candidates: Sequence[C], _delays: _Delays[C], rng: Random) -> C:
     return rng.choice(candidates)
 
 
-def _power_of_two(candidates: Sequence[C], delay: Callable[[C], float], rng: Random) -> C:
-    return _shortest_queue(rng.sample(candidates, min(2, len(candidates))), delay, rng)
+def _power_of_two(candidates: Sequence[C], delays: _Delays[C], rng: Random) -> C:
+    return _shortest_queue(rng.sample(candidates, min(2, len(candidates))), delays, rng)
 
 
 class _Choose(Protocol):
-    def __call__(
-        self, candidates: Sequence[C], delay: Callable[[C], float], rng: Random, /
-    ) -> C: ...
+    def __call__(self, candidates: Sequence[C], delays: _Delays[C], rng: Random, /) -> C: ...
 
 
 _BY_NAME: dict[PolicyName, _Choose] = {

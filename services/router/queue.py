@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from services.common.fair_queue import FairQueue
@@ -25,6 +24,8 @@ class PendingPlacement:
     Attributes:
         claim: workers that could serve the request, as long as the roster has the same version.
         needs: pages that it needs on them.
+        cost: cost of the request, tokens.
+        urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
     """
 
     request: PlaceRequest
@@ -34,25 +35,18 @@ class PendingPlacement:
     answer: Placement | RouterException | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     claim: Claim | None = None
-    needs: Needs = field(default_factory=dict)
+    needs: Needs = field(init=False)
+    tenant: str | None = field(init=False)
+    weight: int = field(init=False)
+    cost: int = field(init=False)
+    urgency: tuple[bool, int] = field(init=False)
 
-    @cached_property
-    def tenant(self) -> str | None:
-        return self.request.tenant
-
-    @cached_property
-    def weight(self) -> int:
-        return self.request.weight
-
-    @cached_property
-    def cost(self) -> int:
-        """Cost of the request, tokens."""
-        return self.demand.cost
-
-    @cached_property
-    def urgency(self) -> tuple[bool, int]:
-        """Sort key among the calls of a tenant: admitted requests first, then by priority."""
-        return not self.request.admitted, -self.request.priority
+    def __post_init__(self) -> None:
+        self.needs = Needs(self.demand)
+        self.tenant = self.request.tenant
+        self.weight = self.request.weight
+        self.cost = self.demand.cost
+        self.urgency = not self.request.admitted, -self.request.priority
 
     def resolve(self, answer: Placement | RouterException) -> None:
         """Set the answer and wake the caller."""
@@ -64,6 +58,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
     """Queued placement requests. The dispatcher ensures that there are at most ``max_waiting``.
 
     Attributes:
+        changes: number of changes of the queued calls or of their claims.
         claims: number of queued calls by their claim.
         pending_prompt_tokens: prompt tokens of all queued calls.
     """
@@ -74,6 +69,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self._by_id: dict[str, PendingPlacement] = {}
         self._deadlines: list[tuple[float, int, PendingPlacement]] = []  # heap, with ended calls
         self._outdated: deque[PendingPlacement] = deque()  # calls whose claim must be set anew
+        self.changes = 0
         self.claims: Counter[Claim | None] = Counter()
         self.pending_prompt_tokens = 0
 
@@ -85,6 +81,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
     def add(self, item: PendingPlacement) -> None:
         """Queue a call. No other queued call has its placement id."""
         super().add(item)
+        self.changes += 1
         self._by_id[item.request.placement_id] = item
         self.claims[item.claim] += 1
         self.pending_prompt_tokens += item.demand.prompt_tokens
@@ -97,6 +94,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         """Remove a call; see `FairQueue.remove`."""
         if not super().remove(item, served=served):
             return False
+        self.changes += 1
         del self._by_id[item.request.placement_id]
         self._uncount(item)
         self.pending_prompt_tokens -= item.demand.prompt_tokens
@@ -111,7 +109,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         calls = (c for c in self._by_id.values() if c.demand.exclude or not excluding)
         self._outdated = deque(dict.fromkeys((*self._outdated, *calls)))
 
-    def reclaim(self, claim: Callable[[Demand], Claim]) -> None:
+    def reclaim(self, claim: Callable[[Demand, Needs], Claim]) -> None:
         """Set the next `MAX_RECLAIMED` claims anew.
 
         A call with an outdated claim only misses workers that have joined, and finds none of those
@@ -120,9 +118,10 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         for _ in range(min(MAX_RECLAIMED, len(self._outdated))):
             call = self._outdated.popleft()
             if self._has(call):
+                self.changes += 1
                 self._uncount(call)
-                call.claim = claim(call.demand)
-                call.needs = {}
+                call.needs = Needs(call.demand)
+                call.claim = claim(call.demand, call.needs)
                 self.claims[call.claim] += 1
 
     def find(self, placement_id: str) -> PendingPlacement | None:

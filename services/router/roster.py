@@ -17,9 +17,6 @@ from runtime.pages.plan import PageCount
 from services.common.placement import Role
 from services.router.capacity import USABLE, Demand, WorkerSnapshot
 
-Needs = dict[tuple["Shape", Role], tuple[int, PageCount]]
-"""Output tokens of a request that fit on the workers of a shape in a role, and their pages."""
-
 MAX_CLAIMS = 1024
 """Maximum number of claims that are remembered to be shared among requests."""
 _POOL_KEY = 3  # number of fields in the key of a pool, with which the key of a shape begins
@@ -78,6 +75,20 @@ class Shape:
     slow: set[str] = field(default_factory=set)
 
 
+class Needs:
+    """What one request needs on the workers of each shape, computed once."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._known: dict[tuple[Shape, Role], tuple[int, PageCount]] = {}
+
+    def on(self, shape: Shape, role: Role) -> tuple[int, PageCount]:
+        """Return the output tokens that fit and their pages; see `WorkerSnapshot.need`."""
+        if (need := self._known.get((shape, role))) is None:
+            need = self._known[shape, role] = shape.sample.need(self._demand, role)
+        return need
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
     """The workers that can serve a request, regardless of their load.
@@ -126,10 +137,11 @@ class Roster:
     Attributes:
         version: number of changes of the shapes, or of which of them have usable workers.
         changes: number of changes of the registered or usable workers.
+        updates: number of changes of any worker, also of its load alone.
     """
 
     def __init__(self) -> None:
-        self.version = self.changes = 0
+        self.version = self.changes = self.updates = 0
         self._shapes: dict[tuple[object, ...], Shape] = {}
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._by_worker: dict[str, tuple[tuple[object, ...], Shape]] = {}
@@ -145,6 +157,7 @@ class Roster:
 
     def update(self, worker: WorkerSnapshot) -> None:
         """Set the state of a worker. Its shape must be that of its last update."""
+        self.updates += 1
         name = worker.worker_id
         known = self._by_worker.get(name)
         shape = known[1] if known else self._add(worker)
@@ -186,8 +199,13 @@ class Roster:
         """Whether an open worker that computes prompts has a slowdown."""
         return any(shape.slow for shape in self._shapes.values())
 
-    def claim(self, demand: Demand) -> Claim:
-        """Return the workers that can serve a request, or why none can."""
+    def claim(self, demand: Demand, needs: Needs | None = None) -> Claim:
+        """Return the workers that can serve a request, or why none can.
+
+        Args:
+            needs: needs of the request that are known; others are added.
+        """
+        needs = needs or Needs(demand)
         models = {shape.sample.model for shape in self._shapes.values()}
         serving = [s for s in self._shapes.values() if demand.model in (None, s.sample.model)]
         if demand.model is None and len(models) > 1:
@@ -195,7 +213,7 @@ class Roster:
         if models and not serving:
             return self._claim(Reason.UNKNOWN_MODEL)
         offers = [(shape, role) for shape in serving for role in shape.sample.roles]
-        fitting = [(s, role) for s, role in offers if s.sample.max_output(demand, role)]
+        fitting = [(s, role) for s, role in offers if needs.on(s, role)[0]]
         usable = [(s, role) for s, role in fitting if _has_others(s.usable, demand.exclude)]
         decoders = tuple(_decoders(usable))
         if decoders:
@@ -236,6 +254,7 @@ class Roster:
 
     def _changed(self, of_shapes: bool) -> None:
         self.changes += 1
+        self.updates += 1
         if of_shapes:
             self.version += 1
             self._claims = {}

@@ -81,13 +81,24 @@ class TrackedWorker:
         self.snapshot = None
 
     def promise(
-        self, placement_id: str, demand: Demand, role: Role, number: int, now: float
+        self,
+        placement_id: str,
+        demand: Demand,
+        role: Role,
+        max_tokens: int,
+        number: int,
+        now: float,
     ) -> None:
-        """Add the load of a new placement."""
+        """Add the load of a new placement with this number.
+
+        Args:
+            max_tokens: maximum output tokens of each choice.
+        """
         share = self.registration.compatibility.kv_eviction
-        pages = demand.pages(role, self.page_plan, kv_eviction=share)
+        pages = demand.pages(role, self.page_plan, max_tokens, kv_eviction=share)
         prompt = 0 if role is Role.DECODE else demand.prompt_tokens
-        promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
+        tokens, slots = demand.tokens(role, max_tokens), demand.slots(role)
+        promise = Promise(now, tokens, prompt, pages, slots)
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_prompt_tokens += promise.prompt_tokens
@@ -102,14 +113,16 @@ class TrackedWorker:
             self.admission_s += (now - promise.made_at - self.admission_s) / _AVERAGED
             self.forget(placement_id)
 
-    def forget(self, placement_id: str) -> None:
-        """Remove the load of a placement. Idempotent."""
-        if promise := self.promises.pop(placement_id, None):
-            self.promised_tokens -= promise.tokens
-            self.promised_prompt_tokens -= promise.prompt_tokens
-            self.promised_pages = self.promised_pages.minus(promise.pages)
-            self.promised_slots -= promise.slots
-            self.snapshot = None
+    def forget(self, placement_id: str) -> bool:
+        """Remove the load of a placement; return whether there was any."""
+        if (promise := self.promises.pop(placement_id, None)) is None:
+            return False
+        self.promised_tokens -= promise.tokens
+        self.promised_prompt_tokens -= promise.prompt_tokens
+        self.promised_pages = self.promised_pages.minus(promise.pages)
+        self.promised_slots -= promise.slots
+        self.snapshot = None
+        return True
 
     def comparable(self, other: "TrackedWorker") -> bool:
         """Return whether the speeds of two workers can be compared: same role and model."""
