@@ -1,11 +1,11 @@
-"""Choice of prompt chunks: budget, page boundaries and order."""
+"""Choice of prompt chunks: budget, page boundaries and order. What a step samples."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
-from runtime.core.plan import MAX_CHUNKS, Chunk, choose_chunks
+from runtime.core.plan import MAX_CHUNKS, Chunk, StepPlan, choose_chunks
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.pages.plan import PagePlan
 from tests.runtime.tiny import request_of
@@ -52,6 +52,38 @@ def test_short_prompt_overtakes_a_long_one() -> None:
 def test_prompt_does_not_overtake_one_that_is_nearly_computed() -> None:
     groups = [group_of(1000, computed=800), group_of(30, position=1000)]
     assert chosen(groups, 0, step_tokens=256, chunk_tokens=256) == [(0, 200), (1, 30)]
+
+
+def test_last_chunk_of_a_prompt_names_the_pages_that_eviction_leaves_empty() -> None:
+    group = group_of(160, computed=96)
+    group.sequences[0].evicts = 32
+    limits = Limits(8, 8, step_tokens=64, chunk_tokens=32)
+    [first] = choose_chunks([group], 0, limits, PagePlan(PAGE))
+    assert (first.completes, len(first.vacated)) == (False, 0)
+    group.computed = first.end
+    [last] = choose_chunks([group], 0, limits, PagePlan(PAGE))
+    assert (last.completes, last.vacated) == (True, range(4, 6)), "the window has 4 pages"
+
+
+def test_step_samples_after_complete_prompts_without_forced_tokens() -> None:
+    decoded, first = group_of(8), group_of(40)
+    second = SequenceState(first.request, 1, 1, list(first.tokens), 48)
+    group = SequenceGroup(Purpose.GENERATE, [*first.sequences, second])
+    chunks = [Chunk(group, 0, 32), Chunk(group, 32, 8)]
+    assert [(chunk.starts, chunk.completes, chunk.samples) for chunk in chunks] == [
+        (True, False, False),
+        (False, True, True),
+    ]
+
+    def sampled(chunk: Chunk) -> list[SequenceState]:
+        return StepPlan([chunk], decoded.sequences, [], [], [], frozenset()).sampled
+
+    assert sampled(chunks[0]) == decoded.sequences
+    assert sampled(chunks[1]) == [*decoded.sequences, *group.sequences]
+    for sequence in (*decoded.sequences, *group.sequences):
+        sequence.forced.append(1)
+    assert sampled(chunks[1]) == []
+    assert not chunks[1].samples
 
 
 def test_single_prompt_gets_the_whole_step() -> None:

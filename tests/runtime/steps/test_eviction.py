@@ -12,9 +12,10 @@ from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
+from runtime.steps.direct import DirectSteps
 from runtime.steps.eviction import PromptEviction
 from tests.runtime.steps.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
-from tests.runtime.tiny import CONFIG, pages_of, replayed, tiny_checkpoint
+from tests.runtime.tiny import CONFIG, executor_of, pages_of, replayed, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,27 @@ def test_passes_without_evicted_prompts_log_no_queries() -> None:
     log = evictions.log([chunk(0, 176, 96), chunk(160, 40, 0), chunk(192, 8, 96)])
     assert log is not None
     assert log.rows.tolist() == [*range(168, 176), *range(216, 224)]
+
+
+def test_queries_of_dropped_prompts_are_forgotten() -> None:
+    """A prompt is cancelled after a chunk with some of the last queries."""
+    engine = Engine(
+        LocalExecutor(
+            MODELS["dense"],
+            pages=PageCount(64),
+            limits=Limits(max_running=4, max_waiting=4, step_tokens=16, chunk_tokens=16),
+        ),
+        kv_eviction=0.5,
+    )
+    steps = executor_of(engine).steps
+    assert isinstance(steps, DirectSteps)
+    engine.step([Add(request(0, 161, 8, 0, 1))])
+    for _ in range(8):
+        assert not steps._eviction._queries
+        engine.step([])
+    assert len(steps._eviction._queries) == 1
+    engine.step([Cancel("r0"), Add(request(2, 20, 8, 0, 1))])
+    assert not steps._eviction._queries
 
 
 Sent = st.tuples(
