@@ -29,14 +29,17 @@ from runtime.models.registry import register
 from runtime.pages.plan import PageCount
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
-from tests.runtime.tiny import CONFIG, Record, drive, executor_of, request_of, tiny_checkpoint
+from tests.runtime.tiny import CONFIG, Record, drive, request_of, tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANKS = 2
 WHOLE = replace(CONFIG, architecture="SplitForCausalLM")
 LIMITS = Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32)
-PAGES = 14  # few enough that a sequence is preempted
+PAGES = 14
+"""Number of pages, so few that a sequence is preempted."""
+SHARES = (0.0, 0.5)
+"""Fractions of the tokens of prompts to evict."""
 LIMIT_S = 120
 
 
@@ -71,10 +74,12 @@ def rank_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
         own: dict[str, Any] = {name: rows(getattr(whole, name)) for name in ("q", "k", "v")}
         return replace(whole, **own, o=Dense(columns))
 
+    kv_heads = checkpoint.config.num_kv_heads // RANKS
     config = replace(
         checkpoint.config,
         num_heads=checkpoint.config.num_heads // RANKS,
-        num_kv_heads=checkpoint.config.num_kv_heads // RANKS,
+        num_kv_heads=kv_heads,
+        first_kv_head=rank * kv_heads,
     )
     return replace(checkpoint, config=config, layers=tuple(map(layer, checkpoint.layers)))
 
@@ -111,7 +116,6 @@ def serve(commands: Connection, rendezvous: str) -> None:
 
 @dataclass(frozen=True)
 class RemoteStep:
-    sequences: list[SequenceState]
     commands: Connection
     ready: None = None
 
@@ -127,7 +131,7 @@ def receive(commands: Connection) -> Any:
 
 
 class RemoteExecutor(Executor):
-    """The executor of the second rank, which has no lookahead and hence keeps no sequences."""
+    """The executor of the second rank, to which it sends the calls."""
 
     lookahead = False
     device = torch.device("cpu")
@@ -137,7 +141,7 @@ class RemoteExecutor(Executor):
         self.shape: ExecutorShape = receive(commands)
 
     def check_eviction(self) -> None:
-        raise NotImplementedError
+        """The first rank has the same KV format, and checks it."""
 
     def warm_up(self, progress: Progress) -> None:
         """A CPU has nothing to warm up."""
@@ -147,8 +151,7 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: StepPlan) -> RemoteStep:
         self.commands.send(("launch", plan))
-        first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
-        return RemoteStep([s for s in (*plan.decode, *first) if not s.forced], self.commands)
+        return RemoteStep(self.commands)
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.commands.send(("copy_pages", group, sources, targets))
@@ -165,15 +168,17 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    engine: Engine
-    record: Record
+    """Output without and with eviction, and the executor that computed it."""
+
+    executor: LocalExecutor
+    records: list[Record]
 
 
 @pytest.fixture
 def expected(registered: None) -> Result:
     """The output of one rank. It compiles the loops before processes wait for each other."""
-    engine = Engine(executor(tiny_checkpoint(config=WHOLE)))
-    return Result(engine, run(engine))
+    one = executor(tiny_checkpoint(config=WHOLE))
+    return Result(one, [run(one, share) for share in SHARES])
 
 
 @pytest.fixture
@@ -198,33 +203,39 @@ def ranks(
         assert process.exitcode == 0
 
 
-def run(engine: Engine) -> Record:
-    """Prefill in chunks, decode in a batch with several choices, and preempt a sequence."""
+def run(executor: Executor, kv_eviction: float) -> Record:
+    """Prefill in chunks, decode in a batch with several choices, evict, and preempt a sequence."""
+    engine = Engine(executor, kv_eviction=kv_eviction)
     sampled = SamplingParams(temperature=0.9, seed=3)
-    return drive(
+    record = drive(
         engine,
-        Add(request_of("a", 70, 40, seed=1)),
+        Add(request_of("a", 200 if kv_eviction else 70, 40, seed=1)),
         Add(request_of("b", 20, 40, sampling=sampled, choices=2, seed=2)),
         Add(request_of("c", 37, 20, seed=3)),
     )
+    started = [name for step in record.steps for name in step.started]
+    assert len(started) > len(set(started)), "a sequence was preempted"
+    assert engine.pages_free == engine.pages_total
+    return record
 
 
 def test_two_ranks_give_the_tokens_and_the_kv_of_one(
     expected: Result, ranks: list[Executor]
 ) -> None:
-    two = Engine(Ranks(ranks))
-    found = run(two)
-    assert found.tokens == expected.record.tokens
-    assert found.finished == expected.record.finished
-    assert two.pages_free == two.pages_total
+    for share, record in zip(SHARES, expected.records, strict=True):
+        found = run(Ranks(ranks), share)
+        assert found.tokens == record.tokens
+        assert found.finished == record.finished
+        evicted = {chunk.evicted for step in found.steps for chunk in step.computed}
+        assert any(evicted) is bool(share)
 
     own, other = ranks
     assert isinstance(own, LocalExecutor)
     assert isinstance(other, RemoteExecutor)
     other.commands.send(("planes",))
     theirs = map(torch.from_numpy, receive(other.commands))
-    one = executor_of(expected.engine)
-    for mine, rest, whole in zip(own.cache.planes, theirs, one.cache.planes, strict=True):
+    one = expected.executor.cache.planes
+    for mine, rest, whole in zip(own.cache.planes, theirs, one, strict=True):
         heads = torch.cat([mine.float(), rest], dim=1)  # [page, kv_head, slot, dim]
         # Ranks add the output of their heads in another order; KV is rounded to bf16.
         torch.testing.assert_close(heads, whole.float(), rtol=0.02, atol=0.02)
