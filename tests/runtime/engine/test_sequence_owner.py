@@ -25,7 +25,8 @@ from tests.runtime.tiny import Record, drive, replayed, request_of, tiny_checkpo
 ROOT = Path(__file__).parents[3]
 LIMITS = Limits(max_running=6, max_waiting=16, step_tokens=64, chunk_tokens=32)
 SEEDED = SamplingParams(temperature=0.9, seed=3, logprobs=1)
-SHARE = 0.5
+SHARE = 0.25
+"""Fraction of prompts to evict, so small that pages with candidates are kept."""
 OWNED = {"computed", "evicted", "page_tables"}
 """Attributes of sequences and groups that say what their pages hold."""
 
@@ -43,7 +44,7 @@ class Copied(LocalExecutor):
 
 def engine_of(executor: type[LocalExecutor], model: Model, *, replay: bool) -> Engine:
     """Return an engine with so few pages that sequences are preempted."""
-    pages = PageCount(26, 8) if model.layout.plan.encodes else PageCount(26)
+    pages = PageCount(30, 12) if model.layout.plan.encodes else PageCount(30)
     made = executor(model, pages=pages, limits=LIMITS, replay=replay)
     return Engine(made, kv_eviction=SHARE)
 
@@ -51,16 +52,16 @@ def engine_of(executor: type[LocalExecutor], model: Model, *, replay: bool) -> E
 def run(engine: Engine) -> Record:
     """Prefill, evict, decode, preempt, hold, continue after a failover, and cancel."""
     first: list[Command] = [
-        Add(request_of("a", 150, 60, seed=1)),
-        Add(request_of("b", 161, 60, sampling=SEEDED, choices=2, seed=2)),
+        Add(request_of("a", 150, 50, seed=1)),
+        Add(request_of("b", 161, 50, sampling=SEEDED, choices=2, seed=2)),
         Add(request_of("held", 140, 8, sampling=SEEDED, seed=3), hold=True),
-        Add(request_of("c", 20, 60, sampling=SEEDED, seed=4)),
+        Add(request_of("c", 20, 50, sampling=SEEDED, seed=4)),
     ]
     record = Record()
     record.add(engine.step(first))
     for _ in range(4):
         record.add(engine.step([]))
-    again = replayed(request_of("again", 130, 60, sampling=SEEDED, seed=5), range(12))
+    again = replayed(request_of("again", 130, 50, sampling=SEEDED, seed=5), range(12))
     record.add(engine.step([Cancel("a"), Add(again)]))
     drive(engine, record=record)
     engine.step([Cancel("held")])
@@ -125,12 +126,12 @@ def test_complete_prompt_keeps_pages_without_evicted_tokens(
     before = [list(table) for table in sequence.page_tables]
     pages.set_computed(group, 128)
     assert (sequence.evicted, sequence.page_tables) == (0, before)
-    chunk = Chunk(group, 128, 22, vacated=range(1, 5))
+    chunk = Chunk(group, 128, 22, vacated=range(3, 5))
     expected = chunk.prompt
     pages.set_computed(group, chunk.end, chunk.vacated)
-    assert sequence.evicted == expected.evicted == 64
+    assert sequence.evicted == expected.evicted == 32
     assert sequence.page_tables == expected.page_tables
-    assert sequence.page_tables[0] == before[0][:1] + before[0][5:]
+    assert sequence.page_tables[0] == before[0][:3] + before[0][5:]
     pages.release([sequence])
     assert pages.free == pages.total
 
@@ -140,9 +141,9 @@ def test_received_prompt_has_no_pages_for_evicted_tokens() -> None:
     group = group_of(Purpose.RECEIVE, 150, choices=2)
     pages.admit(group)
     tables = [list(sequence.page_tables[0]) for sequence in group.sequences]
-    assert [len(table) for table in tables] == [6, 6]
+    assert [len(table) for table in tables] == [8, 8]
     pages.set_computed(group, 150)
-    assert [sequence.evicted for sequence in group.sequences] == [64, 64]
+    assert [sequence.evicted for sequence in group.sequences] == [32, 32]
     assert [sequence.page_tables[0] for sequence in group.sequences] == tables
 
 
