@@ -155,7 +155,8 @@ def choose_chunks(
         groups: groups to prefill.
     """
     chunks = []
-    budget = max(limits.step_tokens - decoded, pages.page_size)  # prefill always makes progress
+    # At least one page, so that prefill always makes progress.
+    budget = max(limits.step_tokens - decoded, pages.page_size)
     for group in nsmallest(MAX_CHUNKS, groups, key=_turn):
         count = min(limits.chunk_tokens, group.left)
         if count > budget:

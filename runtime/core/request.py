@@ -95,7 +95,7 @@ class SamplingParams:
             "min_tokens": (self.min_tokens, 0, 2**31),
         }
         for name, (value, low, high) in bounds.items():
-            if not low <= value <= high:  # false for a NaN
+            if not low <= value <= high:  # a NaN is refused, too
                 raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}")

@@ -83,7 +83,7 @@ class SequencePages:
             table += pool.allocate(count)
 
     def admit(self, group: SequenceGroup) -> None:
-        """Allocate the pages of a group's prompt.
+        """Allocate the pages of a group's prompt, the first pages of its sequences.
 
         Choices share full pages, but not a partly filled last page. A prompt whose KV will be
         received has pages for what is sent: none that left a window, and none for tokens that the
@@ -112,14 +112,14 @@ class SequencePages:
                 sequence.page_tables.append(full + pool.allocate(len(table) - len(full)))
 
     def set_computed(self, group: SequenceGroup, tokens: int, vacated: range = range(0)) -> None:
-        """Record how many tokens of a prompt have their KV in its pages, and release others.
+        """Record how many tokens of a prompt have their KV in its pages.
 
-        `SequenceGroup.computed` changes here alone: when the step that computes a chunk was
-        launched, when KV has arrived, and when a prompt must be computed again.
+        Only this method changes `SequenceGroup.computed`. It is called when the step that computes
+        a chunk was launched, when KV has arrived, and when a prompt must be computed again.
 
-        Tokens are evicted from a prompt that is complete. The pages that this leaves without tokens
-        are released, and so are those that left a window, unless they are encoded: then the
-        complete prompt attends to them.
+        Once a prompt is complete, some of its tokens may be evicted. Pages that this leaves without
+        tokens are released. Pages that left a window are released as well, unless they are encoded:
+        the complete prompt attends to those.
 
         Args:
             vacated: see `Chunk`.
@@ -138,9 +138,9 @@ class SequencePages:
         """Release the pages that no step attends to after one with ``length`` tokens.
 
         Call it when that step was launched with the right tokens. It encodes the pages that leave
-        the window, if they are encoded.
+        the window, if they are encoded. Other choices of a held prompt have no pages to release.
         """
-        if not sequence.page_tables:  # as other choices of a held prompt
+        if not sequence.page_tables:
             return
         for at, group in self._windows:
             table = sequence.page_tables[at]

@@ -64,7 +64,8 @@ class Scheduler:
         self._prefilling: list[SequenceGroup] = []
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
-        self._running: list[SequenceState] = []  # from oldest to youngest
+        # Sequences in the decode batch, from oldest to youngest.
+        self._running: list[SequenceState] = []
         # Number of unfinished choices of each request.
         self._unfinished: dict[str, int] = {}
 
@@ -271,7 +272,8 @@ class Scheduler:
         """
         refused: list[tuple[str, RuntimeFault]] = []
         for sequence in self.pages.plan.lacking(sequences):
-            if not sequence.running:  # preempted for an older one
+            was_preempted = not sequence.running
+            if was_preempted:
                 continue
             missing = self.pages.plan.missing(sequence)
             if self._preempt_for(missing, sequence, refused):

@@ -1,4 +1,4 @@
-"""Which pages of a sequence a compressed KV format does not encode."""
+"""Pages of a sequence that a compressed KV format does not encode."""
 
 SINK_PAGES = 1
 """Pages at the start of a sequence that are never encoded."""

@@ -1,1 +1,1 @@
-"""How a step is computed: directly, or by replaying CUDA graphs."""
+"""Computation of a step: directly, or by replaying CUDA graphs."""

@@ -69,8 +69,9 @@ class PassInputs:
     def batch(self, shape: PassShape) -> Batch:
         """Return the tensors of a pass as a batch."""
         rows, decoded, sampled = shape
-        fields, first = self._fields.tensors, self._chunks + 1  # first: the first decode row
-        sequences = first + decoded
+        fields = self._fields.tensors
+        first_decoded = self._chunks + 1
+        sequences = first_decoded + decoded
         tables = fields["page_tables"][:sequences].unbind(1)
         several = len(tables) > 1
         every = Batch(
@@ -89,21 +90,21 @@ class PassInputs:
         chunks = Batch(
             tokens=every.tokens,
             positions=every.positions,
-            page_table=every.page_table[:first],
-            starts=every.starts[: first + 1],
-            lengths=every.lengths[:first],
+            page_table=every.page_table[:first_decoded],
+            starts=every.starts[: first_decoded + 1],
+            lengths=every.lengths[:first_decoded],
             sequences=every.sequences,
             logit_rows=every.logit_rows,
             single=False,
-            page_tables=tuple(table[:first] for table in tables) if several else (),
+            page_tables=tuple(table[:first_decoded] for table in tables) if several else (),
         )
-        of_decode = *(table[first:] for table in tables), *self._encoded[:, :decoded]
+        of_decode = *(table[first_decoded:] for table in tables), *self._encoded[:, :decoded]
         decode = Batch(
             tokens=every.tokens[-decoded:],
             positions=every.positions[-decoded:],
             page_table=of_decode[0],
             starts=self._order[: decoded + 1],
-            lengths=every.lengths[first:],
+            lengths=every.lengths[first_decoded:],
             sequences=self._order[:decoded],
             logit_rows=self._order[:decoded].long(),
             single=True,
@@ -128,11 +129,11 @@ class PassInputs:
                 slot's logits are computed.
         """
         rows, decoded, sampled = shape
-        first = self._chunks + 1
+        first_decoded = self._chunks + 1
         tokens, positions = np.zeros((2, rows), np.int64)
         sequences = np.full(rows, self._chunks, np.int32)
-        lengths = np.zeros(first + decoded, np.int32)
-        starts = np.zeros(first + decoded + 1, np.int32)
+        lengths = np.zeros(first_decoded + decoded, np.int32)
+        starts = np.zeros(first_decoded + decoded + 1, np.int32)
         end = 0
         for index, piece in enumerate(pieces):
             start, end = end, end + len(piece.tokens)
@@ -141,18 +142,19 @@ class PassInputs:
             positions[start:end] = np.arange(piece.first, piece.first + end - start)
             sequences[start:end] = index
             lengths[index] = piece.first + end - start
-        tail = rows - len(decoding)  # first decode row
-        starts[len(pieces) : first] = end
-        starts[first:] = np.maximum(tail, rows - decoded + np.arange(decoded + 1))
-        positions[end:tail] = np.arange(tail - end)
-        lengths[self._chunks] = tail - end
-        sequences[tail:] = first + decoded - len(decoding) + np.arange(len(decoding))
+        decode_row = rows - len(decoding)
+        starts[len(pieces) : first_decoded] = end
+        starts[first_decoded:] = np.maximum(decode_row, rows - decoded + np.arange(decoded + 1))
+        positions[end:decode_row] = np.arange(decode_row - end)
+        lengths[self._chunks] = decode_row - end
+        first_used = first_decoded + decoded - len(decoding)
+        sequences[decode_row:] = first_used + np.arange(len(decoding))
         slots = np.zeros(decoded, np.int64)
         valid = np.zeros((decoded, 1), np.bool_)
         slots[decoded - len(decoding) :] = decoding
         valid[decoded - len(decoding) :] = True
         logit_rows = np.zeros(sampled, np.int64)
-        logit_rows[list(decoding)] = np.arange(tail, rows)
+        logit_rows[list(decoding)] = np.arange(decode_row, rows)
         for slot, index in completed:
             logit_rows[slot] = starts[index + 1] - 1
         self._fields.write(

@@ -153,7 +153,8 @@ class StepReplay:
         """
         self._encoder.warm_up()
         self._mixed.warm_up(lambda rows: progress("prompts", rows))
-        buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
+        # The largest is captured first, so that the others reuse its memory.
+        buckets = self._buckets[::-1]
         if self._decodes:
             self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
         self._sampler.warm_up(buckets)

@@ -76,7 +76,8 @@ class BatchSlots:
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
         nulls = torch.tensor(null_pages, dtype=torch.int32, device=device)
         self.page_tables = nulls[:, None, None].repeat(1, max_slots, max_pages)
-        self._states: dict[int, _SlotState] = {}  # by arrival
+        # States of sequences with a slot, by `SequenceState.arrival`.
+        self._states: dict[int, _SlotState] = {}
         # Released slots that the device still treats as active.
         self._vacated: set[int] = set()
 

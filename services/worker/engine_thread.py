@@ -215,8 +215,8 @@ class EngineThread:
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop is closed: the process is ending
-            return
+        except RuntimeError:
+            return  # the loop is closed because the process is ending
 
     def _measure(self) -> EngineLoad:
         engine = self._engine
@@ -327,5 +327,6 @@ def _processor_s(thread: threading.Thread) -> float:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:
         return 0.0
-    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]  # fields 14 and 15 of proc(5)
+    # Fields 14 and 15 of proc(5). Field 2, in parentheses, may contain spaces.
+    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

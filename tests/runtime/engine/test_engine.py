@@ -90,6 +90,7 @@ def test_chunks_are_reported_with_their_pages_as_they_are_computed(model: Model)
         (64, 11, 1),
     ]
     assert len({page for chunk in chunks for page in chunk.page_tables[0]}) == 5
+    assert [(c.completes, c.samples) for c in chunks] == [(False, False)] * 2 + [(True, True)]
     assert record.steps[2].tokens[0][1].index == 0
 
 

@@ -330,6 +330,7 @@ def test_held_output_is_not_computed_again_with_the_prompt(model: Model) -> None
     [computed] = [one for step in held.steps for one in step.computed]
     assert computed.evicted == evicted_tokens(150, SHARE, PAGE) == 64
     assert computed.num_tokens == 150 - 64
+    assert (computed.completes, computed.samples) == (True, False)
     assert not held.tokens
 
 

@@ -21,4 +21,5 @@ def test_size_counts_each_token_with_the_context_that_it_attends_to() -> None:
         StepSize(decoded=1, tokens=1 + 16, context=41 + sum(range(1, 17))),
         StepSize(decoded=1, tokens=1, context=42),
     ]
+    assert [size.prompt_tokens for size in sizes if size] == [32, 8, 16, 0]
     assert engine.planned is None

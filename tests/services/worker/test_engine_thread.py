@@ -142,6 +142,22 @@ async def test_load_has_the_rate_of_computed_prompts(
     assert 0 < thread.load.prompt_tokens_per_s < 2 * 100 / 0.2  # recent steps have more weight
 
 
+async def test_rate_counts_chunks_that_are_reported_with_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of a prompt from which tokens are evicted are not reported one by one."""
+    monkeypatch.setattr(engine_thread, "_RATE_KNOWN_AFTER_S", 1e-9)
+    engine = engine_of(tiny_model(), kv_eviction=0.5, step_tokens=32, chunk_tokens=32)
+    outputs: list[StepOutput] = []
+    thread = EngineThread(engine, on_output=outputs.append, on_fault=_raise)
+    thread.submit(Add(request_of("r", 200, 1)))
+    thread._round()
+    await asyncio.sleep(0)
+    assert [output.computed for output in outputs] == [[]], "its start is reported alone"
+    assert thread.load.pending_prompt_tokens == 200 - 32
+    assert thread.load.prompt_tokens_per_s > 0
+
+
 async def test_duration_of_each_plan_is_taken_once() -> None:
     thread = EngineThread(engine_of(tiny_model()), on_output=lambda _: None, on_fault=print)
     thread.start()
