@@ -10,7 +10,8 @@ from loadgen.arrivals import Arrivals, Trace
 from loadgen.errors import UsageError
 from loadgen.workload.base import RequestSpec, Workload
 
-_ARRIVALS, _CANCELLATIONS = 1, 2  # separate seeds, so that cancellations do not change arrivals
+_ARRIVALS, _CANCELLATIONS = 1, 2
+"""Numbers that make different seeds, so that cancellations do not change the arrivals."""
 
 
 @dataclass(frozen=True, slots=True)

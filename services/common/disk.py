@@ -18,7 +18,8 @@ from services.common.errors import SettingsError
 LOGS, CACHE = "logs", "cache"
 """Uses of a disk, as in the label ``use``: log lines, and files in the cache folder."""
 
-_STDERR = 2  # file descriptor
+_STDERR = 2
+"""File descriptor of the standard error output."""
 
 _failures = {LOGS: 0, CACHE: 0}
 _lock = Lock()

@@ -17,13 +17,20 @@ class Cause(Enum):
     """The cause that ended an attempt at a request.
 
     Unless the cause is the request itself, the gateway retries the request on other workers.
+
+    Attributes:
+        REQUEST: the request itself. No worker is reported to the router.
+        CONGESTION: overload. No worker is reported.
+        REFUSAL: a full or draining worker. It is reported, but not as a failure.
+        FAULT: failure of a worker, which is reported.
+        LOSS: end of a worker's process. It is reported, and counts as a lost worker.
     """
 
-    REQUEST = auto()  # not retried; no worker is reported to the router
-    CONGESTION = auto()  # overload; no worker is reported
-    REFUSAL = auto()  # full or draining worker; reported, but not as a failure
-    FAULT = auto()  # failure of a worker, which is reported
-    LOSS = auto()  # end of a worker's process: like FAULT, and counts as a lost worker
+    REQUEST = auto()
+    CONGESTION = auto()
+    REFUSAL = auto()
+    FAULT = auto()
+    LOSS = auto()
 
 
 @dataclass(frozen=True)

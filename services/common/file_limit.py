@@ -7,8 +7,11 @@ import structlog
 
 log = structlog.get_logger()
 
-_MOST = 1 << 20  # the kernel's default bound (fs.nr_open), and the bound of `max_connections`
-_RESERVE = 256  # files that are not connections of clients
+_MOST = 1 << 20
+"""Largest limit that is set: the kernel's default bound (fs.nr_open), and the bound of
+``max_connections``."""
+_RESERVE = 256
+"""Number of files that a process needs besides the connections of clients."""
 
 
 def raise_file_limit() -> None:

@@ -33,7 +33,8 @@ _MIN_PING_INTERVAL_MS = 5_000
 _OPEN_STREAM_S = 600.0
 """Time in seconds after which a stream of health or reflection ends. Clients open a new one."""
 
-Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
+Handler = Any
+"""`grpc.RpcMethodHandler`, which is generic in the type stubs only."""
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -105,7 +106,8 @@ class CallLimiter(aio.ServerInterceptor):
             )
             for _ in range(2)
         )
-        self._checks: deque[asyncio.Timeout] = deque()  # timeouts of checks that are being received
+        # The timeouts of the health checks that are being received.
+        self._checks: deque[asyncio.Timeout] = deque()
 
     async def intercept_service(
         self,

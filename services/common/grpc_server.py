@@ -43,8 +43,10 @@ _SERVER_OPTIONS = {
 
 _UNAUTHENTICATED_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
-Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
-MessageStream = Any  # either side of a bidirectional call; the type stubs lack read() and EOF
+Handler = Any
+"""`grpc.RpcMethodHandler`, which is generic in the type stubs only."""
+MessageStream = Any
+"""Either side of a bidirectional call. The type stubs lack ``read`` and ``EOF``."""
 
 
 class TokenInterceptor(aio.ServerInterceptor):

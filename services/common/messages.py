@@ -4,18 +4,25 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TOKENS = 1 << 31  # maximum tokens of one request
+MAX_TOKENS = 1 << 31
+"""Maximum tokens of one request."""
 MAX_PAGES = 1 << 31
 MAX_PAGE_GROUPS = 64
-MAX_QUEUE_TOKENS = (1 << 63) - 1  # maximum tokens of all requests of a worker
-MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
-MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
+MAX_QUEUE_TOKENS = (1 << 63) - 1
+"""Maximum tokens of all requests of a worker."""
+MAX_BYTES = (1 << 63) - 1
+"""Maximum value of a byte counter."""
+MAX_ADMITTED = 8192
+"""Maximum number of placement ids in one heartbeat."""
 MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
 MAX_WEIGHT = 1000
-MAX_DEADLINE_S = 86_400  # maximum time of a request in all services, seconds
-MAX_WAIT_S = 3600  # maximum time in the queue of a router, seconds
-MAX_STEP_S = 86_400.0  # maximum duration of an engine step, seconds
+MAX_DEADLINE_S = 86_400
+"""Maximum time of a request in all services, seconds."""
+MAX_WAIT_S = 3600
+"""Maximum time of a request in the queue of a router, seconds."""
+MAX_STEP_S = 86_400.0
+"""Maximum duration of an engine step, seconds."""
 MAX_PRIORITY = 100
 PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
 
@@ -33,7 +40,8 @@ Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 PagesByGroup = Annotated[dict[Label, Pages], Field(max_length=MAX_PAGE_GROUPS)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
+Count = Annotated[int, Field(ge=0)]
+"""Sum of bounded values. It has no maximum of its own."""
 
 
 class Message(BaseModel):

@@ -39,7 +39,8 @@ from services.common.tracing import (
     Span,
 )
 
-_FLUSH_S = 2.0  # time to export the remaining spans when the process ends
+_FLUSH_S = 2.0
+"""Time to export the remaining spans when the process ends, seconds."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 _KINDS = {kind: trace.SpanKind[kind.name] for kind in Kind}
 

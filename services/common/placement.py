@@ -125,6 +125,8 @@ class Compatibility(Message):
         chunk_tokens: maximum prompt tokens of one sequence in a step. No worker needs the value of
             another one to read its KV. But a decode worker computes the tokens of a preempted
             sequence again, and with chunks of another size the results may differ in rounding.
+        codec: "raw", or "splitzip" if the worker supports both.
+        kv_eviction: fraction of a prompt's tokens that the workers evict.
     """
 
     model_hash: Label
@@ -136,11 +138,11 @@ class Compatibility(Message):
     page_plan: PagePlan
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
     frame_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    codec: Label  # "raw", or "splitzip" if the worker supports both
+    codec: Label
     codebook_id: Label
     kernel_plan_hash: Label
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
-    kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of a prompt's tokens
+    kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """Return the names of the fields that differ; empty if the workers are compatible."""

@@ -4,7 +4,8 @@ import sys
 
 from rich.console import Console
 
-_UNWRAPPED = 10_000  # columns
+_UNWRAPPED = 10_000
+"""Width in columns at which no line is wrapped."""
 
 
 def results() -> Console:

@@ -22,8 +22,10 @@ from services.common.errors import SettingsError
 
 log = structlog.get_logger()
 
-_RETRY_S = 5.0  # time until unchanged content is tried again: a certificate may not be valid yet
-_HANDSHAKE_STEPS = 4  # a TLS 1.3 handshake takes each side two steps
+_RETRY_S = 5.0
+"""Time until unchanged content is tried again, seconds. A certificate may not be valid yet."""
+_HANDSHAKE_STEPS = 4
+"""Maximum number of steps of a handshake. One of TLS 1.3 takes each side two steps."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class MutualTls:
         self._files = files
         self._lock = threading.Lock()
         self._loaded = _load(files, _read(files))
-        self._rejected: _Content | None = None  # content to be tried again at `_retry_at`
+        # Content that will be tried again at `_retry_at`.
+        self._rejected: _Content | None = None
         self._retry_at = 0.0
         self.failure: str | None = None
         self.server_context: ssl.SSLContext = _CurrentContext(

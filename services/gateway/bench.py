@@ -36,7 +36,8 @@ from services.gateway.service import loop_factory, serve
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.loading import load_tokenizer
 
-GOAL = 5_000.0  # required throughput with 64 clients on one core, tokens/s
+GOAL = 5_000.0
+"""Required throughput with 64 clients on one core, tokens/s."""
 
 _TEXT = "The headrace carries water from the reservoir to the turbine, day and night. Öl, 水, 😀!\n"
 _ADDRESS = "127.0.0.1"
@@ -57,7 +58,8 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, commands: Any, context: Any
     ) -> None:
-        streams: dict[int, list[int]] = {}  # by stream number: [sent tokens, requested tokens]
+        # [sent tokens, requested tokens] by stream number.
+        streams: dict[int, list[int]] = {}
         wake = asyncio.Event()
 
         async def read() -> None:

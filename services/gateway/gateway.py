@@ -42,9 +42,12 @@ from services.tokenizer.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
-_READY_CACHE_S = 0.5  # time for which an answer of `Gateway.not_ready` is reused
-_MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
+_MAX_NAME_CHARS = 128
+"""Maximum characters of a client's model name in an error message."""
+_READY_CACHE_S = 0.5
+"""Time for which an answer of `Gateway.not_ready` is reused, seconds."""
+_MERGE_QUEUE_SIZE = 32
+"""Maximum number of batches of deltas that are buffered for a request with several prompts."""
 _DRAIN_RETRY_AFTER_S = 5.0
 
 

@@ -50,7 +50,8 @@ class ApiKeys:
     def __init__(self, tenants: Mapping[bytes, Tenant] | None = None) -> None:
         self._tenants = tenants or {}
         self._path: Path | None = None
-        self._handled: bytes | str = b""  # content that is used or was rejected
+        # The last content that was accepted or rejected.
+        self._handled: bytes | str = b""
         self._last_read: bytes | str = b""
         self.failure: str | None = None
         self.loaded_at = time.time()

@@ -16,9 +16,12 @@ from services.tokenizer.tokenizer import Tokenizer
 
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
-_SMALL = 4096  # maximum size of a request that is processed on the event loop, bytes
-_SLOTS = 3  # large requests that are processed at the same time
-_SLOTS_OF_OWNER = 2  # maximum slots of one owner; leaves a slot for others
+_SMALL = 4096
+"""Maximum size of a request that is processed on the event loop, bytes."""
+_SLOTS = 3
+"""Maximum number of large requests that are processed at the same time."""
+_SLOTS_OF_OWNER = 2
+"""Maximum number of slots of one owner. It leaves a slot for others."""
 
 _M = TypeVar("_M")
 _T = TypeVar("_T")

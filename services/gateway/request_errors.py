@@ -6,7 +6,8 @@ from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
 
-_MAX_NAME_CHARS = 128  # an error message truncates a field name to this length
+_MAX_NAME_CHARS = 128
+"""Maximum characters of a field name in an error message."""
 
 
 class ContextLengthExceeded(InvalidRequest):

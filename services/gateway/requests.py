@@ -28,8 +28,10 @@ from services.gateway.request_errors import ContextLengthExceeded
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
-_MIN_REPETITION_PENALTY = 0.01  # logits are divided by it and must remain finite
-_MIN_TOP_P = 1e-6  # small enough to keep one token only; smaller values could underflow to 0
+_MIN_REPETITION_PENALTY = 0.01
+"""Minimum penalty. Logits are divided by it and must remain finite."""
+_MIN_TOP_P = 1e-6
+"""Minimum ``top_p``. It keeps one token only, and smaller values could underflow to 0."""
 _MAX_LOGIT_BIAS = 100.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 

@@ -8,7 +8,8 @@ from services.common.error_codes import Cause
 from services.common.placement import WorkerAddress
 from services.gateway.worker_failure import WorkerFailure
 
-_BACKOFF_S = 0.05  # delay before the second attempt; doubles with each further attempt
+_BACKOFF_S = 0.05
+"""Delay before the second attempt, seconds. It doubles with each further attempt."""
 _MAX_BACKOFF_S = 1.0
 
 

@@ -83,8 +83,10 @@ class RouterClient:
         self._calls, self._checks = _open_session(token, tls), _open_session(token, tls)
         self._releases: set[asyncio.Task[None]] = set()
         self._probes: dict[str, asyncio.Task[object]] = {}
-        self._refusals: dict[str, str] = {}  # reason that was logged last, by router
-        self._answered: dict[str, float] = {}  # event-loop time of a router's last answer, seconds
+        # The reason that was logged last for each router.
+        self._refusals: dict[str, str] = {}
+        # The event-loop time of each router's last answer, seconds.
+        self._answered: dict[str, float] = {}
 
     async def place(
         self, request: PlaceRequest, trace: Mapping[str, str] | None = None

@@ -36,7 +36,8 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Inference"
 
 _DOMAIN = "headrace"
-_MESSAGE_BYTES = 64  # memory for a message of a chat besides its text
+_MESSAGE_BYTES = 64
+"""Memory that a message of a chat needs besides its text, bytes."""
 _T = TypeVar("_T")
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]

@@ -27,7 +27,8 @@ log = structlog.get_logger()
 
 loop_factory = uvloop.new_event_loop
 
-_GRPC_GRACE_S = 2.0  # time after the drain until remaining calls are cancelled
+_GRPC_GRACE_S = 2.0
+"""Time after the drain until the remaining gRPC calls are cancelled, seconds."""
 _HEALTH_PERIOD_S = 1.0
 
 

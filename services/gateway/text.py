@@ -98,7 +98,8 @@ class _Choice:
         self._stops = StopStringFilter(stops)
         self._holds = bool(stops)
         self._min_tokens = min_tokens
-        self._decoded = self._returned = 0  # characters
+        # Numbers of characters.
+        self._decoded = self._returned = 0
         self._held: deque[tuple[int, sampling_pb2.Token]] = deque()
 
     def push(self, token: sampling_pb2.Token, delta: TextDelta) -> bool:

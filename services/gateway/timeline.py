@@ -90,9 +90,11 @@ class RequestTimeline:
         self._metrics = metrics
         self._span = span
         self._trace = span.ids.get("trace_id")
-        self._streaming_since = 0.0  # time of the first token, in the clock of spans
+        # The time of the first token, on the clock of spans.
+        self._streaming_since = 0.0
         self._first: float | None = None
-        self._last: dict[int, float] = {}  # time of the last token of each choice
+        # The time of the last token of each choice.
+        self._last: dict[int, float] = {}
         self._ended: float | None = None
         self._number_of_attempts = 0
         self.status = RUNNING
@@ -164,7 +166,8 @@ class RequestTimeline:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """End the request with the ``with`` block; an exception decides its status."""
-        status = InternalFault.code  # status of an exception that is not handled below
+        # Exceptions that are not handled below leave this status.
+        status = InternalFault.code
         try:
             yield
             status = OK

@@ -21,11 +21,15 @@ from services.local.lock import LockHeld, locked
 from services.local.options import UpOptions
 from services.local.seal import is_intact, is_sealed, seal
 
-RECIPE = 6  # version of the commands that make artifacts, including the default method
-CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
+RECIPE = 6
+"""Version of the commands that make artifacts, including the default method."""
+CODEBOOKS = 3
+"""Version of the codebook file; see `codec.codebook`."""
 _CHECKPOINT = "checkpoint"
-_STDERR = 2  # file descriptor
-_INTERRUPT_S = 10.0  # time in which an interrupted command ends
+_STDERR = 2
+"""File descriptor of the standard error output."""
+_INTERRUPT_S = 10.0
+"""Time in which an interrupted command ends, seconds."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from services.local.options import UpOptions
 from services.local.state import EXIT_RUNNING, Deployment, DeploymentRunning, lock_holder
 from services.local.supervisor import EXIT_SETTINGS_ERROR
 
-READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles kernels
+READY_TIMEOUT_S = 600.0
+"""Maximum time until a deployment is ready, seconds. The first start on a GPU compiles kernels."""
 _MAX_RESULT_BYTES = 1 << 16
 
 

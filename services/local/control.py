@@ -18,7 +18,8 @@ from services.local.draining import POLL_S, DrainProgress
 from services.local.lock import ProcessIdentity
 from services.local.state import Deployment, lock_holder, ports_in_use
 
-STOP_TIMEOUT_S = 90.0  # longer than the supervisor takes to stop its processes
+STOP_TIMEOUT_S = 90.0
+"""Maximum time to stop a deployment, seconds. The supervisor takes less to stop its processes."""
 
 
 def down(port: int | None) -> int:

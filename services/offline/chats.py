@@ -14,8 +14,10 @@ from runtime.offline.quality.metrics import Scores, compare
 from services.tokenizer.tokenizer import Tokenizer
 
 _QUESTIONS = Path(__file__).with_name("questions.txt")
-_HELD_OUT = 3  # every third question is held out
-_PERIODS = range(1, 65)  # lengths in tokens of a sequence that a loop repeats
+_HELD_OUT = 3
+"""Every question whose number is a multiple of this one is held out."""
+_PERIODS = range(1, 65)
+"""Lengths in tokens of a sequence that a loop repeats."""
 _LOOP_TOKENS, _LOOP_REPEATS = 24, 3
 
 

@@ -15,7 +15,8 @@ from services.router.queue import PendingPlacement, PlacementQueue
 
 _MEMORY_S = 10.0
 _KNOWN_AFTER_S = 1.0
-_AVERAGED = 32  # requests over which the time on workers is averaged
+_AVERAGED = 32
+"""Number of requests over which the time on workers is averaged."""
 _MAX_RETRY_AFTER_S = 60
 
 

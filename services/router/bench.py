@@ -32,7 +32,8 @@ from services.router.queue import PlacementQueue
 from services.router.simulated_workers import heartbeat, registration
 from services.router.simulation import FDC_TABLE_6, Simulation, alone_s, draw_jobs
 
-WARM_UP = 0.1  # the first requests are not measured; this is their fraction
+WARM_UP = 0.1
+"""Fraction of the requests, the first ones, that is not measured."""
 WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
     "mix": list(FDC_TABLE_6.values())
 }

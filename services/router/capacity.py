@@ -12,15 +12,22 @@ from services.common.placement import Compatibility, PlaceRequest, Role
 
 
 class WorkerHealth(StrEnum):
-    """State of a worker as the router sees it. Workers in `USABLE` take requests now or soon."""
+    """State of a worker as the router sees it. Workers in `USABLE` take requests now or soon.
+
+    Attributes:
+        NOT_READY: the worker reports this state, with a reason.
+        SUSPECT: the worker has missed heartbeats.
+        PROBATION: a request failed on the worker, which gets no requests for a while.
+        UNMATCHED: no worker with the other role is compatible with the worker.
+    """
 
     STARTING = "starting"
     READY = "ready"
-    NOT_READY = "not_ready"  # reported by the worker, with a reason
+    NOT_READY = "not_ready"
     DRAINING = "draining"
-    SUSPECT = "suspect"  # missed heartbeats
-    PROBATION = "probation"  # failed a request; gets no requests for a while
-    UNMATCHED = "unmatched"  # no worker with the other role is compatible with it
+    SUSPECT = "suspect"
+    PROBATION = "probation"
+    UNMATCHED = "unmatched"
 
 
 READY = frozenset({WorkerHealth.READY, WorkerHealth.UNMATCHED})

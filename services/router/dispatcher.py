@@ -72,8 +72,10 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
-        self._claimed = 0, 0  # version and changes of the roster when claims became outdated
-        self._blocked = 0, 0  # changes of roster and queue with which no queued call was answered
+        # The roster's version and changes when all claims were last noted as outdated.
+        self._claimed = 0, 0
+        # The roster's updates and the queue's changes when no queued call could be answered.
+        self._blocked = 0, 0
 
     def is_settled(self, now: float) -> bool:
         """Return whether all live workers have registered."""

@@ -80,17 +80,22 @@ class Fleet:
     def __init__(self, limits: FleetLimits) -> None:
         self._limits = limits
         self._workers: dict[str, TrackedWorker] = {}
-        self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
+        self._epochs: OrderedDict[str, str] = OrderedDict()  # the newest epoch of each worker
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
-        self._released: OrderedDict[str, None] = OrderedDict()  # ids of unknown placements
-        self._expiries: OrderedDict[str, float] = OrderedDict()  # when promises expire, in order
+        # Ids of placements that were unknown when they were released.
+        self._released: OrderedDict[str, None] = OrderedDict()
+        # The times at which promises expire, by placement id, the earliest first.
+        self._expiries: OrderedDict[str, float] = OrderedDict()
         self._placements = 0
-        self._unmatched: dict[str, str] | None = None  # None after a change of the registrations
-        self._peers: dict[tuple[Role, str], list[TrackedWorker]] = {}  # by role and model; same
+        # A change of the registrations resets these two.
+        self._unmatched: dict[str, str] | None = None
+        self._peers: dict[tuple[Role, str], list[TrackedWorker]] = {}
         self._roster = Roster()
-        self._changed: dict[str, None] = {}  # ids of the workers that the roster shows as they were
-        self._timers: list[tuple[float, str]] = []  # heap: when the health of workers may change
+        # Ids of the workers that have changed since the roster was updated.
+        self._changed: dict[str, None] = {}
+        # Heap of the times at which the health of a worker may change, with its id.
+        self._timers: list[tuple[float, str]] = []
 
     @property
     def unmatched(self) -> dict[str, str]:

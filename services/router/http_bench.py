@@ -27,7 +27,8 @@ from services.router.simulated_workers import heartbeat, registration
 
 WORKERS = 5
 _HOST = "127.0.0.1"
-_START_S = 60.0  # maximum time in which a server starts
+_START_S = 60.0
+"""Maximum time in which a server starts, seconds."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,10 @@ from services.router.simulated_workers import HEARTBEAT_S, heartbeat, registrati
 
 TICK_S = 0.02
 TENANTS = 4
-LENGTHS = (100, 1000)  # tokens, of prompts and of outputs
-WARM_UP_S = 0.5  # simulated time that is not measured
+LENGTHS = (100, 1000)
+"""Minimum and maximum tokens of a prompt, and of an output."""
+WARM_UP_S = 0.5
+"""Simulated time at the start that is not measured, seconds."""
 
 
 @dataclass(frozen=True)

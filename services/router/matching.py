@@ -7,8 +7,10 @@ from typing import Protocol
 
 from services.common.placement import Compatibility, Registration, Role
 
-_MAX_COMPARED = 16  # workers of which a reason names the most similar one
-_MAX_VALUE_CHARS = 24  # of a property of a worker
+_MAX_COMPARED = 16
+"""Maximum number of workers that are compared to find the most similar one for a reason."""
+_MAX_VALUE_CHARS = 24
+"""Maximum characters of a property's value in a reason."""
 _REMEDIES = {"chunk_tokens": "start both with the same chunk_tokens; auto depends on step_tokens"}
 """What to do about a property that is a setting, or follows from one, by property."""
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}

@@ -20,7 +20,8 @@ from services.router.simulation import FDC_TABLE_6, MAX_PLACEMENTS, Simulation, 
 
 FLOOD, OTHER = "flood", "other"
 OTHER_LOAD = 0.1
-WARM_UP = 0.2  # share of the time that is not measured
+WARM_UP = 0.2
+"""Fraction of the time, from the start, that is not measured."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from services.router.roster import Claim, Needs
 
 MAX_RECLAIMED = 64
 """Maximum number of claims that one event sets anew, so that it does not delay others."""
-_MIN_DEADLINES = 64  # entries of the heap of deadlines below which it is not cleaned
+_MIN_DEADLINES = 64
+"""Number of entries of the heap of deadlines below which ended calls remain in it."""
 
 
 @dataclass(eq=False)
@@ -67,8 +68,10 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         super().__init__()
         self._max_waiting = max_waiting
         self._by_id: dict[str, PendingPlacement] = {}
-        self._deadlines: list[tuple[float, int, PendingPlacement]] = []  # heap, with ended calls
-        self._outdated: deque[PendingPlacement] = deque()  # calls whose claim must be set anew
+        # Heap of the deadlines of queued calls, and of some that have left the queue.
+        self._deadlines: list[tuple[float, int, PendingPlacement]] = []
+        # Calls whose claim must be set anew.
+        self._outdated: deque[PendingPlacement] = deque()
         self.changes = 0
         self.claims: Counter[Claim | None] = Counter()
         self.pending_prompt_tokens = 0

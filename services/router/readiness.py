@@ -8,7 +8,8 @@ from services.router.capacity import WorkerHealth, WorkerSnapshot
 from services.router.matching import difference
 from services.router.policy import can_serve, context_length
 
-_MAX_NAMED = 4  # workers that a reason names
+_MAX_NAMED = 4
+"""Maximum number of workers that a reason names."""
 
 
 def readiness(

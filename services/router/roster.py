@@ -19,14 +19,19 @@ from services.router.capacity import USABLE, Demand, WorkerSnapshot
 
 MAX_CLAIMS = 1024
 """Maximum number of claims that are remembered to be shared among requests."""
-_POOL_KEY = 3  # number of fields in the key of a pool, with which the key of a shape begins
+_POOL_KEY = 3
+"""Number of fields in the key of a pool. The key of a shape begins with these fields."""
 
 
 class Reason(Enum):
-    """Reason why a request is not placed. Waiting helps only if it is `BUSY`."""
+    """Reason why a request is not placed. Waiting helps only if it is `BUSY`.
+
+    Attributes:
+        AMBIGUOUS_MODEL: several models are served, and the request names none.
+    """
 
     UNKNOWN_MODEL = auto()
-    AMBIGUOUS_MODEL = auto()  # several models are served and the request names none
+    AMBIGUOUS_MODEL = auto()
     TOO_LARGE = auto()
     NO_WORKERS = auto()
     BUSY = auto()

@@ -10,8 +10,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.tls import MutualTls
 
-KEEP_ALIVE_S = 75  # longer than that of clients, so that the client closes idle connections
-GRACE_S = 3  # time to send the last responses, after queued calls were refused
+KEEP_ALIVE_S = 75
+"""Time in seconds after which an idle connection is closed. It is longer than that of clients, so
+that usually the client closes it."""
+GRACE_S = 3
+"""Time to send the last responses after queued calls were refused, seconds."""
 MAX_HEAD_BYTES = 16 * 1024
 
 
@@ -23,7 +26,8 @@ class Connection(HttpToolsProtocol):
     - A request head or trailer that exceeds `MAX_HEAD_BYTES` before it is complete gets a 400.
     """
 
-    _head_bytes = 0  # bytes received since a head, a part of a body or a request was complete
+    _head_bytes = 0
+    """Bytes received since a head, a part of a body or a request was complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -22,13 +22,18 @@ from services.common.placement import (
     WorkerState,
 )
 
-PREFILL_TOKENS_PER_S = 600.0  # tokens/s of a prefill worker with speed 1
-STEP_S = 5e-3  # duration of a decode step without resident tokens, seconds
-RESIDENT_S = 1e-6  # additional step time per resident token, seconds
-MAX_RUNNING = 32  # maximum sequences in the batch of a decode worker
+PREFILL_TOKENS_PER_S = 600.0
+"""Prompt tokens per second of a prefill worker with speed 1."""
+STEP_S = 5e-3
+"""Duration of a decode step without resident tokens, seconds."""
+RESIDENT_S = 1e-6
+"""Additional duration of a decode step for each resident token, seconds."""
+MAX_RUNNING = 32
+"""Maximum number of sequences in the batch of a decode worker."""
 HEARTBEAT_S = 0.25
 PAGE_PLAN = PagePlan(PAGE_SIZE)
-PAGES = 1 << 15  # per worker: enough that pages are never the limit
+PAGES = 1 << 15
+"""Number of pages of each worker. It is large enough that pages are never the limit."""
 EPOCH = "1"
 
 
@@ -149,7 +154,8 @@ class DecodeWorker(SimulatedWorker):
         self._incoming: set[str] = set()
         self._incoming_tokens = 0
         self._waiting: deque[Job] = deque()
-        self._batch: list[tuple[float, int, Job]] = []  # heap, ordered by each job's last step
+        # Heap of the jobs in the batch, in the order of their last steps.
+        self._batch: list[tuple[float, int, Job]] = []
         self._entries = count()
         self._resident = 0.0
         self._clock = 0.0

@@ -9,7 +9,8 @@ from services.common.placement import Heartbeat, Registration, Role, WorkerAddre
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.speed import noticeable
 
-_AVERAGED = 16  # placements over which the time to their admission is averaged
+_AVERAGED = 16
+"""Number of placements over which the time to their admission is averaged."""
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,37 @@ class Promise:
 
 @dataclass
 class TrackedWorker:
-    """One epoch of a worker. Times are in seconds of a monotonic clock."""
+    """One epoch of a worker. Times are in seconds of a monotonic clock.
+
+    Attributes:
+        load: last heartbeat; None before the first.
+        promises: placements that no heartbeat has listed yet, by id.
+        pages_free: free pages at the last heartbeat; 0 before the first.
+        slowdown: result of `services.router.speed.slowdown` at the last heartbeat.
+        admission_s: recent mean time from a placement to the heartbeat that lists it, seconds.
+        failures: number of failures since the last success.
+        last_placement: number of the newest placement on the worker.
+        snapshot: snapshot that is valid until the worker changes, or None.
+        suspect_at: time at which the fleet will check whether the worker is suspect.
+    """
 
     registration: Registration
     last_heartbeat_at: float
     load: Heartbeat | None = None
     promises: dict[str, Promise] = field(default_factory=dict)
     promised_tokens: int = 0
-    promised_prompt_tokens: int = 0  # tokens
-    pages_free: PageCount = field(init=False)  # at the last heartbeat; 0 before the first
+    promised_prompt_tokens: int = 0
+    pages_free: PageCount = field(init=False)
     promised_pages: PageCount = field(init=False)
     promised_slots: int = 0
-    slowdown: float = 1.0  # at the last heartbeat, see `services.router.speed.slowdown`
-    admission_s: float = 0.0  # recent mean time from a placement to the heartbeat that lists it
+    slowdown: float = 1.0
+    admission_s: float = 0.0
     failures: int = 0
     probation_until: float = float("-inf")
     last_placement: int = 0
-    snapshot: WorkerSnapshot | None = None  # cached until the worker changes
+    snapshot: WorkerSnapshot | None = None
     _address: WorkerAddress | None = None
-    suspect_at: float | None = None  # when the fleet will check whether it is suspect
+    suspect_at: float | None = None
 
     def __post_init__(self) -> None:
         self.pages_free = self.promised_pages = self.registration.page_count.times(0)

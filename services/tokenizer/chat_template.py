@@ -11,7 +11,8 @@ from services.common.errors import InvalidRequest
 from services.tokenizer.template_environment import TemplateEnvironment
 from services.tokenizer.tracked_text import TrackedText
 
-_DEFAULT = "default"  # name of the template that is used, where a model has several
+_DEFAULT = "default"
+"""Name of the template that is used if a model has several."""
 
 
 class ChatTemplateError(InvalidRequest):

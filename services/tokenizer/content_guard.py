@@ -26,8 +26,10 @@ _UNESCAPE = [
     {"type": "Replace", "pattern": {"String": _MARK}, "content": ""},
     {"type": "Replace", "pattern": {"String": _LITERAL}, "content": _ESCAPE},
 ]
-_RUN = re.compile("(?P<template>1+)|0+")  # characters of the template, or not of the template
-_NEVER = -1e6  # score of a piece that a Unigram model does not choose
+_RUN = re.compile("(?P<template>1+)|0+")
+"""Matches a run of characters that are from the template, or a run of others."""
+_NEVER = -1e6
+"""Score of a piece that a Unigram model does not choose."""
 
 
 class ContentGuard:
@@ -54,7 +56,8 @@ class ContentGuard:
         description["normalizer"] = {"type": "Sequence", "normalizers": steps}
         names = sorted((name for name in reserved if len(name) > 1), key=len, reverse=True)
         self._longest = max(map(len, names), default=1)
-        self._names: dict[str, list[str]] = {}  # keys: the first two characters of the names
+        # Names of tokens by their first two characters.
+        self._names: dict[str, list[str]] = {}
         for name in names:
             self._names.setdefault(name[:2], []).append(name)
         _exclude_pieces(description["model"], frozenset(names))

@@ -18,7 +18,8 @@ from typing import Any
 
 MAGIC = b"GGUF"
 
-_SCALARS = "BbHhIif?"  # `struct` format characters of the GGUF value types 0 to 7
+_SCALARS = "BbHhIif?"
+"""Format characters of `struct` for the GGUF value types 0 to 7."""
 _STRING, _ARRAY = 8, 9
 _WIDE = {10: "Q", 11: "q", 12: "d"}
 _LETTERS = dict(enumerate(_SCALARS)) | _WIDE

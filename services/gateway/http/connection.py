@@ -36,10 +36,14 @@ from services.gateway.http.middleware import RequestTimeout, error_response
 
 log = structlog.get_logger()
 
-_LINGER_S = 5.0  # a lingering connection closes after this time without input
-_MAX_LINGER_S = 30.0  # a lingering connection closes after this time in any case
-_MAX_REJECTED = 256  # maximum lingering connections that max_connections refused
-_MAX_PIPELINED = 32  # maximum requests received while another is being answered
+_LINGER_S = 5.0
+"""Time without input after which a lingering connection is closed, seconds."""
+_MAX_LINGER_S = 30.0
+"""Time after which a lingering connection is closed in any case, seconds."""
+_MAX_REJECTED = 256
+"""Maximum number of lingering connections that ``max_connections`` refused."""
+_MAX_PIPELINED = 32
+"""Maximum number of requests that are received while another one is answered."""
 
 
 class HeadTooLarge(ServiceError):
@@ -78,10 +82,13 @@ class Connection(HttpToolsProtocol):
         self._gateway = gateway
         self._settings = gateway.settings
         self._limit = limit
-        self._counted_for: str | None = None  # None for a proxy, which has many clients
+        # The client towards whose limit the connection counts. A proxy has many clients: None.
+        self._counted_for: str | None = None
         self._rejected = rejected
-        self._parse_error: ServiceError | None = None  # error that a parser callback raised
-        self._framing_bytes = 0  # bytes since the last body data or request end
+        # The error that a callback of the parser raised.
+        self._parse_error: ServiceError | None = None
+        # Bytes received since the last data of a body, or since the last end of a request.
+        self._framing_bytes = 0
         self._in_head = False
         self._in_body = False
         # The request being answered. uvicorn's `cycle` is the newest one, which may be queued.

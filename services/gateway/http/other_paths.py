@@ -4,7 +4,8 @@ import grpc
 
 from services.common.errors import ServiceError
 
-_MAX_PATH_CHARS = 128  # an error message truncates a path to this length
+_MAX_PATH_CHARS = 128
+"""Maximum characters of a path in an error message."""
 
 # By the first segments of the path.
 NOT_SUPPORTED = {

@@ -30,14 +30,16 @@ class UnknownField(InvalidRequest):
     code = "unknown_parameter"
 
 
-_MAX_KIND_CHARS = 40  # an error message truncates the type of a part to this length
+_MAX_KIND_CHARS = 40
+"""Maximum characters of the type of a content part in an error message."""
 
 # Without `fail_fast`, a list of a million invalid elements would block the event loop for seconds.
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-_UNSUPPORTED = "unsupported"  # type of a validation error; its context has the field and the reason
+_UNSUPPORTED = "unsupported"
+"""Type of the validation errors whose context has the field and the reason."""
 
 
 def _document_ignored(schema: dict[str, Any], body: type["_Body"]) -> None:

@@ -16,7 +16,8 @@ from services.common.http_server import listen
 from services.gateway.gateway import Gateway
 from services.gateway.http.connection import Connection
 
-_SHUTDOWN_GRACE_S = 2  # time to write the remaining responses after the drain
+_SHUTDOWN_GRACE_S = 2
+"""Time to write the remaining responses after the drain, seconds."""
 
 # Methods of uvicorn's protocol that `Connection` overrides; some are private.
 _HOOKS = (
