@@ -13,7 +13,7 @@ class Axis:
 
     Attributes:
         name: key of the value in JSON, in tables and in folder names.
-        plural: several values of the quantity.
+        plural: name for several values of the quantity.
         title: short title in reports.
         noun, per: unit of the value, such as "request" and "per second".
     """

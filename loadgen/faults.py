@@ -41,8 +41,8 @@ class Fault:
 
     Attributes:
         action: ``kill``, ``terminate``, ``stop`` or ``run``.
-        process: name of a process, or a role; a role selects its first process. The command of
-            ``run``, which is a fault for as long as it runs.
+        process: name of a process, or a role; a role selects its first process. For ``run``, it is
+            the command, which is a fault for as long as it runs.
         at: time in seconds after the start of the run.
         for_s: seconds between stopping a process and continuing it, or between the start of a
             command and its SIGTERM.

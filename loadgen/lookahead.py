@@ -16,7 +16,7 @@ class Lookahead:
 
     Args:
         requests: requests, prepared when they are drawn; `make_requests` yields them.
-        count: number of requests that are prepared now. `refill` keeps as many prepared later.
+        count: number of requests to prepare at first. Later, `refill` keeps this number prepared.
 
     Attributes:
         failed: why the preparation of further requests failed; None if it did not.

@@ -266,7 +266,7 @@ class StreamGraphs:
 
 @cache
 def rounded(count: int) -> int:
-    """Round a positive number up to a power of two, or to one and a half times one."""
+    """Round a positive number up to a power of two, or to 1.5 times a power of two."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if count <= power * 3 // 4 else power
 

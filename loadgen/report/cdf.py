@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from loadgen.measures import E2E, E2E_SENT, ITL, TTFT, TTFT_SENT, Measure
 from loadgen.number import ms
 from loadgen.record import Record
-from loadgen.report.palette import OF_MEASURE, paint
+from loadgen.report.palette import OF_MEASURE, placeholder_colour
 from loadgen.report.plot import Drawing, Key, Plot
 from loadgen.report.scale import Scale
 
@@ -64,7 +64,7 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
     Scale.percentages().along_y(axes)
     keys = [Key("from the due time", colour) if beside.size else Key("each gap", colour)]
     if objective is not None:
-        axes.axvline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
+        axes.axvline(1e3 * objective, color=placeholder_colour("red"), linestyle=":", linewidth=1.6)
     for sample, name, width, style in (
         (values, colour, 2.2, "solid"),
         (beside, "ink", 1.0, (0, (3, 4))),
@@ -72,12 +72,21 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
         if sample.size:
             at, share = distribution(np.maximum(sample, low))
             at, share = np.append(at[0], at), np.append(0.0, share)
-            axes.step(1e3 * at, share, where="post", color=paint(name), lw=width, linestyle=style)
+            axes.step(
+                1e3 * at,
+                share,
+                where="post",
+                color=placeholder_colour(name),
+                lw=width,
+                linestyle=style,
+            )
     if beside.size:
         keys.append(Key("from the send", "ink", "dashed"))
     if objective is not None:
         keys.append(Key(f"objective, {ms(objective)} ms", "red", "dotted"))
-    axes.plot([1e3 * median, 1e3 * tail], [50, 99], "o", color=paint(colour), markersize=6)
+    axes.plot(
+        [1e3 * median, 1e3 * tail], [50, 99], "o", color=placeholder_colour(colour), markersize=6
+    )
     drawing.label_y(0, "share, %")
     drawing.label_x(f"{measure.title}, ms{scale.label_suffix}")
     alt_text = f"{measure.title}: p50 {ms(median)} ms, p99 {ms(tail)} ms"

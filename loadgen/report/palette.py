@@ -25,8 +25,8 @@ OF_MEASURE = {
 """Colour of each measure, in all reports."""
 
 
-def paint(name: str) -> str:
-    """Return the placeholder colour for matplotlib."""
+def placeholder_colour(name: str) -> str:
+    """Return the colour in which matplotlib draws a named one; see `variables`."""
     return _NUMBERS[name]
 
 

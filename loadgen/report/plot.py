@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadgen.report.palette import paint, variables
+from loadgen.report.palette import placeholder_colour, variables
 
 NARROW, WIDE = 360, 1040
 """Nominal widths of drawings in CSS pixels. Pages scale drawings, including their text."""
@@ -83,11 +83,15 @@ class Drawing:
         axes.patch.set_visible(False)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(paint("muted"))
-        axes.grid(color=paint("grid"), linewidth=1)
+        axes.spines["bottom"].set_color(placeholder_colour("muted"))
+        axes.grid(color=placeholder_colour("grid"), linewidth=1)
         axes.set_axisbelow(True)
         axes.tick_params(
-            length=0, pad=8, colors=paint("muted"), labelcolor=paint("muted"), labelsize=_FONT
+            length=0,
+            pad=8,
+            colors=placeholder_colour("muted"),
+            labelcolor=placeholder_colour("muted"),
+            labelsize=_FONT,
         )
         return axes
 
@@ -95,12 +99,12 @@ class Drawing:
         """Add the label of a panel's y axis, left-aligned above the axis."""
         top = self.panels[panel].get_position().y1
         at = 1 / self._width, top + 12 / self._height
-        self._figure.text(*at, text, color=paint("ink"), parse_math=False)
+        self._figure.text(*at, text, color=placeholder_colour("ink"), parse_math=False)
 
     def label_x(self, text: str) -> None:
         """Label the x axis, below the lowest panel."""
         at = 1 - _RIGHT / self._width, 5 / self._height
-        self._figure.text(*at, text, color=paint("ink"), ha="right", parse_math=False)
+        self._figure.text(*at, text, color=placeholder_colour("ink"), ha="right", parse_math=False)
 
     def svg(self, name: str, alt_text: str) -> Markup:
         """Return the drawing as SVG.

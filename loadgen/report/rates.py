@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from loadgen.axis import RATE, Axis
 from loadgen.figures import FigureFormat
-from loadgen.report.palette import paint
+from loadgen.report.palette import placeholder_colour
 from loadgen.report.plot import Drawing, Key, Plot
 from loadgen.report.scale import Scale
 
@@ -109,10 +109,10 @@ def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:
     keys = []
     if ideal is not None:
         ends = [ideal.low, ideal.high]
-        axes.plot(ends, ends, color=paint("muted"), linewidth=1)
+        axes.plot(ends, ends, color=placeholder_colour("muted"), linewidth=1)
         keys.append(Key("equal to offered", "muted"))
     if knee is not None:
-        axes.axvline(knee, color=paint("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
+        axes.axvline(knee, color=placeholder_colour("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
         keys.append(Key("knee", "ink", "dotted"))
     return keys
 
@@ -130,7 +130,7 @@ def _upward(lines: Sequence[Line], minimum_high: float, log: bool) -> Scale:
 
 
 def _draw(axes: Axes, line: Line, upward: Scale) -> None:
-    colour = paint(line.colour)
+    colour = placeholder_colour(line.colour)
     style = (0, (5, 3)) if line.dashed else "solid"
     valid = [p for p in line.points if p.valid]
     bounded = [p for p in valid if p.low is not None and p.high is not None]

@@ -13,7 +13,7 @@ from loadgen.measures import Window
 from loadgen.record import Record
 from loadgen.report.bins import edges_of
 from loadgen.report.latencies import Latencies, latencies
-from loadgen.report.palette import OF_MEASURE, paint
+from loadgen.report.palette import OF_MEASURE, placeholder_colour
 from loadgen.report.plot import NARROW, WIDE, Drawing, Key, Plot
 from loadgen.report.scale import Scale
 
@@ -126,9 +126,11 @@ def _drawing(
         time.along_x(axes, labels=number == len(drawing.panels) - 1)
         for begin, until in ((0.0, window.begin), (window.end, end)):
             if begin < min(until, end):
-                axes.axvspan(begin, min(until, end), color=paint("shade"), linewidth=0, zorder=0)
+                axes.axvspan(
+                    begin, min(until, end), color=placeholder_colour("shade"), linewidth=0, zorder=0
+                )
         for at in faults:
-            axes.axvline(at, color=paint("ink"), linestyle=":", linewidth=1.6)
+            axes.axvline(at, color=placeholder_colour("ink"), linestyle=":", linewidth=1.6)
     rates, in_flight, *others = range(len(drawing.panels))
     outcomes = (
         (found.sent, "blue", "-"),
@@ -160,15 +162,15 @@ def _draw(
     drawing.label_y(panel, label)
     for values, colour, style in lines:
         if len(lines) == 1:
-            axes.stairs(values, edges, color=paint(colour), fill=True, alpha=0.18)
-        axes.stairs(values, edges, color=paint(colour), linewidth=1.6, linestyle=style)
+            axes.stairs(values, edges, color=placeholder_colour(colour), fill=True, alpha=0.18)
+        axes.stairs(values, edges, color=placeholder_colour(colour), linewidth=1.6, linestyle=style)
 
 
 def _draw_latencies(
     drawing: Drawing, panel: int, found: Latencies, objective: float | None
 ) -> None:
     axes = drawing.panels[panel]
-    colour = paint(OF_MEASURE[found.measure.name])
+    colour = placeholder_colour(OF_MEASURE[found.measure.name])
     p50, p99 = 1e3 * found.p50, 1e3 * found.p99
     Scale.linear(float(np.nanmax(p99)), ticks=_TICKS).along_y(axes)
     drawing.label_y(panel, f"{found.measure.title[0].lower()}{found.measure.title[1:]}, ms")
@@ -178,7 +180,7 @@ def _draw_latencies(
             values, found.edges, baseline=None, color=colour, linewidth=1.6, linestyle=style
         )
     if objective is not None:
-        axes.axhline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
+        axes.axhline(1e3 * objective, color=placeholder_colour("red"), linestyle=":", linewidth=1.6)
 
 
 def _times(times: Any) -> Floats:

@@ -34,7 +34,7 @@ class Row:
         return value
 
     def integer_list(self, key: str) -> tuple[int, ...]:
-        """Return a non-empty list of non-negative integers."""
+        """Return the value of a key, which must be a non-empty list of non-negative integers."""
         value = self.values.get(key)
         if not isinstance(value, list) or not value:
             raise self.error(f"{key} is not a non-empty list")

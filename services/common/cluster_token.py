@@ -1,4 +1,4 @@
-"""Check of the cluster token, the secret that services share, in the calls that a server gets."""
+"""Check of the cluster token of incoming calls. Services share this secret."""
 
 import base64
 import binascii
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class TokenCheck:
-    """Compares credentials with the cluster token, and with a second token that replaces it.
+    """Compares credentials with the cluster token. A second token is accepted during a rotation.
 
     Args:
         token: token that services send.
-        second: further token that is accepted, or None.
+        second: token that is accepted as well, or None.
 
     Attributes:
         on_second: called when the second token is accepted.

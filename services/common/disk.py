@@ -49,10 +49,10 @@ def cache_disk() -> os.statvfs_result | None:
 
 
 class DiskCollector(Collector):
-    """Space of the disks and numbers of failed writes, read when the metrics are.
+    """Space of the disks and numbers of failed writes, read in each scrape.
 
     Args:
-        disks: function for the disk of each use.
+        disks: function that returns the disk, by its use.
     """
 
     def __init__(self, disks: Mapping[str, Callable[[], os.statvfs_result | None]]) -> None:

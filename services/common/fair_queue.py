@@ -155,7 +155,7 @@ class FairQueue(Generic[_Item]):
         return True
 
     def earliest_ahead(self, item: _Item) -> Iterator[_Item]:
-        """Yield the first item of each urgency that the tenant of ``item`` has queued before it."""
+        """Yield the first item of each urgency among the preceding items of the same tenant."""
         for rank in self._lines[item.tenant].until(item):
             first = next(iter(rank.items))
             if first is not item:

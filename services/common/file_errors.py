@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError of the block that has none, as those of writing have none.
+    """Add the path to an OSError that the block raises without one. Errors of writes have none.
 
     Raises:
         OSError: with ``path`` as its ``filename``.

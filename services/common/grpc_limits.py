@@ -86,14 +86,14 @@ class CallLimiter(aio.ServerInterceptor):
     Only `_MAX_ARRIVING` requests are received at the same time, in an order that is fair among
     owners. This bounds the memory for incomplete messages, whose size is not known yet. gRPC does
     not tell whether a part of a message has arrived. A call that sends nothing thus counts as well,
-    but cannot block others: if a call waits, one that has not arrived within `_SLOT_S` ends. It is
-    one of the owner with the most requests that are being received.
+    but cannot block others: while calls wait, a call whose request has not arrived within `_SLOT_S`
+    ends. It is chosen from the owner with the most requests that are being received.
 
     Health and reflection need no key, so their calls must not use up those of the services: their
     streams have a number and a duration of their own, and their requests arrive separately.
     ``Health/Check`` has no maximum number and never waits, since probes must not fail because of
-    other clients. If `_MAX_CHECKS` of its requests are being received, the oldest one ends: those
-    of probes arrive with their call.
+    other clients. If `_MAX_CHECKS` of its requests are being received, the oldest one ends. This
+    does not affect probes, whose requests arrive with their calls.
     """
 
     def __init__(self, limits: ServerLimits) -> None:

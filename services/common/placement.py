@@ -236,7 +236,7 @@ class Heartbeat(Message):
         pages_free: number of free pages of each page group, by name.
         running: number of occupied batch slots; each choice occupies one.
         waiting: number of requests without a batch slot.
-        kv_raw_bytes: bytes of KV that were sent or received since the start, as in the pages.
+        kv_raw_bytes: bytes of KV that were sent or received since the start, counted as in pages.
         kv_wire_bytes: the same bytes as they were sent, raw or compressed.
         kv_faster_raw_bytes: on a prefill worker, those of ``kv_raw_bytes`` that were not compressed
             because that was faster on the link.
@@ -293,9 +293,9 @@ class PlaceRequest(Message):
         admitted: whether the request was admitted before: it is repeated, or another one of its
             prompts was placed. It then waits until its deadline, however long the queue is.
         model: name of the model; None selects the only served model.
-        prompt_tokens: number of tokens of the prompt, and of the output of an earlier attempt that
-            continues it.
-        replayed_tokens: number of the latter, of which none is evicted.
+        prompt_tokens: number of tokens of the prompt, including the output of an earlier attempt
+            that is replayed after it.
+        replayed_tokens: number of tokens of that output, which are never evicted.
         max_tokens: maximum output tokens of each choice.
         required_tokens: output tokens of each choice for which the workers must have space; None:
             ``max_tokens``. The placement says how many fit.

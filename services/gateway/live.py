@@ -28,7 +28,7 @@ _SILENT_S = 2.0
 """Time in seconds without a heartbeat after which a worker's rate is unknown."""
 
 
-class Kv(NamedTuple):
+class TransferredKV(NamedTuple):
     """KV that workers transferred: bytes, or bytes/s. See `Heartbeat`."""
 
     raw: float = 0
@@ -36,7 +36,7 @@ class Kv(NamedTuple):
     faster_raw: float = 0
 
 
-_NO_KV = Kv()
+_NO_KV = TransferredKV()
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class _Measurement:
     """KV that a worker has transferred until ``at``, and its rates then."""
 
     at: float
-    moved: Kv
-    rates: Kv = _NO_KV
+    moved: TransferredKV
+    rates: TransferredKV = _NO_KV
 
 
 class TransferRates:
@@ -54,7 +54,7 @@ class TransferRates:
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], _Measurement] = {}
 
-    def update(self, workers: Sequence[WorkerView], now: float) -> list[Kv]:
+    def update(self, workers: Sequence[WorkerView], now: float) -> list[TransferredKV]:
         """Return the rates of each worker.
 
         A rate is 0 in the first state with a worker, and while there are no heartbeats.
@@ -81,7 +81,9 @@ class TransferRates:
             # The same heartbeat: its computed time varies with the duration of the router's call.
             return last
         added = zip(moved, last.moved, strict=True)
-        return _Measurement(at, moved, Kv(*(max(0.0, (a - b) / elapsed) for a, b in added)))
+        return _Measurement(
+            at, moved, TransferredKV(*(max(0.0, (a - b) / elapsed) for a, b in added))
+        )
 
 
 class LiveState:
@@ -147,7 +149,7 @@ class LiveState:
         }
 
 
-def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[Kv]) -> dict[str, Any]:
+def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[TransferredKV]) -> dict[str, Any]:
     """Return the KV that the decode workers received, and why prefill workers sent some raw."""
     moved = [_moved(worker) for worker in workers]
     received = _sum(moved, workers, Role.DECODE)
@@ -164,18 +166,18 @@ def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[Kv]) -> dict[str
     }
 
 
-def _sum(kv: Sequence[Kv], workers: Sequence[WorkerView], role: Role) -> Kv:
+def _sum(kv: Sequence[TransferredKV], workers: Sequence[WorkerView], role: Role) -> TransferredKV:
     """Return the sum over the workers of a role."""
     of_role = [own for own, worker in zip(kv, workers, strict=True) if worker.role is role]
-    return Kv(*map(sum, zip(*of_role, strict=True))) if of_role else _NO_KV
+    return TransferredKV(*map(sum, zip(*of_role, strict=True))) if of_role else _NO_KV
 
 
-def _moved(worker: WorkerView) -> Kv:
+def _moved(worker: WorkerView) -> TransferredKV:
     """Return the KV that a worker has transferred since its start."""
-    return Kv(worker.kv_raw_bytes, worker.kv_wire_bytes, worker.kv_faster_raw_bytes)
+    return TransferredKV(worker.kv_raw_bytes, worker.kv_wire_bytes, worker.kv_faster_raw_bytes)
 
 
-def _describe(worker: WorkerView, rate: Kv) -> dict[str, Any]:
+def _describe(worker: WorkerView, rate: TransferredKV) -> dict[str, Any]:
     """Return what the page shows of a worker; its reason may contain addresses."""
     return {
         "name": worker.worker_id,

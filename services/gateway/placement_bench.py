@@ -46,7 +46,7 @@ class Cost:
     Attributes:
         placements_per_s: rate that was reached, per second.
         server_us: CPU time of the server per placement and its release, microseconds.
-        client_us: the same of the client.
+        client_us: CPU time of the client per placement and its release, microseconds.
         p50_us: median latency of a placement request, microseconds.
         p99_us: 99th percentile of the latency.
     """

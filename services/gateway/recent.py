@@ -42,10 +42,11 @@ class Unplaced:
 class TenantRequests:
     """Requests of one tenant.
 
-    ``max_concurrent`` of the gateway bounds the running ones, and the error codes the groups.
+    The setting ``max_concurrent`` bounds the number of running requests, and the number of error
+    codes that of the groups.
 
     Attributes:
-        running: by number, in the order of their arrival.
+        running: running requests by number, in order of arrival.
         ended: requests that a worker began, newest first.
         unplaced: groups of other ended requests, by status.
     """
@@ -96,8 +97,8 @@ class TenantRequests:
 class RecentRequests:
     """Running and recent requests of all tenants.
 
-    Requests without a tenant belong to None. Those of tenants that have no more API keys are
-    dropped when a new tenant sends a request, so that the API keys bound the number of tenants.
+    Requests without a tenant belong to None. When a new tenant sends a request, the requests of
+    tenants without an API key are dropped. The API keys thus bound the number of tenants.
     """
 
     def __init__(self, metrics: GatewayMetrics, keys: ApiKeys) -> None:

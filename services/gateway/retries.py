@@ -32,7 +32,7 @@ class Retries:
     excluded: set[str] = field(default_factory=set)
 
     def add(self, failure: WorkerFailure, worker: WorkerAddress, *, progressed: bool) -> None:
-        """Add an attempt that ``worker`` failed; ``progressed``: it had delivered tokens."""
+        """Add an attempt that failed on ``worker``, before or after it had delivered tokens."""
         self.number += 1
         if failure.verdict.cause is Cause.LOSS:
             self.lost.add(worker)

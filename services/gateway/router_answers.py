@@ -43,7 +43,7 @@ def parse_answer(
     """Return the placement, or the refusal as the error of the request.
 
     Raises:
-        ServiceError: if the answer is not one of a router. The request may be placed.
+        ServiceError: if the answer is not that of a router. The request may have been placed.
     """
     try:
         if response.status != HTTPStatus.OK:

@@ -152,7 +152,8 @@ class TextAssembler:
     """Detokenizes all choices of one request incrementally.
 
     Args:
-        min_tokens: number of tokens of a choice in whose text no stop string ends.
+        min_tokens: number of first tokens of a choice. Stop strings that end in their text are
+            ignored.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class RequestTimeline:
 
     Attributes:
         status: `RUNNING`, `OK`, `CANCELLED` or the code of a `ServiceError`.
-        number: number of the request, in the order of their arrival at this gateway.
+        number: number of the request, counted in order of arrival at this gateway.
         attempts: the last attempts.
         output_tokens: number of output tokens of all choices, as in ``usage``.
         times: stage times that the last worker reported, seconds.

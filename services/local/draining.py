@@ -14,7 +14,7 @@ POLL_S = 0.1
 class DrainProgress:
     """Prints how many requests the gateways finish before they stop.
 
-    Create it before they are told to stop. On a terminal, a status line is shown within the block.
+    Create it before the stop is requested. On a terminal, a status line is shown within the block.
 
     Args:
         logs: folder of the logs of a deployment.

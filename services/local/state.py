@@ -63,7 +63,7 @@ class Deployment:
         routers: number of routers; further ones use the ports after ``router_port``.
         tls_dir: folder with the certificate, key and CA of mutual TLS, or None.
         model: name of the served model; empty if an earlier version wrote the state.
-        kv_format: KV format of the workers; empty as above.
+        kv_format: KV format of the workers; empty if an earlier version wrote the state.
     """
 
     host: str

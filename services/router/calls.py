@@ -115,7 +115,7 @@ class Call:
 
 
 class Handler(Protocol[M_contra]):
-    """Handles the calls of one path. It returns the answer; None: an empty object."""
+    """Handles the calls of one path. It returns the answer. None stands for an empty object."""
 
     def __call__(self, body: M_contra, call: Call, /) -> Awaitable[BaseModel | None]: ...
 
@@ -190,7 +190,8 @@ class JsonCalls:
         self._access.check(call.path, call.headers)
         if call.method != "POST":
             raise MethodNotAllowed
-        # Browsers send other types for web pages of any origin without asking the server first.
+        # Any web page can make a browser send a body with another type. For JSON, the browser first
+        # sends a CORS preflight request, which fails.
         declared = next(iter(call.headers("content-type")), "")
         if declared.partition(";")[0].strip().lower() != CONTENT_TYPE:
             raise UnsupportedMediaType(f"the content type must be {CONTENT_TYPE}")

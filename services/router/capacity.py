@@ -111,7 +111,7 @@ class Demand:
         return 1 if role is Role.PREFILL else self.choices
 
     def evicted(self, kv_eviction: float, page_size: int) -> int:
-        """Return the number of tokens that workers evict: of the prompt alone.
+        """Return the number of tokens that workers evict. Replayed output is not evicted.
 
         Args:
             kv_eviction: fraction of the prompt's tokens that is evicted.
@@ -221,7 +221,7 @@ class WorkerSnapshot:
     def context_length(self) -> int:
         """Maximum tokens of a prompt and its output: limited by the model and by the pages.
 
-        With a prompt of which tokens are evicted, more output may fit.
+        If tokens of the prompt are evicted, more output may fit.
         """
         return self._longest()
 

@@ -242,7 +242,7 @@ class Fleet:
         return removed
 
     def roster(self, now: float) -> Roster:
-        """Return the workers by shape, for the policy. It is updated by the next call."""
+        """Return the workers by shape, for the policy. The next call updates the same object."""
         self._note_health(now)
         for worker_id in self._changed:
             if worker := self._workers.get(worker_id):

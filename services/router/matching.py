@@ -32,9 +32,9 @@ class Member(Protocol):
 def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
     """Return the workers without a partner, and the reason, by id of the worker.
 
-    These are prefill and decode workers of which every worker with the other role, for the same
-    model, has other properties. If there is no such worker at all, the model is not ready, and
-    `services.router.readiness` has the reason.
+    A prefill or decode worker has no partner if there are workers with the other role for its
+    model, but none of them is compatible with it. If there are none at all, the model is not ready,
+    and `services.router.readiness` has the reason.
     """
     offered: defaultdict[tuple[str, Role], set[Compatibility]] = defaultdict(set)
     for worker in workers:

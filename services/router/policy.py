@@ -15,8 +15,8 @@ A prefill worker with ``decodes`` can serve a request alone, as a colocated work
   now: the decode and colocated workers are full, not ready, or not registered.
 
 If a request requires fewer output tokens than its maximum, small workers would end long outputs
-early. Of the workers that can take it now, those are not used on which less than half as many
-output tokens fit as on the largest of them. A request never waits for a larger worker.
+early. Therefore, a worker is not used if less than half as many output tokens fit on it as on the
+largest worker that can take the request now. A request never waits for a larger worker.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -24,7 +24,7 @@ class PendingPlacement:
 
     Attributes:
         claim: workers that could serve the request, as long as the roster has the same version.
-        needs: pages that it needs on them.
+        needs: pages that it needs on these workers.
         cost: cost of the request, tokens.
         urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
     """
@@ -107,13 +107,13 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         """Note that `reclaim` must set the claims of all queued calls anew.
 
         Args:
-            excluding: whether only of calls that exclude workers.
+            excluding: whether to note only the calls that exclude workers.
         """
         calls = (c for c in self._by_id.values() if c.demand.exclude or not excluding)
         self._outdated = deque(dict.fromkeys((*self._outdated, *calls)))
 
     def reclaim(self, claim: Callable[[Demand, Needs], Claim]) -> None:
-        """Set the next `MAX_RECLAIMED` claims anew.
+        """Compute the next `MAX_RECLAIMED` outdated claims again.
 
         A call with an outdated claim only misses workers that have joined, and finds none of those
         that have left.

@@ -67,7 +67,7 @@ class Shape:
         members: ids of all registered workers.
         usable: ids of the workers that take requests now or soon.
         open: workers that are ready and have a free slot.
-        ready: those of them that also take prompts now.
+        ready: the open workers that also take prompts now.
         slow: ids of the open workers that compute prompts and have a slowdown.
     """
 
@@ -98,7 +98,7 @@ class Needs:
 class Claim:
     """The workers that can serve a request, regardless of their load.
 
-    Requests with the same answer share one claim.
+    Requests that the same workers can serve share one claim.
 
     Attributes:
         reason: why the request cannot be placed, or `BUSY` if it can be, now or later.
@@ -140,9 +140,10 @@ class Roster:
     """The registered workers by shape.
 
     Attributes:
-        version: number of changes of the shapes, or of which of them have usable workers.
+        version: number of times that a shape was added or removed, got its first usable worker or
+            lost its last one.
         changes: number of changes of the registered or usable workers.
-        updates: number of changes of any worker, also of its load alone.
+        updates: number of changes of any worker, including changes of its load.
     """
 
     def __init__(self) -> None:

@@ -228,7 +228,7 @@ def heartbeat(
     prompt_tokens_per_s: float = 0.0,
     pace: StepPace | None = None,
 ) -> Heartbeat:
-    """Return the heartbeat of a simulated worker. With a rate, all its tokens are prompts."""
+    """Return the heartbeat of a simulated worker. A worker with a prompt rate queues prompts."""
     return Heartbeat(
         worker_id=name,
         epoch=EPOCH,

@@ -39,7 +39,7 @@ class Row:
 
 
 def with_slow(role: str, factor: float) -> Speeds:
-    """Return the healthy workers, and a slow one of a role, or of each if it is "both"."""
+    """Return the healthy workers and a slow one of this role; for "both", one of each role."""
     speed = (1.0 / factor,)
     return Speeds(
         HEALTHY.prefill + speed * (role in ("prefill", "both")),

@@ -201,9 +201,10 @@ class Figures(_Part):
         """Seconds between two tokens of each of ``sequences`` on a decode worker, interpolated.
 
         The time to read the KV of a longer or shorter context than the measured one is added or
-        subtracted. Beyond the largest measured number of sequences, a format with few points takes
-        as much longer as dense KV does, less the difference in the time to read KV: all other parts
-        of a step are those of dense KV. The result is at least the fastest measured time.
+        subtracted. If dense KV was measured with more sequences than this format, the increase of
+        the time of dense KV is added beyond the last point, except for the difference in the time
+        to read KV. All other parts of a step take as long as with dense KV. The result is at least
+        the fastest measured time.
 
         Raises:
             SettingsError: if no time was measured for this format.

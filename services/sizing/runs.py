@@ -74,8 +74,9 @@ def figures_of_runs(folders: Sequence[Path], kv_format: str) -> Figures:
     """Return figures of a deployment with one prefill and one decode worker.
 
     Runs with one request in flight give the points of prefill: median time to the first token by
-    prompt tokens. All runs give those of decode: median time per output token. Of c requests in
-    flight, c times the share of their time after the first token are in decode.
+    prompt tokens. All runs give those of decode: median time per output token. With c requests in
+    flight, the mean number in decode is c times the share of a request's time that follows its
+    first token.
 
     Args:
         folders: results of `headrace-loadgen run --out`.

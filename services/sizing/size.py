@@ -88,7 +88,8 @@ class Decode:
 
     Attributes:
         limit: constraint that determines the number: ``tpot``, ``kv``, ``max_running`` or ``link``.
-        max_sequences: largest number of sequences per worker that all of them but ``link`` allow.
+        max_sequences: largest number of sequences per worker that all constraints but ``link``
+            allow.
         sequences: mean sequences per worker.
         kv_usage: mean share of the KV memory in use; None if the figures have none.
     """
@@ -106,10 +107,10 @@ class Transfers:
     """KV transfers from prefill to decode workers.
 
     Attributes:
-        bits_per_s: of all workers together.
-        prefill_bits_per_s: mean of one prefill worker.
-        decode_bits_per_s: mean of one decode worker.
-        prompt_s: time of a prompt's KV on an otherwise idle link, on average.
+        bits_per_s: mean rate of all workers together.
+        prefill_bits_per_s: mean rate of one prefill worker.
+        decode_bits_per_s: mean rate of one decode worker.
+        prompt_s: mean time in which an otherwise idle link transfers the KV of a prompt.
     """
 
     bits_per_s: float

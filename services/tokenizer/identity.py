@@ -50,9 +50,9 @@ class TokenizerIdentity:
     def stop_token_ids(self, model: ModelInfo) -> tuple[int, ...]:
         """Return the tokens that end the output of a model.
 
-        These are the registered ones. A worker without a tokenizer knows only those of the model's
-        configuration, and a chat model may name the end of a turn in the tokenizer's files alone.
-        The ids of this tokenizer are then added.
+        These are the tokens that the workers registered. A worker without a tokenizer registers
+        only those of the model's configuration. Those of this tokenizer are then added, because a
+        chat model may name the end of a turn in the tokenizer's files alone.
         """
         if model.tokenizer_hash:
             return model.eos_token_ids

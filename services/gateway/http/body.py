@@ -14,7 +14,9 @@ _JSON = "application/json"
 def require_json(request: Request) -> None:
     """Raise `UnsupportedMediaType` unless the body is declared as JSON.
 
-    Browsers send other types, or none, for web pages of any origin without asking the server first.
+    Any web page can make a browser send a body with another type, or none, to this server. For
+    JSON, the browser first sends a CORS preflight request, which the server answers for allowed
+    origins only.
     """
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != _JSON:

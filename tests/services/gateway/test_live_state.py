@@ -12,7 +12,7 @@ from services.common.listings import WorkerView
 from services.common.placement import Compatibility, Role
 from services.gateway import live
 from services.gateway.keys import ApiKeys, Tenant
-from services.gateway.live import MAX_WORKERS, Kv, TransferRates
+from services.gateway.live import MAX_WORKERS, TransferRates, TransferredKV
 from services.gateway.recent import MAX_ENDED, MAX_RUNNING
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say, until
@@ -269,19 +269,19 @@ class TestTransferRates:
     def test_rate_is_measured_between_heartbeats(self) -> None:
         rates = TransferRates()
         first = view("a", kv_raw_bytes=900, kv_wire_bytes=700, silent_s=0.1)
-        assert rates.update([first], 10) == [Kv()]
+        assert rates.update([first], 10) == [TransferredKV()]
         after: dict[str, Any] = {"kv_raw_bytes": 1900, "kv_wire_bytes": 1500}
         after["kv_faster_raw_bytes"] = 600
         # 1.0 s between the heartbeats
         (measured,) = rates.update([view("a", **after, silent_s=0.3)], 11.2)
-        assert measured == pytest.approx(Kv(1000, 800, 600))
+        assert measured == pytest.approx(TransferredKV(1000, 800, 600))
 
     def test_same_heartbeat_keeps_the_rate(self) -> None:
         rates = TransferRates()
         rates.update([view("a", silent_s=0)], 1)
         for now, silent_s in ((2.0, 0.0), (2.1, 0.1), (2.2, 0.25), (3.0, 1.01)):
             (measured,) = rates.update([view("a", kv_raw_bytes=10, silent_s=silent_s)], now)
-            assert measured == pytest.approx(Kv(10))
+            assert measured == pytest.approx(TransferredKV(10))
 
     @pytest.mark.parametrize(
         ("second", "now"),
@@ -294,4 +294,4 @@ class TestTransferRates:
     def test_unknown_rate_is_zero(self, second: WorkerView, now: float) -> None:
         rates = TransferRates()
         rates.update([view("a", silent_s=0)], 1)
-        assert rates.update([second], now) == [Kv()]
+        assert rates.update([second], now) == [TransferredKV()]
