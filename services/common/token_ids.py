@@ -16,7 +16,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """Return the token ids of `pack_tokens`.
+    """Return the token ids in the result of `pack_tokens`.
 
     Raises:
         ValueError: the length is not that of whole ids.

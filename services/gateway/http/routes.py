@@ -205,7 +205,7 @@ class _Routes:
 
         body, options, prompt = await self._read(request, context, ChatBody, encode)
         generation = self._gateway.builder.build(
-            context, prompt, options, chat=True, names=body.names
+            context, prompt, options, chat=True, names=body.client_names
         )
         info = self._info(f"chatcmpl-{context.request_id}", body, options, chat=True)
         return GenerationResponse(self._gateway, [generation], info, stream=body.stream)

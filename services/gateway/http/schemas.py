@@ -127,8 +127,8 @@ class _GenerationBody(_Body, GenerationFields):
         return self
 
     @property
-    def names(self) -> dict[str, str]:
-        """Names in this body by field of `GenerationOptions`, for names that differ."""
+    def client_names(self) -> dict[str, str]:
+        """Names that this body has for fields of `GenerationOptions`, where they differ."""
         return {}
 
     def options(self) -> GenerationOptions:
@@ -204,7 +204,7 @@ class ChatBody(_GenerationBody):
     ] = None
 
     @property
-    def names(self) -> dict[str, str]:
+    def client_names(self) -> dict[str, str]:
         newer = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {"logprobs": "top_logprobs", "max_tokens": newer}
 
