@@ -17,7 +17,7 @@ from runtime.kv.palu import PaluFormat
 from runtime.kv.registry import COMPRESSED, PlainFormat, create_format
 from runtime.kv.shard import ShardFormat
 from runtime.kv.windowed import WindowedFormat
-from runtime.pages.eviction import MIN_PROMPT, QUERIES, evicted_tokens
+from runtime.pages.eviction import MIN_PROMPT, QUERIES, evicted_tokens, vacated_pages
 from runtime.pages.window import first_recent
 from tests.runtime.kv import quantized
 from tests.runtime.kv.lowrank import CONFIG as SHAPE
@@ -45,6 +45,8 @@ def test_evicted_tokens_are_whole_pages_between_sinks_and_window(tokens: int, sh
     assert evicted <= between
     kept = tokens - evicted
     assert first_recent(kept, PAGE) == first_recent(tokens, PAGE) - evicted // PAGE
+    vacated = vacated_pages(tokens, evicted, PAGE)
+    assert (len(vacated), vacated.stop) == (evicted // PAGE, first_recent(tokens, PAGE))
 
 
 def test_no_share_evicts_nothing() -> None:
@@ -89,6 +91,7 @@ def test_noise_is_gumbel_and_depends_on_position_and_head_alone() -> None:
     noise = gumbel_noise(20_000, 8)
     assert noise.dtype == np.float32
     assert np.array_equal(noise[:3, :100], gumbel_noise(100, 3))
+    assert np.array_equal(noise[5:, :100], gumbel_noise(100, 3, first_head=5)), "of another rank"
     assert abs(noise.mean() - np.euler_gamma) < 0.01
     assert abs(noise.std() - math.pi / math.sqrt(6)) < 0.01
     assert np.abs(np.corrcoef(noise) - np.eye(8)).max() < 0.03

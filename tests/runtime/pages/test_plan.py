@@ -146,3 +146,9 @@ def test_counts_add_up_by_group() -> None:
     assert PageCount(1, 2).fits(PageCount(1, 2))
     assert not PageCount(1, 2).fits(PageCount(5, 1))
     assert not PageCount(1, 2).fits(PageCount(5))
+
+
+def test_output_is_prefilled_only_if_it_attends_to_what_a_prompt_attends_to() -> None:
+    assert PagePlan(16).prefilled(50, prompt_tokens=40) == 50
+    assert PagePlan(16).prefilled(200, prompt_tokens=150, evicted=64) == 150
+    assert compressed_plan().prefilled(50, prompt_tokens=40) == 40
