@@ -7,13 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.v1 import request_pb2
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import pages_for
+from services.common.token_ids import pack_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
-from services.transfer.manifest import Coverage, SegmentPlan, plan_segments
+from services.transfer.manifest import Coverage, SegmentPlan, plan_segments, sent_tokens
 
 PAGE, HEADS = 16, 4
 WIDE = Plane("k", torch.bfloat16, (HEADS, PAGE, 8))
@@ -245,3 +247,21 @@ def test_sequence_is_complete_with_all_kv_heads() -> None:
         coverage.add(overlapping)
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=2, num_kv_heads=2, rank=1))
     assert coverage.complete
+
+
+@pytest.mark.parametrize(
+    ("known", "prompt", "eviction", "computed", "kept"),
+    [
+        (150, 150, 0.0, 150, 150),
+        (170, 150, 0.0, 170, 170),
+        (150, 150, 0.5, 150, 86),
+        (170, 150, 0.5, 150, 86),
+    ],
+)
+def test_first_tokens_are_sampled_where_all_known_tokens_are_computed(
+    known: int, prompt: int, eviction: float, computed: int, kept: int
+) -> None:
+    request = request_pb2.Request(tokens=pack_tokens(range(known)), prompt_tokens=prompt)
+    sent = sent_tokens(request, layout_of(1), eviction)
+    assert (sent.computed, sent.kept) == (computed, kept)
+    assert sent.samples_first is (computed == known)
