@@ -1,7 +1,7 @@
 """Work of an event, in calls of Python functions: independent of workers and queued requests."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 from types import FrameType
@@ -13,7 +13,7 @@ from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
-from services.router.queue import MAX_RECLAIMED, PlacementQueue
+from services.router.queue import MAX_RECLAIMED, PendingPlacement, PlacementQueue
 from tests.services.router.samples import beat, place_request, registration
 
 FREE = 20  # pages, which one of the requests needs
@@ -147,3 +147,27 @@ def test_requests_that_wait_for_other_workers_are_not_examined() -> None:
     full = beat("e0", pages_free=8)
     first, second = (calls_of(partial(one.heartbeat, full, 0.3)) for one in (few, many))
     assert second <= 1.2 * first
+
+
+def test_queue_is_examined_only_after_a_change_of_the_workers_or_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = Loaded(2, 16)
+    router, examined = loaded.router, 0
+
+    def ordered(wanted: Callable[[PendingPlacement], bool]) -> Iterator[PendingPlacement]:
+        nonlocal examined
+        examined += 1
+        return PlacementQueue.ordered(router.queue, wanted)
+
+    monkeypatch.setattr(router.queue, "ordered", ordered)
+    router.advance(0.3)
+    examined = 0
+    router.advance(0.4)
+    assert examined == 0
+    loaded.event("heartbeat")()
+    assert examined == 1
+    loaded.event("submit")()
+    assert examined == 2
+    loaded.event("tick")()
+    assert examined == 2
