@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.errors import RuntimeFault
 
@@ -88,8 +86,8 @@ class Computed:
             which tokens are evicted is reported once, as one chunk of the tokens that are kept.
         page_tables: for each page group, ids of the chunk's pages by their index in the chunk.
             Pages that the group does not hold are `FREED`, or lack at the end.
-        ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
-            None if the KV is in the pages already.
+        ready: number of the event recorded once the KV is in the pages, for which other CUDA
+            streams must wait (`PagedCache.events`). None on a CPU.
         evicted: number of tokens that were evicted.
         completes: whether this is the last chunk of the prompt.
         samples: whether first tokens are sampled after it. They are not if more chunks follow, or
@@ -100,7 +98,7 @@ class Computed:
     first_token: int
     num_tokens: int
     page_tables: tuple[tuple[int, ...], ...]
-    ready: torch.cuda.Event | None = None
+    ready: int | None = None
     evicted: int = 0
     completes: bool = False
     samples: bool = False
@@ -113,13 +111,13 @@ class Reserved:
     Attributes:
         page_tables: for each page group, page ids by the index of the page in the sequence. Pages
             that are not sent in the group are `FREED`, or lack at the end.
-        ready: CUDA event after which the engine's earlier work does not touch the pages; None on a
-            CPU.
+        ready: number of the event after which the engine's earlier work does not touch the pages
+            (`PagedCache.events`); None on a CPU.
     """
 
     id: str
     page_tables: tuple[tuple[int, ...], ...]
-    ready: torch.cuda.Event | None = None
+    ready: int | None = None
 
 
 @dataclass

@@ -11,8 +11,6 @@ processes these tokens while the device computes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import Request, SampledToken
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
@@ -220,7 +218,7 @@ class Engine:
                 self._fork(chunk.group)
         return _InFlightStep(launched, self._scheduler.step_launched(plan))
 
-    def _report(self, chunk: Chunk, ready: torch.cuda.Event | None, output: StepOutput) -> None:
+    def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
 
         Of a prompt with evicted tokens, all that is kept is added with the last chunk.

@@ -78,5 +78,8 @@ class Executor(ABC):
         """Copy page ``sources[i]`` of a page group to page ``targets[i]``, after launched steps."""
 
     @abstractmethod
-    def record_event(self) -> torch.cuda.Event | None:
-        """Return an event after which all launched work has completed; None if it has already."""
+    def record_event(self) -> int | None:
+        """Record an event after which all launched work has completed; see `PagedCache.events`.
+
+        All ranks of a worker return the same number.
+        """

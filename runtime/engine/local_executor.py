@@ -8,7 +8,6 @@ from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor, ExecutorShape
-from runtime.graphs.events import record_event
 from runtime.kv.eviction import check_eviction
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -81,5 +80,5 @@ class LocalExecutor(Executor):
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.cache.copy_pages(group, sources, targets)
 
-    def record_event(self) -> torch.cuda.Event | None:
-        return record_event(self.device)
+    def record_event(self) -> int | None:
+        return self.cache.events.record()

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor
@@ -20,8 +18,8 @@ class RankSteps:
     steps: Sequence[LaunchedStep]
 
     @property
-    def ready(self) -> torch.cuda.Event | None:
-        """The event of the first rank. Pages of other ranks have events of their own."""
+    def ready(self) -> int | None:
+        """Number of the event, which every rank has recorded."""
         return self.steps[0].ready
 
     def read(self) -> list[Draw | None]:
@@ -78,7 +76,9 @@ class Ranks(Executor):
         for rank in (*self._others, self._first):
             rank.copy_pages(group, sources, targets)
 
-    def record_event(self) -> torch.cuda.Event | None:
+    def record_event(self) -> int | None:
+        for other in self._others:
+            other.record_event()
         return self._first.record_event()
 
 

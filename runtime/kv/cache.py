@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import KVFormatError
+from runtime.graphs.events import Events
 from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
 from runtime.pages.groups import PageGroup, Part
@@ -237,6 +238,7 @@ class PagedCache:
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
         planes: one view ``[page, kv_head, slot, dim]`` of them for each of ``layout.planes``. Each
             page is contiguous.
+        events: events after which pages hold the KV of a step, or may be written to.
     """
 
     def __init__(
@@ -248,6 +250,7 @@ class PagedCache:
         self.layout = layout
         self.page_size = layout.page_size
         self.pages = pages
+        self.events = Events(torch.device(device))
         groups = layout.page_groups
         if len(pages) != len(groups):
             raise ValueError(f"{len(pages)} numbers of pages for {len(groups)} page groups")

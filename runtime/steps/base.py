@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import torch
-
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.sampling.reference import Draw
@@ -14,8 +12,8 @@ class LaunchedStep(Protocol):
     """A step whose computation was launched."""
 
     @property
-    def ready(self) -> torch.cuda.Event | None:
-        """CUDA event recorded once all KV is in the pages; None if it is there already."""
+    def ready(self) -> int | None:
+        """Number of the event of the cache recorded once all KV is in the pages; None on a CPU."""
         ...
 
     def read(self) -> list[Draw | None]:

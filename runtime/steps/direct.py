@@ -8,7 +8,6 @@ from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
-from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.sampling.reference import Draw, SamplingRow, sample
@@ -22,7 +21,7 @@ class DirectStep:
     """A computed step, with a draw for each sampled sequence."""
 
     draws: list[Draw | None]
-    ready: torch.cuda.Event | None
+    ready: int | None
 
     def read(self) -> list[Draw | None]:
         return self.draws
@@ -59,7 +58,7 @@ class DirectSteps:
         first_draws = self._compute(slices, groups, log)
         self._eviction.evict(plan.chunks, log)
         self._encoder.encode(plan.chunks)
-        return DirectStep(draws + first_draws, record_event(self._model.device))
+        return DirectStep(draws + first_draws, self._cache.events.record())
 
     def _next_token(self, sequence: SequenceState) -> SequenceSlice:
         """Return the last token of a sequence, whose KV the step computes."""

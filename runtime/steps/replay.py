@@ -24,7 +24,6 @@ from torch import Tensor
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.sequence import Purpose, SequenceState
-from runtime.graphs.events import record_event
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
@@ -71,8 +70,8 @@ class InFlightStep:
     Attributes:
         assignment: slots of the step's sequences.
         sampled: sequences whose sampled tokens are used, see `StepPlan.sampled`, with their slots.
-        ready: CUDA event recorded after the forward pass and, with a compressed KV format, the
-            encoding of pages; None on the CPU.
+        ready: number of the event of the cache recorded after the forward pass and, with a
+            compressed KV format, the encoding of pages; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
     """
@@ -81,7 +80,7 @@ class InFlightStep:
     assignment: SlotAssignment
     sampled: list[tuple[SequenceState, int]]
     results: HostCopy
-    ready: torch.cuda.Event | None
+    ready: int | None
     held_logits: Mapping[int, Tensor]
     read_first: bool
 
@@ -120,6 +119,7 @@ class StepReplay:
             raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
         self._decodes = decodes
         self._device = model.device
+        self._events = cache.events
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
         plan = cache.layout.plan
@@ -249,7 +249,7 @@ class StepReplay:
 
         The pages are encoded last, so that first tokens do not wait for it.
         """
-        ready = None if self._encodes else record_event(self._device)
+        ready = None if self._encodes else self._events.record()
         results = next(self._host_copies)
         bucket = assignment.bucket
         features = assignment.features
@@ -260,7 +260,7 @@ class StepReplay:
         self._sampler.start_copy(results, bucket, features)
         if self._encodes:
             self._encoder.encode(chunks)
-            ready = record_event(self._device)
+            ready = self._events.record()
         read_first = any(
             sequence.request.sampling.temperature > 0 and not sequence.forced
             for chunk in chunks

@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.common.tracing import NO_SPAN, Span
@@ -48,7 +46,7 @@ class Outgoing:
         emit: callback that sends an event to the reader.
         fail: callback that ends the sequence with an error.
         credits: credits granted and not used yet.
-        planned: segments to encode, each with the CUDA event after which its KV is in the pages.
+        planned: segments to encode, each with `Computed.ready`.
         unacknowledged: segments whose encode was started, by index.
         issued: number of segments whose encode was started, which is the index of the next one.
         computed: whether all chunks of the prompt were added.
@@ -70,7 +68,7 @@ class Outgoing:
     encodes: Interval = field(default_factory=Interval)
     evicted: int = 0
     credits: int = 0
-    planned: deque[tuple[SegmentPlan, torch.cuda.Event | None]] = field(default_factory=deque)
+    planned: deque[tuple[SegmentPlan, int | None]] = field(default_factory=deque)
     unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
     issued: int = 0
     computed: bool = False

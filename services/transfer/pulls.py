@@ -143,8 +143,7 @@ class Pull:
     def _prepare(self) -> bool:
         if self._fetch.closed:  # the pages may soon belong to another sequence
             return False
-        if self._pages_free is not None:
-            self._pages_free.wait()
+        self._pulls.decoder.wait(self._pages_free)
         return True
 
 

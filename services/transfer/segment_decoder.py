@@ -45,6 +45,10 @@ class SegmentDecoder:
             segment.raw,
         )
 
+    def wait(self, event: int | None) -> None:
+        """Let the codec's stream wait for an event of the cache."""
+        self._cache.events.wait(event)
+
     def decode(
         self, decoder: codec.PagedCodec, payloads: Sequence[codec.DecodeSegment]
     ) -> Sequence[codec.PendingDecode]:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import structlog
-import torch
 
 import codec
 from headrace.v1 import error_pb2, request_pb2
@@ -215,7 +214,7 @@ class Sender:
                 self._start(outgoing, plan, ref, ready)
 
     def _start(
-        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, ready: "torch.cuda.Event | None"
+        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, ready: int | None
     ) -> None:
         """Announce one segment and start its encode.
 
@@ -233,8 +232,7 @@ class Sender:
         def prepare() -> bool:
             if outgoing.closed:
                 return False
-            if ready is not None:
-                ready.wait()
+            self._cache.events.wait(ready)
             header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
             return True
 

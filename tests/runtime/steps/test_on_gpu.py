@@ -119,7 +119,7 @@ def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     (chunk,) = output.computed
     assert chunk.ready is not None
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        chunk.ready.wait()
+        executor_of(engine).cache.events.wait(chunk.ready)
         pages = list(chunk.page_tables[0])
         found = [plane[pages].isnan().any() for plane in executor_of(engine).cache.planes]
         torch.cuda.current_stream().synchronize()

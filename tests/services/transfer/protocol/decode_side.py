@@ -104,7 +104,7 @@ class DecodeSide:
         self._clients = Clients(self.agent, epoch, bounds.sender_slots)
         self._receiver = Receiver(
             self.agent,
-            cast(Any, SimpleNamespace(tensors=())),
+            cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
             slab_of(bounds.slots),
             self._clients,
             Codecs(bounds.layers, self._memory),

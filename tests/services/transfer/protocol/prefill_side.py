@@ -115,7 +115,7 @@ class PrefillSide:
         self.written: list[int] = []
         self._sender = Sender(
             self._agent,
-            cast(Any, SimpleNamespace(tensors=())),
+            cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
             slab_of(bounds.sender_slots),
             Codecs(bounds.layers, self._memory),
             IGNORE,
