@@ -52,8 +52,9 @@ from services.common.messages import (
     WorkerId,
 )
 
-PROTOCOL = 2
-"""Version of the messages between workers and routers. Increase it with each change of them."""
+PROTOCOL = 3
+"""Version of the messages between workers and routers, and between workers. Increase it with each
+change of them."""
 
 
 def _same_protocol(version: int) -> int:
@@ -121,6 +122,7 @@ class Compatibility(Message):
     """Properties that must be equal on two workers that exchange KV.
 
     Attributes:
+        protocol: `PROTOCOL` of the worker.
         page_plan: page size and page groups, by which every process counts a worker's pages.
         chunk_tokens: maximum prompt tokens of one sequence in a step. No worker needs the value of
             another one to read its KV. But a decode worker computes the tokens of a preempted
@@ -143,6 +145,7 @@ class Compatibility(Message):
     kernel_plan_hash: Label
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    protocol: Annotated[int, Field(ge=0, le=1 << 16)] = PROTOCOL
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """Return the names of the fields that differ; empty if the workers are compatible."""

@@ -12,9 +12,9 @@ from services.common.placement import Role
 from services.decode.fetched_streams import FetchedStreams
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
+from services.transfer.local_endpoint import Endpoints
 from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
-from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, load_worker
@@ -27,21 +27,18 @@ loop_factory = uvloop.new_event_loop
 class DecodeWorker(Worker):
     """A decode worker: engine thread, receiver, and the streams of gateways."""
 
-    def __init__(
-        self, settings: DecodeSettings, loaded: Loaded, agent: TransferAgent, landing: Slab
-    ) -> None:
-        super().__init__(loaded, agent)
+    def __init__(self, settings: DecodeSettings, loaded: Loaded, endpoints: Endpoints) -> None:
+        super().__init__(loaded, endpoints)
         self.overflow_tokens = _overflow_tokens(settings, loaded)
         hello = prefill_pb2.Hello(
             worker_id=loaded.identity.worker_id,
             epoch=loaded.identity.epoch,
             compatibility=loaded.identity.compatibility_message(),
-            slot_bytes=landing.slot_bytes,
-            agent_name=agent.name,
-            agent_metadata=agent.connection_metadata,
+            slot_bytes=endpoints[0].slot_bytes,
+            endpoints=[endpoint.connection for endpoint in endpoints],
         )
         self._clients = PrefillClients(
-            agent,
+            endpoints,
             hello,
             token=settings.token,
             tls=settings.tls,
@@ -49,11 +46,8 @@ class DecodeWorker(Worker):
             ping_timeout_s=settings.ping_timeout_s,
         )
         self.receiver = Receiver(
-            agent,
-            loaded.executor.cache,
-            landing,
+            endpoints,
             self._clients,
-            loaded.codecs,
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
             metrics=self.transfers,
@@ -111,17 +105,16 @@ async def serve(settings: DecodeSettings) -> None:
     """
     tls = settings.tls  # invalid files are reported before the model is loaded
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
-    landing = loaded.new_slab()
     agent = TransferAgent(
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
-    agent.register(landing)
-    await warm_up_transfers(loaded, agent, landing)
-    worker = DecodeWorker(settings, loaded, agent, landing)
+    endpoint = loaded.new_endpoint(agent)
+    await warm_up_transfers(loaded, endpoint)
+    worker = DecodeWorker(settings, loaded, (endpoint,))
     server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
     decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     role = Role.COLOCATED if settings.colocated else Role.DECODE
     try:
         await run_worker(worker, server, settings, role)
     finally:
-        await asyncio.to_thread(agent.close)
+        await asyncio.to_thread(endpoint.close)

@@ -22,9 +22,10 @@ from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
+from services.transfer.local_endpoint import Endpoints
 from services.transfer.policy import LinkPolicy
+from services.transfer.routes import Route, heads_of, routes_between
 from services.transfer.sender import Sender
-from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.device import torch_device
 from services.worker.lifecycle import Worker, run_worker
@@ -42,22 +43,14 @@ loop_factory = uvloop.new_event_loop
 class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     """A prefill worker: engine thread, sender, and the sessions of decode workers."""
 
-    def __init__(
-        self, settings: PrefillSettings, loaded: Loaded, agent: TransferAgent, slab: Slab
-    ) -> None:
-        super().__init__(loaded, agent)
+    def __init__(self, settings: PrefillSettings, loaded: Loaded, endpoints: Endpoints) -> None:
+        super().__init__(loaded, endpoints)
         self._settings = settings
-        self._agent = agent
-        self._agent_metadata = agent.metadata
-        self._slab = slab
-        codecs = loaded.codecs
+        codecs = endpoints[0].codecs
         self._min_slot_bytes = codecs.min_slot_bytes
         self._max_sequences = loaded.sizes.max_running + settings.max_waiting
         self.sender = Sender(
-            agent,
-            loaded.executor.cache,
-            slab,
-            codecs,
+            endpoints,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
             epoch=loaded.identity.epoch,
             lease_s=settings.lease_s,
@@ -89,17 +82,18 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         context: MessageStream,
     ) -> None:
         """Serve one decode worker, from the handshake to the end of its session."""
-        hello = await self._shake_hands(context)
+        hello, routes = await self._shake_hands(context)
         name = uuid.uuid4().hex[:12]
         session = PrefillSession(
             name,
             hello.worker_id,
-            hello.agent_name,
+            hello.endpoints[0].agent_name if hello.endpoints else "",
             self.engine,
             self.sender,
             self.jobs,
             context_length=self.identity.model.context_length,
             slot_bytes=hello.slot_bytes,
+            routes=routes,
             max_sequences=self._max_sequences,
             is_draining=lambda: self.draining,
             on_admitted=self.report_admitted,
@@ -120,7 +114,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         if not any(session.peer == peer for session in self._sessions.values()):
             self.sender.forget_peer(peer)
 
-    async def _shake_hands(self, context: MessageStream) -> pb.Hello:
+    async def _shake_hands(self, context: MessageStream) -> tuple[pb.Hello, tuple[Route, ...]]:
         message: pb.PrefillCommands | None = await next_message(context)
         commands = list(message.commands) if message is not None else []
         if len(commands) != 1 or commands[0].WhichOneof("command") != "hello":
@@ -143,45 +137,64 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
                 f"slot_bytes: decode worker has {hello.slot_bytes}, "
                 f"but one page of one layer takes {self._min_slot_bytes}"
             )
+        routes: tuple[Route, ...] = ()
+        try:
+            routes = self._routes(hello)
+        except ValueError as error:
+            differing.append(f"KV heads: {error}")
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
         welcome = pb.Welcome(
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
             compatibility=mine,
-            agent_name=self._agent.name,
-            agent_metadata=self._agent_metadata,
-            slab_address=self._slab.address,
-            slot_bytes=self._slab.slot_bytes,
-            slots=self._slab.slots,
-            memory_kind=self._slab.memory_kind,
-            device=0,
+            slot_bytes=self.endpoints[0].slot_bytes,
+            endpoints=[endpoint.readable for endpoint in self.endpoints],
             lease_s=self._settings.lease_s,
         )
         await context.write(pb.PrefillEvents(events=[pb.PrefillEvent(welcome=welcome)]))
-        return hello
+        return hello, routes
+
+    def _routes(self, hello: pb.Hello) -> tuple[Route, ...]:
+        """Return the routes to the ranks of a decode worker.
+
+        Raises:
+            ValueError: the workers do not have the same KV heads, or would have to split blocks.
+        """
+        senders = [endpoint.kv_heads for endpoint in self.endpoints]
+        readers = list(map(heads_of, hello.endpoints))
+        if not readers:
+            readers = [range(max(heads.stop for heads in senders))]
+        groups = self.endpoints[0].layout.groups
+        return routes_between(senders, readers, is_whole=any(group.is_block for group in groups))
 
     async def _connect(self, hello: pb.Hello) -> None:
         """Connect to the decode worker's agent. If that fails, it receives no notifications."""
-        self._reader_agents[hello.agent_name] += 1
-        if self._reader_agents[hello.agent_name] > 1:  # an earlier session has not ended yet
-            return
-        adding = self._agent.add_peer(hello.agent_name, hello.agent_metadata)
-        try:
-            await asyncio.wrap_future(adding)
-        except TransferError as error:
-            log.warning(
-                "cannot send NIXL notifications, using gRPC",
-                worker=hello.worker_id,
-                reason=str(error),
-            )
+        for reader in hello.endpoints[:1]:
+            self._reader_agents[reader.agent_name] += 1
+            if self._reader_agents[reader.agent_name] > 1:  # an earlier session has not ended yet
+                return
+            adding = [
+                asyncio.wrap_future(endpoint.add_peer(reader.agent_name, reader.agent_metadata))
+                for endpoint in self.endpoints
+            ]
+            try:
+                await asyncio.gather(*adding)
+            except TransferError as error:
+                log.warning(
+                    "cannot send NIXL notifications, using gRPC",
+                    worker=hello.worker_id,
+                    reason=str(error),
+                )
 
     def _disconnect(self, hello: pb.Hello) -> None:
         """Undo `_connect`."""
-        self._reader_agents[hello.agent_name] -= 1
-        if not self._reader_agents[hello.agent_name]:
-            del self._reader_agents[hello.agent_name]
-            self._agent.remove_peer(hello.agent_name)
+        for reader in hello.endpoints[:1]:
+            self._reader_agents[reader.agent_name] -= 1
+            if not self._reader_agents[reader.agent_name]:
+                del self._reader_agents[reader.agent_name]
+                for endpoint in self.endpoints:
+                    endpoint.remove_peer(reader.agent_name)
 
     def _session_of(self, key: str) -> PrefillSession:
         return self._sessions[key.partition("/")[0]]
@@ -249,13 +262,12 @@ async def serve(settings: PrefillSettings) -> None:
     if decodes == "auto":
         decodes = torch_device(settings.device).type == "cuda"
     loaded = await asyncio.to_thread(load_worker, settings, decodes=decodes)
-    slab = loaded.new_slab()
     agent = TransferAgent(
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
-    agent.register(slab)
-    await warm_up_transfers(loaded, agent, slab)
-    worker = PrefillWorker(settings, loaded, agent, slab)
+    endpoint = loaded.new_endpoint(agent)
+    await warm_up_transfers(loaded, endpoint)
+    worker = PrefillWorker(settings, loaded, (endpoint,))
     worker.decodes = decodes
     services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
     server = GrpcServer(settings.endpoint, services, token_check=settings.token_check, tls=tls)
@@ -265,4 +277,4 @@ async def serve(settings: PrefillSettings) -> None:
     try:
         await run_worker(worker, server, settings, Role.PREFILL)
     finally:
-        await asyncio.to_thread(agent.close)
+        await asyncio.to_thread(endpoint.close)

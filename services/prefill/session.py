@@ -24,6 +24,7 @@ from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_batch, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
+from services.transfer.routes import Route
 from services.transfer.sender import Sender
 from services.worker.engine_thread import EngineThread
 from services.worker.wire import (
@@ -96,6 +97,8 @@ class PrefillSession:
         peer: id of the decode worker.
         agent: name of its NIXL agent.
         context_length: maximum tokens of a prompt and its output.
+        slot_bytes: bytes of its landing slots.
+        routes: ranks and KV heads between which KV is sent.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class PrefillSession:
         *,
         context_length: int,
         slot_bytes: int,
+        routes: tuple[Route, ...],
         max_sequences: int,
         is_draining: Callable[[], bool],
         on_admitted: Callable[[str], None],
@@ -123,6 +127,7 @@ class PrefillSession:
         self._newest = -1  # numbers of sequences rise
         self._context_length = context_length
         self._slot_bytes = slot_bytes
+        self._routes = routes
         self._max_sequences = max_sequences
         self._is_draining = is_draining
         self._on_admitted = on_admitted
@@ -158,7 +163,8 @@ class PrefillSession:
                     sequence = command.start.sequence
                     self._fail(sequence, error_pb2.ERROR_CODE_INVALID, str(error))
             case "credit":
-                self._sender.credit(self._key(command.credit.sequence), command.credit.segments)
+                credit = command.credit
+                self._sender.credit(self._key(credit.sequence), credit.rank, credit.segments)
             case "acknowledge":
                 done = command.acknowledge
                 timing = None
@@ -202,6 +208,7 @@ class PrefillSession:
             attempt=message.attempt,
             agent=self._agent,
             slot_bytes=self._slot_bytes,
+            routes=self._routes,
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),
             span=request_span("Prefill/StartPrefill", start),

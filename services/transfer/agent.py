@@ -195,7 +195,7 @@ class TransferAgent:
         )
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a short message to a peer; see `CodecRunner.notify`."""
+        """Send a short message to a peer. It is lost if the peer cannot be reached."""
 
         def run(nixl: NixlAgent, future: "Future[None]") -> None:
             nixl.notify(peer, message)
@@ -212,7 +212,11 @@ class TransferAgent:
         self._call(lambda _nixl, future: future.set_result(None))
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
-        """Run a codec job on the transfer thread; see `CodecRunner.run_codec`.
+        """Run a codec job on the transfer thread. Jobs are started in the order of these requests.
+
+        Returns:
+            Future of the result, None if ``job.prepare`` returned False. Futures are settled in the
+            order of the requests, except those of jobs that could not be started.
 
         Raises (through the future):
             TransferClosed: the agent was closed.

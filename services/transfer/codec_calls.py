@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -45,23 +45,6 @@ class CodecJob(Generic[T]):
     segment: codec.EncodeSegment | codec.DecodeSegment
     prepare: Callable[[], bool]
     finish: Callable[[Any], T]
-
-
-class CodecRunner(Protocol):
-    """Runs codec jobs and sends notifications; `TransferAgent` implements it."""
-
-    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
-        """Run a job on the transfer thread. Jobs are started in the order of these requests.
-
-        Returns:
-            Future of the result, None if ``job.prepare`` returned False. Futures are settled in the
-            order of the requests, except those of jobs that could not be started.
-        """
-        ...
-
-    def notify(self, peer: str, message: bytes) -> None:
-        """Send a message to the agent of a peer. It is lost if the peer cannot be reached."""
-        ...
 
 
 _Entry = tuple[CodecJob[Any] | None, Future[Any]]

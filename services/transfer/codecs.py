@@ -47,6 +47,11 @@ class SegmentCodecs:
         self._kept: dict[tuple[int | WireMode, ...], codec.PagedCodec] = {}
 
     @property
+    def kv_heads(self) -> range:
+        """KV heads of the cache, counted over all ranks."""
+        return range(self._first_kv_head, self._first_kv_head + self.layout.kv_heads)
+
+    @property
     def has_codebooks(self) -> bool:
         """Whether any plane can be sent in `WireMode.SPLITZIP`."""
         return any(self._coded)
@@ -73,12 +78,19 @@ class SegmentCodecs:
             found = self._kept[key] = codec.paged(*self._planes(tensors, extent, mode))
         return found
 
-    def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
-        """Return the largest frame of a segment with all KV heads of the cache, in bytes."""
+    def max_frame_bytes(
+        self, group: int, layers: int, tokens: int, kv_heads: int | None = None
+    ) -> int:
+        """Return the largest frame of a segment in bytes.
+
+        Args:
+            kv_heads: number of its KV heads; default: all of the cache.
+        """
         dim, _ = self._shapes[group]
         tensors = layers * max(map(len, self.layout.groups[group].members))
-        kv_heads, page_size = self.layout.kv_heads, self.layout.page_size
-        shape = (tensors, kv_heads, dim, tokens, page_size)
+        if kv_heads is None:
+            kv_heads = self.layout.kv_heads
+        shape = (tensors, kv_heads, dim, tokens, self.layout.page_size)
         return HEADER_BYTES + codec.max_segment_bytes(*shape, self._elements[group])
 
     @property

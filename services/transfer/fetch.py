@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
@@ -135,6 +135,7 @@ class FetchProgress:
     """Progress of one fetch.
 
     Attributes:
+        coverages: what has arrived on each rank.
         evicted: number of evicted tokens, which the prefill worker must confirm.
         expected: total number of segments, once it is known.
         announced: segments announced so far.
@@ -145,7 +146,7 @@ class FetchProgress:
         reported: whether `Fetch.on_verified` was called.
     """
 
-    coverage: Coverage
+    coverages: Sequence[Coverage]
     evicted: int = 0
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
@@ -155,6 +156,11 @@ class FetchProgress:
     started: bool = False
     ended: bool = False
     reported: bool = False
+
+    @property
+    def covered(self) -> bool:
+        """Whether the announced segments hold all KV of the sequence."""
+        return all(coverage.complete for coverage in self.coverages)
 
     @property
     def complete(self) -> bool:

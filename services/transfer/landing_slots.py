@@ -6,13 +6,14 @@ from typing import Any
 
 from services.transfer.credit import CreditPool
 from services.transfer.errors import CreditError, ReadTimeout
-from services.transfer.slab import Slab, SlotPool, SlotRef
+from services.transfer.slab import SlotPool, SlotRef
 
 
 class LandingSlots:
-    """A landing slab with its slots and credits. Runs on the event loop.
+    """The slots of one rank's landing slab, and their credits. Runs on the event loop.
 
     Args:
+        slots: number of slots.
         credits_per_sequence: maximum slots of one sequence.
         grant: called with a sequence's key and the number of its new credits.
 
@@ -21,11 +22,11 @@ class LandingSlots:
     """
 
     def __init__(
-        self, slab: Slab, credits_per_sequence: int, grant: Callable[[str, int], None]
+        self, slots: int, credits_per_sequence: int, grant: Callable[[str, int], None]
     ) -> None:
-        self.slab = slab
-        self._slots = SlotPool(slab.slots)
-        self._credits = CreditPool(slab.slots, credits_per_sequence)
+        self.slots = slots
+        self._slots = SlotPool(slots)
+        self._credits = CreditPool(slots, credits_per_sequence)
         self._grant = grant
         self.overdue = 0
 

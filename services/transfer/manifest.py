@@ -78,7 +78,7 @@ def plan_segments(
     bound: Callable[[int, int, int], int],
     sequence_tokens: int | None = None,
     rank: int = 0,
-    first_kv_head: int = 0,
+    kv_heads: range | None = None,
 ) -> Iterator[SegmentPlan]:
     """Cut a chunk of tokens into segments that fit a slot.
 
@@ -93,11 +93,13 @@ def plan_segments(
         bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
         sequence_tokens: tokens of the whole sequence, by which the page plan decides what is sent;
             default: those of the chunk and before it.
-        first_kv_head: index of the rank's first KV head, counted over all ranks.
+        kv_heads: KV heads of the segments, counted over all ranks; default: those of a worker of
+            one rank.
 
     Raises:
         ValueError: one page of one layer does not fit.
     """
+    kv_heads = range(layout.kv_heads) if kv_heads is None else kv_heads
     plan, end = layout.plan, first_token + num_tokens
     total = end if sequence_tokens is None else sequence_tokens
     chunk = plan.span(first_token, end)
@@ -119,8 +121,8 @@ def plan_segments(
                             num_tokens=plan.filled(range(page, last), end),
                             first_layer=layer,
                             num_layers=min(layers, run.stop - layer),
-                            first_kv_head=first_kv_head,
-                            num_kv_heads=layout.kv_heads,
+                            first_kv_head=kv_heads.start,
+                            num_kv_heads=len(kv_heads),
                             plane_group=number,
                             rank=rank,
                         )
@@ -155,17 +157,17 @@ def _segment_shape(
 
 
 class Coverage:
-    """Records which (plane group, page, layer, KV head) cells of a sequence have arrived.
+    """Records which (plane group, page, layer, KV head) cells of a sequence have arrived on a rank.
 
     Args:
-        layout: the receiver's cache, which holds all KV heads.
-        ranks: number of ranks that send.
+        layout: the cache of the rank, with its KV heads.
+        first_kv_head: index of its first KV head, counted over all ranks.
     """
 
-    def __init__(self, num_tokens: int, layout: CacheLayout, *, ranks: int = 1) -> None:
+    def __init__(self, num_tokens: int, layout: CacheLayout, *, first_kv_head: int = 0) -> None:
         self._tokens = num_tokens
         self._plan = layout.plan
-        self._ranks = ranks
+        self._first_kv_head = first_kv_head
         self._groups = layout.groups
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
         self._sent = [layout.plan.sent(num_tokens, group.page_group) for group in layout.groups]
@@ -239,11 +241,14 @@ class Coverage:
         return range(first, first + count)
 
     def _heads(self, extent: Extent) -> range:
+        """Return the KV heads of a segment, counted from the first of the rank."""
         first, count, kv_heads = extent.first_kv_head, extent.num_kv_heads, self._arrived.shape[3]
-        if extent.rank >= self._ranks:
-            raise ForeignSegment(f"rank {extent.rank} does not exist; there are {self._ranks}")
-        if count < 1 or first + count > kv_heads:
-            raise ForeignSegment(f"{count} KV heads from {first} exceed the {kv_heads} KV heads")
+        first -= self._first_kv_head
+        if count < 1 or first < 0 or first + count > kv_heads:
+            raise ForeignSegment(
+                f"{count} KV heads from {extent.first_kv_head} exceed the {kv_heads} KV heads from "
+                f"{self._first_kv_head}"
+            )
         if count < kv_heads and self._groups[extent.plane_group].is_block:
             raise ForeignSegment("blocks of planes are sent with all KV heads")
         return range(first, first + count)

@@ -9,7 +9,8 @@ from headrace.v1 import prefill_pb2 as pb
 from services.common.tracing import NO_SPAN, Span
 from services.transfer.interval import Interval
 from services.transfer.manifest import SegmentPlan
-from services.transfer.policy import WireMode
+from services.transfer.policy import SegmentTiming, WireMode
+from services.transfer.routes import Route
 from services.transfer.slab import SlotRef
 
 
@@ -18,14 +19,24 @@ class SentSegment:
     """A segment in its slot, from the start of its encode to its acknowledgement.
 
     Attributes:
-        ready: message to the reader that the segment is encoded; None until then.
-        encoding: whether the end of the encode has not been processed on the event loop.
+        rank: the sender's rank, whose slab has the slot.
+        ready: message to the reader that the segment is encoded; None until the end of the encode
+            is processed on the event loop.
+        acknowledged: whether the acknowledgement has arrived, which may be before that end.
+        timing: the reader's measurements, from the acknowledgement.
     """
 
+    rank: int
     ref: SlotRef
     mode: WireMode
     ready: pb.SegmentReady | None = None
-    encoding: bool = True
+    acknowledged: bool = False
+    timing: SegmentTiming | None = None
+
+    @property
+    def encoding(self) -> bool:
+        """Whether the encode has not ended, so that the slot may be written to."""
+        return self.ready is None
 
 
 @dataclass
@@ -42,11 +53,12 @@ class Outgoing:
         encodes: from the start of the first encode to the end of the last one.
         evicted: number of tokens that the engine has evicted.
         agent: name of the reader's agent, which receives notifications.
-        slot_bytes: bytes of a slot of the reader's landing slab.
+        slot_bytes: bytes of a slot of the reader's landing slabs.
+        routes: ranks and KV heads between which its KV is sent.
         emit: callback that sends an event to the reader.
         fail: callback that ends the sequence with an error.
-        credits: credits granted and not used yet.
-        planned: segments to encode, each with `Computed.ready`.
+        credits: credits granted and not used yet, by rank of the reader.
+        planned: segments to encode on each route, with `Computed.ready`.
         unacknowledged: segments whose encode was started, by index.
         issued: number of segments whose encode was started, which is the index of the next one.
         computed: whether all chunks of the prompt were added.
@@ -62,17 +74,22 @@ class Outgoing:
     attempt: int
     agent: str
     slot_bytes: int
+    routes: tuple[Route, ...]
     emit: Callable[[pb.PrefillEvent], None]
     fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
     span: Span = NO_SPAN
     encodes: Interval = field(default_factory=Interval)
     evicted: int = 0
-    credits: int = 0
-    planned: deque[tuple[SegmentPlan, int | None]] = field(default_factory=deque)
+    credits: dict[int, int] = field(init=False)
+    planned: tuple[deque[tuple[SegmentPlan, int | None]], ...] = field(init=False)
     unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
     issued: int = 0
     computed: bool = False
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.credits = dict.fromkeys((route.reader for route in self.routes), 0)
+        self.planned = tuple(deque() for _ in self.routes)
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -82,7 +99,7 @@ class Outgoing:
     @property
     def outstanding(self) -> int:
         """Planned segments that are not acknowledged yet."""
-        return len(self.planned) + len(self.unacknowledged)
+        return sum(map(len, self.planned)) + len(self.unacknowledged)
 
     @property
     def readable(self) -> bool:
@@ -91,7 +108,7 @@ class Outgoing:
 
     def announce_if_complete(self) -> None:
         """Emit the number of segments once the last of them has been announced."""
-        if self.computed and not self.planned:
+        if self.computed and not any(self.planned):
             done = pb.PrefillDone(
                 sequence=self.sequence, segments=self.issued, evicted_tokens=self.evicted
             )

@@ -1,7 +1,7 @@
 """A decode worker's sessions with prefill workers: one session for each worker."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -23,9 +23,10 @@ from services.common.grpc_server import (
     open_channel,
 )
 from services.common.tls import MutualTls
-from services.transfer.agent import TransferAgent
+from services.transfer.endpoint import KVEndpoint
 from services.transfer.errors import PeerRefused, TransferError
 from services.transfer.fetch import FetchFailed
+from services.transfer.routes import heads_of, routes_between
 
 log = structlog.get_logger()
 
@@ -56,9 +57,9 @@ class Subscription:
             command.start.trace.CopyFrom(request_pb2.TraceContext(**trace))
         self._client.send(command)
 
-    def credit(self, segments: int) -> None:
-        """Grant credits for a number of further segments."""
-        credit = pb.Credit(sequence=self._sequence, segments=segments)
+    def credit(self, rank: int, segments: int) -> None:
+        """Grant credits for a number of further segments to a rank of this worker."""
+        credit = pb.Credit(sequence=self._sequence, segments=segments, rank=rank)
         self._client.send(pb.PrefillCommand(credit=credit))
 
     def acknowledge(self, index: int, read_s: float, decode_s: float) -> None:
@@ -187,6 +188,7 @@ class PrefillClients:
     """The sessions of one decode worker, opened on first use and dropped when they end.
 
     Args:
+        endpoints: endpoint of each rank of the decode worker.
         hello: handshake message of the decode worker; `connect` fills in the expected epoch.
         handshake_s: deadline for connecting, the handshake and the exchange of NIXL metadata.
         ping_timeout_s: see `services.common.grpc_server.open_channel`.
@@ -194,7 +196,7 @@ class PrefillClients:
 
     def __init__(
         self,
-        agent: TransferAgent,
+        endpoints: Sequence[KVEndpoint],
         hello: pb.Hello,
         *,
         token: str | None,
@@ -202,7 +204,7 @@ class PrefillClients:
         ping_timeout_s: float = PING_TIMEOUT_S,
         tls: MutualTls | None = None,
     ) -> None:
-        self._agent = agent
+        self._endpoints = endpoints
         self._hello = hello
         self._metadata = credentials(token)
         self._tls = tls
@@ -247,18 +249,18 @@ class PrefillClients:
         channel = open_channel(worker.address, self._tls, ping_timeout_s=self._ping_timeout_s)
         session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
-        welcome: pb.Welcome | None = None
+        adding: list[_Addition] = []
         try:
             async with asyncio.timeout(self._handshake_s):
                 welcome = await self._shake_hands(call, worker)
-                await asyncio.wrap_future(
-                    self._agent.add_peer(welcome.agent_name, welcome.agent_metadata)
-                )
+                adding += [_Addition(*pair) for pair in self._peers(welcome)]
+                await asyncio.gather(*(asyncio.wrap_future(peer.added) for peer in adding))
         except BaseException as error:
             call.cancel()
-            # NIXL may have added the peer after the timeout. One that it refuses has a session.
-            if welcome is not None and not isinstance(error, PeerRefused):
-                self._agent.remove_peer(welcome.agent_name)
+            # NIXL may have added a peer after the timeout. One that it refuses has a session.
+            for peer in adding:
+                if not peer.is_refused:
+                    peer.endpoint.remove_peer(peer.sender.agent_name)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
@@ -292,7 +294,26 @@ class PrefillClients:
                 f"the worker at {worker.address} is {welcome.worker_id}, not {worker.worker_id}",
                 worker.worker_id,
             )
+        try:
+            self._peers(welcome)
+        except ValueError as error:
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INCOMPATIBLE,
+                f"KV heads of worker {worker.worker_id}: {error}",
+                worker.worker_id,
+            ) from error
         return welcome
+
+    def _peers(self, welcome: pb.Welcome) -> list[tuple[KVEndpoint, pb.Endpoint]]:
+        """Return which endpoints read from which ranks of a prefill worker.
+
+        Raises:
+            ValueError: the prefill worker lacks a KV head of this worker.
+        """
+        senders = list(map(heads_of, welcome.endpoints))
+        readers = [endpoint.kv_heads for endpoint in self._endpoints]
+        pairs = {(route.reader, route.sender): None for route in routes_between(senders, readers)}
+        return [(self._endpoints[own], welcome.endpoints[peer]) for own, peer in pairs]
 
     async def _run(
         self,
@@ -304,9 +325,26 @@ class PrefillClients:
             await client.run(call)
         finally:
             self._clients.pop((client.worker.worker_id, client.worker.epoch), None)
-            self._agent.remove_peer(client.welcome.agent_name)
+            for endpoint, sender in self._peers(client.welcome):
+                endpoint.remove_peer(sender.agent_name)
             client.ended.set()
             await channel.close(None)
+
+
+class _Addition:
+    """A rank of a prefill worker that an endpoint adds as a peer."""
+
+    def __init__(self, endpoint: KVEndpoint, sender: pb.Endpoint) -> None:
+        self.endpoint = endpoint
+        self.sender = sender
+        self.added = endpoint.add_peer(sender.agent_name, sender.agent_metadata)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether NIXL has refused it, for example because it was added already."""
+        if not self.added.done() or self.added.cancelled():
+            return False
+        return isinstance(self.added.exception(), PeerRefused)
 
 
 def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import codec
 from headrace.v1 import prefill_pb2 as pb
-from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.announced import AnnouncedSegments
-from services.transfer.codec_calls import CodecJob, Timed
+from services.transfer.codec_calls import Timed
+from services.transfer.endpoint import KVEndpoint, Source
 from services.transfer.errors import ForeignSegment
+from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch
 from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.segment_decoder import SegmentDecoder, verified
-from services.transfer.slab import Slab, SlotRef
+from services.transfer.nixl_agent import ReadDone
+from services.transfer.slab import SlotRef
 
 _LEASE_SHARE = 0.75
 """Share of a lease after which its READs are overdue. The rest is for the time by which a lease
@@ -43,9 +43,11 @@ class Pull:
     """One announced segment on its way from the sender's slab to the pages.
 
     The READ is started on the thread that learns that the segment is ready. Its end starts the
-    decode on the transfer thread, without a detour over the event loop.
+    decode on the thread of the endpoint, without a detour over the event loop.
 
     Args:
+        endpoint: endpoint of the reader's rank.
+        sender: endpoint of the rank that sends the segment.
         pages: the reader's pages for the segment's tokens.
 
     Attributes:
@@ -59,17 +61,21 @@ class Pull:
     def __init__(
         self,
         pulls: "PullContext",
+        endpoint: KVEndpoint,
+        sender: pb.Endpoint,
         segment: pb.Segment,
         pages: Sequence[int],
         fetch: Fetch,
         welcome: pb.Welcome,
     ) -> None:
         self._pulls = pulls
+        self._endpoint = endpoint
+        self._sender = sender
         self._segment = segment
         self._pages = pages
         self._fetch = fetch
         self._welcome = welcome
-        self._codec = pulls.decoder.codec_of(segment)
+        endpoint.prepare_decode(Extent.of(segment))
         self._pages_free = fetch.reserved.result().ready
         self._expected = FrameHeader.of(
             segment,
@@ -89,24 +95,21 @@ class Pull:
             except Exception as error:  # noqa: BLE001 - raised again where the pull is awaited
                 self._pulled.set_exception(error)
 
-        self._pulls.announced.add(self._welcome.agent_name, self._segment, read)
+        self._pulls.announced.add(self._sender.agent_name, self._segment, read)
 
     def cancel(self) -> bool:
         """Give up a segment that is not ready; return False if its READ was started already."""
-        return self._pulls.announced.discard(self._welcome.agent_name, self._segment)
+        return self._pulls.announced.discard(self._sender.agent_name, self._segment)
 
     def _read(self, ready: pb.SegmentReady, slot: SlotRef) -> None:
-        pulls, welcome = self._pulls, self._welcome
-        if not HEADER_BYTES < ready.length <= pulls.landing.slot_bytes:
+        endpoint, welcome = self._endpoint, self._welcome
+        if not HEADER_BYTES < ready.length <= endpoint.slot_bytes:
             raise ForeignSegment(f"a segment of {ready.length} bytes does not fit a slot")
-        reading = pulls.agent.read(
-            welcome.agent_name,
-            welcome.slab_address + self._segment.slot * welcome.slot_bytes,
+        reading = endpoint.read(
+            Source.of(self._sender, self._segment.slot * welcome.slot_bytes),
+            slot.slot,
             ready.length,
-            pulls.landing.view(slot.slot, ready.length),
-            kind=welcome.memory_kind,
-            device=welcome.device,
-            deadline_s=pulls.deadline_s(welcome),
+            deadline_s=self._pulls.deadline_s(welcome),
         )
 
         def decode(reading: "Future[ReadDone]") -> None:
@@ -120,7 +123,7 @@ class Pull:
     def _decode(self, ready: pb.SegmentReady, slot: SlotRef, read: ReadDone) -> None:
         began = time.perf_counter()
 
-        def settle(decoding: "Future[Timed[codec.Decoded] | None]") -> None:
+        def settle(decoding: "Future[Timed[None] | None]") -> None:
             if error := decoding.exception():
                 self._pulled.set_exception(error)
                 return
@@ -129,22 +132,19 @@ class Pull:
             ended = time.perf_counter()
             self._pulled.set_result(Pulled(ready, read, ended - began, codec_s, ended))
 
-        decoder, expected = self._pulls.decoder, self._expected
-        payload = decoder.payload_of(self._segment, ready, slot, self._pages)
-        job = CodecJob(
-            self._codec,
-            decoder.decode,
-            payload,
-            self._prepare,
-            lambda decoding: verified(decoding, expected),
+        decoding = self._endpoint.decode(
+            self._segment,
+            ready,
+            self._expected,
+            slot.slot,
+            self._pages,
+            after=self._pages_free,
+            is_wanted=self._is_wanted,
         )
-        self._pulls.agent.run_codec(job).add_done_callback(settle)
+        decoding.add_done_callback(settle)
 
-    def _prepare(self) -> bool:
-        if self._fetch.closed:  # the pages may soon belong to another sequence
-            return False
-        self._pulls.decoder.wait(self._pages_free)
-        return True
+    def _is_wanted(self) -> bool:
+        return not self._fetch.closed  # else the pages may soon belong to another sequence
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,9 @@ class PullContext:
     """Settings and resources of all pulls of a receiver.
 
     Attributes:
-        landing: slab that segments are read into.
         read_timeout_s: upper limit on `deadline_s`.
     """
 
-    agent: TransferAgent
-    decoder: SegmentDecoder
-    landing: Slab
     read_timeout_s: float
     announced: AnnouncedSegments
 

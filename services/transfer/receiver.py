@@ -8,18 +8,20 @@ The reader pulls (READ), and the sender does not push (WRITE). The reader knows 
 and a landing slot. A READ completes on the worker that uses the KV, so that no further message is
 needed. And only READs that the reader has started write to its landing slots, so that it knows when
 a slot may be reused. A sender that hangs, or acts on a request that has ended, cannot overwrite it.
+
+Each rank of a worker has a landing slab with credits of its own, and reads the KV heads of its
+cache from all ranks of the sender that have them.
 """
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 
 import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.kv.cache import CacheLayout, PagedCache
-from services.transfer.agent import TransferAgent
+from runtime.kv.cache import CacheLayout
 from services.transfer.announced import AnnouncedSegments
-from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import (
     ForeignSegment,
     FrameError,
@@ -30,13 +32,12 @@ from services.transfer.errors import (
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landing_slots import LandingSlots
+from services.transfer.local_endpoint import Endpoints
 from services.transfer.manifest import Coverage, SentTokens, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, PullContext
-from services.transfer.segment_decoder import SegmentDecoder
 from services.transfer.shares import single_share
-from services.transfer.slab import Slab
 
 _LAUNCH_S = 1.5e-3
 """Delay of the acknowledgement when the KV of a sequence is complete, in seconds, so that the
@@ -48,50 +49,50 @@ seconds. When a lease expires during a READ, the slot may already hold another s
 
 
 class Receiver:
-    """Owns the landing slab and its credits. READs and decodes run on the transfer thread.
+    """Owns the slots of the landing slabs, and their credits. Endpoints READ and decode.
 
     Args:
-        cache: pages of the engine.
-        codecs: codecs of that cache.
-        credits_per_sequence: maximum number of segments of one sequence in flight.
+        endpoints: endpoint of each rank; the first receives notifications.
+        credits_per_sequence: maximum number of segments of one sequence in flight on a rank.
         read_timeout_s: seconds without the end of any READ from a peer after which its READs are
             overdue.
         kv_eviction: fraction of the prompt tokens that prefill workers evict.
+
+    Attributes:
+        landing: landing slots of each rank.
     """
 
     def __init__(
         self,
-        agent: TransferAgent,
-        cache: PagedCache,
-        landing: Slab,
+        endpoints: Endpoints,
         clients: PrefillClients,
-        codecs: SegmentCodecs,
         *,
         credits_per_sequence: int,
         read_timeout_s: float,
         metrics: TransferMetrics,
         kv_eviction: float = 0.0,
     ) -> None:
-        self._agent = agent
-        self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
+        self._endpoints = endpoints
+        self.landing = [
+            LandingSlots(endpoint.slots, credits_per_sequence, partial(self._grant, rank))
+            for rank, endpoint in enumerate(endpoints)
+        ]
         self._clients = clients
-        self._codecs = codecs
         self._kv_eviction = kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
-        announced = AnnouncedSegments(on_waiting=agent.wake)
-        agent.listen(announced)
-        decoder = SegmentDecoder(cache, codecs, landing)
-        self._pulls = PullContext(agent, decoder, landing, read_timeout_s, announced)
+        announced = AnnouncedSegments(on_waiting=endpoints[0].wake)
+        endpoints[0].listen(announced)
+        self._pulls = PullContext(read_timeout_s, announced)
 
     @property
     def layout(self) -> CacheLayout:
-        """Layout of the cache."""
-        return self._codecs.layout
+        """Layout of the cache of the first rank."""
+        return self._endpoints[0].layout
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
         """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self._codecs.layout, self._kv_eviction)
+        return sent_tokens(request, self.layout, self._kv_eviction)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -118,22 +119,32 @@ class Receiver:
     def blocked(self) -> str | None:
         """Return why this worker should receive no more requests, or None.
 
-        The reason is overdue READs in more than three quarters of the landing slots. One prefill
-        worker that has stopped cannot hold that many slots, but several can.
+        The reason is overdue READs in more than three quarters of the landing slots of a rank. One
+        prefill worker that has stopped cannot hold that many slots, but several can.
         """
-        slots, overdue = self.landing.slab.slots, self.landing.overdue
-        if overdue <= single_share(slots):
-            return None
-        return f"{overdue} of {slots} landing slots are held by prefill workers that do not answer"
+        for landing in self.landing:
+            slots, overdue = landing.slots, landing.overdue
+            if overdue > single_share(slots):
+                return (
+                    f"{overdue} of {slots} landing slots are held by prefill workers that do not "
+                    "answer"
+                )
+        return None
 
     def observe(self) -> None:
         """Set the gauges of the landing slots."""
-        self._metrics.landing_slots.labels("held").set(self.landing.held)
-        self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
+        held = sum(landing.held for landing in self.landing)
+        quarantined = sum(landing.quarantined for landing in self.landing)
+        self._metrics.landing_slots.labels("held").set(held)
+        self._metrics.landing_slots.labels("quarantined").set(quarantined)
 
     async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
         sent = self.sent_tokens(fetch.request)
-        progress = FetchProgress(Coverage(sent.kept, self._codecs.layout), sent.evicted)
+        coverages = [
+            Coverage(sent.kept, endpoint.layout, first_kv_head=endpoint.kv_heads.start)
+            for endpoint in self._endpoints
+        ]
+        progress = FetchProgress(coverages, sent.evicted)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
@@ -146,10 +157,11 @@ class Receiver:
                 await self._stop_decodes(fetch)
                 raise
             finally:
-                self.landing.leave(fetch.key)
+                for landing in self.landing:
+                    landing.leave(fetch.key)
                 del self._subscriptions[fetch.key]
                 subscription.release()
-        if not progress.ended and not progress.coverage.complete:
+        if not progress.ended and not progress.covered:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_INTEGRITY,
                 "segments are missing from the manifest",
@@ -218,7 +230,8 @@ class Receiver:
                 progress.ended = fetch.on_first(event.first_tokens)
                 self._check_verified(fetch, progress)
             case "ready":
-                self._pulls.announced.ready(subscription.welcome.agent_name, event.ready)
+                sender = _rank_of(subscription.welcome, event.ready.rank)
+                self._pulls.announced.ready(sender.agent_name, event.ready)
             case "done":
                 if progress.expected is not None:
                     raise ForeignSegment("the number of segments was announced twice")
@@ -241,7 +254,8 @@ class Receiver:
     def _join(self, fetch: Fetch) -> None:
         """Request landing slots, once a sequence has pages and its computation has started."""
         if fetch.key in self._subscriptions and not fetch.closed and not fetch.reserved.cancelled():
-            self.landing.join(fetch.key, fetch.prefill.worker_id)
+            for landing in self.landing:
+                landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress, even if cancelled again.
@@ -249,10 +263,10 @@ class Receiver:
         READs may continue, since they do not touch the pages.
         """
         fetch.closed = True  # from now on no decode is started
-        idle = asyncio.wrap_future(self._agent.codec_idle())
-        while not idle.done():
-            with suppress(asyncio.CancelledError, TransferClosed):
-                await asyncio.shield(idle)
+        for idle in [asyncio.wrap_future(each.codec_idle()) for each in self._endpoints]:
+            while not idle.done():
+                with suppress(asyncio.CancelledError, TransferClosed):
+                    await asyncio.shield(idle)
 
     def _start_pull(
         self,
@@ -264,18 +278,24 @@ class Receiver:
     ) -> "asyncio.Task[None]":
         """Land an announced segment, which is read as soon as it is ready."""
         welcome = subscription.welcome
-        if segment.slot >= welcome.slots:
-            raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
+        sender = _rank_of(welcome, segment.rank)
+        if segment.slot >= sender.slots:
+            raise ForeignSegment(f"slot {segment.slot} does not exist; there are {sender.slots}")
+        if segment.reader_rank >= len(self._endpoints):
+            raise ForeignSegment(f"this worker has no rank {segment.reader_rank}")
         if not fetch.reserved.done():
             raise ForeignSegment("a segment was announced without a credit")
         extent = Extent.of(segment)
-        pages = progress.coverage.add(extent)
-        pull = Pull(self._pulls, segment, self._target(fetch, extent, pages), fetch, welcome)
-        slot = self.landing.land(fetch.key)
+        rank = segment.reader_rank
+        pages = progress.coverages[rank].add(extent)
+        endpoint, landing = self._endpoints[rank], self.landing[rank]
+        target = self._target(fetch, extent, pages)
+        pull = Pull(self._pulls, endpoint, sender, segment, target, fetch, welcome)
+        slot = landing.land(fetch.key)
         pull.start(slot)
 
         def free(_: "asyncio.Task[None]") -> None:
-            self.landing.free_after(slot, fetch.key, None if pull.cancel() else pull.done)
+            landing.free_after(slot, fetch.key, None if pull.cancel() else pull.done)
 
         task = group.create_task(self._pull(pull, fetch, subscription, progress))
         task.add_done_callback(free)
@@ -283,7 +303,7 @@ class Receiver:
 
     def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
         """Return the pages into which a segment is decoded; ``pages`` are indices."""
-        group = self._codecs.layout.groups[extent.plane_group].page_group
+        group = self.layout.groups[extent.plane_group].page_group
         return fetch.reserved.result().page_tables[group][pages.start : pages.stop]
 
     async def _pull(
@@ -311,13 +331,24 @@ class Receiver:
 
     def _check_verified(self, fetch: Fetch, progress: FetchProgress) -> None:
         """Report once that the KV is complete, as soon as it is."""
-        complete = progress.complete and progress.coverage.complete and not progress.ended
+        complete = progress.complete and progress.covered and not progress.ended
         if complete and not progress.reported:
             progress.reported = True
             fetch.on_verified(progress.times)
 
-    def _grant(self, key: str, segments: int) -> None:
-        self._subscriptions[key].credit(segments)
+    def _grant(self, rank: int, key: str, segments: int) -> None:
+        self._subscriptions[key].credit(rank, segments)
+
+
+def _rank_of(welcome: pb.Welcome, rank: int) -> pb.Endpoint:
+    """Return the endpoint of a rank of the sender.
+
+    Raises:
+        ForeignSegment: there is no such rank.
+    """
+    if rank >= len(welcome.endpoints):
+        raise ForeignSegment(f"rank {rank} does not exist; there are {len(welcome.endpoints)}")
+    return welcome.endpoints[rank]
 
 
 def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Exception:

@@ -1,9 +1,13 @@
-"""The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
+"""The prefill worker's half of a transfer: encode computed KV into slabs, segment by segment.
 
 A segment is announced when its encode is started, so that the reader can prepare meanwhile. It is
 encoded only against a credit of its reader, so each slot in use has a landing slot reserved. The
 slot becomes free when the reader acknowledges the segment. The slots of a reader that has stopped
 become free when its session or its leases end; `SharedSlots` never gives all slots to one reader.
+
+A worker of several ranks has a slab for each. Segments are cut at the boundaries of the KV heads of
+the ranks of both workers (`services.transfer.routes`). A rank of the reader grants credits of its
+own, and no segment waits for a credit or a slot of other ranks.
 """
 
 import asyncio
@@ -11,25 +15,25 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import structlog
 
-import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
-from runtime.kv.cache import PagedCache
-from services.transfer.codec_calls import CodecJob, CodecRunner, Timed
-from services.transfer.codecs import SegmentCodecs
+from services.transfer.codec_calls import Timed
+from services.transfer.endpoint import EncodedSegment, KVEndpoint
 from services.transfer.extent import Extent
-from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.frame import FrameHeader
 from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, SentTokens, plan_segments, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
+from services.transfer.routes import Route
 from services.transfer.shares import SharedSlots
-from services.transfer.slab import Slab, SlotRef
+from services.transfer.slab import SlotRef
 
 log = structlog.get_logger()
 
@@ -38,28 +42,21 @@ _NOTIFICATION_S = 2e-3
 
 
 class Sender:
-    """Owns the slab's slots and the leases. Encodes run on the transfer thread.
+    """Owns the slots of the slabs, and the leases. Endpoints encode.
 
     Args:
-        runner: runs codec calls.
-        cache: pages of the engine.
-        codecs: codecs of that cache.
+        endpoints: endpoint of each rank.
         policy: chooses between raw and SplitZip.
         epoch: epoch of this worker, 32 hex digits; part of every frame.
         lease_s: seconds without progress of a reader after which the leases of its sequences with
             unacknowledged segments expire.
         max_sequences: maximum number of leases.
         kv_eviction: fraction of the prompt tokens that the engine evicts.
-        rank: rank of this worker in its tensor-parallel group.
-        first_kv_head: index of the cache's first KV head, counted over all ranks.
     """
 
     def __init__(
         self,
-        runner: CodecRunner,
-        cache: PagedCache,
-        slab: Slab,
-        codecs: SegmentCodecs,
+        endpoints: Sequence[KVEndpoint],
         policy: LinkPolicy,
         *,
         epoch: str,
@@ -67,19 +64,12 @@ class Sender:
         max_sequences: int,
         metrics: TransferMetrics,
         kv_eviction: float = 0.0,
-        rank: int = 0,
-        first_kv_head: int = 0,
     ) -> None:
-        self._runner = runner
-        self._cache = cache
-        self._slab = slab
-        self._slots = SharedSlots(slab.slots)
-        self._codecs = codecs
+        self._endpoints = endpoints
+        self._slots = [SharedSlots(endpoint.slots) for endpoint in endpoints]
         self.policy = policy
         self._epoch = epoch
         self._kv_eviction = kv_eviction
-        self._rank = rank
-        self._first_kv_head = first_kv_head
         self._leases = LeaseTable(lease_s, max_sequences)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics
@@ -93,11 +83,11 @@ class Sender:
     @property
     def slots_in_use(self) -> int:
         """Number of slots with a segment that is being encoded or not acknowledged."""
-        return self._slots.in_use
+        return sum(slots.in_use for slots in self._slots)
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
         """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self._codecs.layout, self._kv_eviction)
+        return sent_tokens(request, self._endpoints[0].layout, self._kv_eviction)
 
     def open(self, outgoing: Outgoing) -> None:
         """Register a sequence, before its chunks are added."""
@@ -111,20 +101,8 @@ class Sender:
         outgoing.evicted = chunk.evicted
         self._leases.grant(outgoing.key, outgoing.reader)
         self._metrics.leases.set(self._leases.active)
-        outgoing.planned.extend(
-            (plan, chunk.ready)
-            for plan in plan_segments(
-                self._codecs.layout,
-                first_token=chunk.first_token,
-                num_tokens=chunk.num_tokens,
-                page_tables=chunk.page_tables,
-                sequence_tokens=outgoing.tokens,
-                capacity=min(outgoing.slot_bytes, self._slab.slot_bytes),
-                bound=self._codecs.max_frame_bytes,
-                rank=self._rank,
-                first_kv_head=self._first_kv_head,
-            )
-        )
+        for route, planned in zip(outgoing.routes, outgoing.planned, strict=True):
+            planned.extend((plan, chunk.ready) for plan in self._plans(outgoing, route, chunk))
         self._pump()
 
     def finish_computing(self, key: str) -> None:
@@ -134,30 +112,30 @@ class Sender:
             outgoing.announce_if_complete()
             self._count_if_complete(outgoing)
 
-    def credit(self, key: str, segments: int) -> None:
-        """Add credits that the reader granted."""
+    def credit(self, key: str, rank: int, segments: int) -> None:
+        """Add credits that a rank of the reader granted."""
         if outgoing := self._outgoing.get(key):
-            outgoing.credits += segments
+            if rank not in outgoing.credits:
+                log.warning("credit of an unknown rank", key=key, rank=rank)
+                return
+            outgoing.credits[rank] += segments
             self._leases.progressed(outgoing.reader, time.monotonic())
             self._pump()
 
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
-        """Free the slot of a segment that the reader has decoded."""
+        """Free the slot of a segment that the reader has decoded.
+
+        The reader may be faster than the message about the end of the encode.
+        """
         outgoing = self._outgoing.get(key)
         sent = outgoing.unacknowledged.get(index) if outgoing else None
-        if outgoing is None or sent is None or sent.ready is None:
+        if outgoing is None or sent is None or sent.acknowledged:
             log.warning("acknowledgement of an unknown segment", key=key, index=index)
             return
-        del outgoing.unacknowledged[index]
-        if timing is not None:
-            sizes = sent.ready.raw_bytes, sent.ready.length
-            self.policy.arrived(outgoing.peer, sent.mode, *sizes, timing)
-        self._slots.release(sent.ref)
-        self._leases.progressed(outgoing.reader, time.monotonic())
-        if not outgoing.readable:
-            self._leases.pause(key)
-        self._count_if_complete(outgoing)
-        self._pump()
+        sent.acknowledged = True
+        sent.timing = timing
+        if sent.ready is not None:
+            self._take_back(outgoing, index, sent, sent.ready)
 
     def close(self, key: str) -> None:
         """End a sequence in any state and free what it holds. Idempotent."""
@@ -165,10 +143,11 @@ class Sender:
         if outgoing is None:
             return
         outgoing.closed = True
-        outgoing.planned.clear()
+        for planned in outgoing.planned:
+            planned.clear()
         for sent in outgoing.unacknowledged.values():
             if not sent.encoding:  # else `_settle` releases the slot
-                self._slots.release(sent.ref)
+                self._slots[sent.rank].release(sent.ref)
         outgoing.unacknowledged = {
             index: sent for index, sent in outgoing.unacknowledged.items() if sent.encoding
         }
@@ -197,6 +176,39 @@ class Sender:
         for peer, link in self.policy.links().items():
             self._metrics.links.observe(peer, link)
 
+    def _plans(self, outgoing: Outgoing, route: Route, chunk: Computed) -> Sequence[SegmentPlan]:
+        """Cut the KV heads of a route and the tokens of a chunk into segments."""
+        endpoint = self._endpoints[route.sender]
+        kv_heads = len(route.kv_heads)
+        return list(
+            plan_segments(
+                endpoint.layout,
+                first_token=chunk.first_token,
+                num_tokens=chunk.num_tokens,
+                page_tables=chunk.page_tables,
+                sequence_tokens=outgoing.tokens,
+                capacity=min(outgoing.slot_bytes, endpoint.slot_bytes),
+                bound=partial(endpoint.codecs.max_frame_bytes, kv_heads=kv_heads),
+                rank=route.sender,
+                kv_heads=route.kv_heads,
+            )
+        )
+
+    def _take_back(
+        self, outgoing: Outgoing, index: int, sent: SentSegment, ready: pb.SegmentReady
+    ) -> None:
+        """Free the slot of an acknowledged segment."""
+        del outgoing.unacknowledged[index]
+        if sent.timing is not None:
+            sizes = ready.raw_bytes, ready.length
+            self.policy.arrived(outgoing.peer, sent.mode, *sizes, sent.timing)
+        self._slots[sent.rank].release(sent.ref)
+        self._leases.progressed(outgoing.reader, time.monotonic())
+        if not outgoing.readable:
+            self._leases.pause(outgoing.key)
+        self._count_if_complete(outgoing)
+        self._pump()
+
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """Count the tokens of a sequence once all of its segments are acknowledged."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
@@ -205,62 +217,38 @@ class Sender:
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""
         for outgoing in self._outgoing.values():
-            while outgoing.planned and outgoing.credits:
-                ref = self._slots.acquire(outgoing.reader)
-                if ref is None:  # this reader's share is used up; others may get a slot
-                    break
-                outgoing.credits -= 1
-                plan, ready = outgoing.planned.popleft()
-                self._start(outgoing, plan, ref, ready)
+            for route, planned in zip(outgoing.routes, outgoing.planned, strict=True):
+                while planned and outgoing.credits[route.reader]:
+                    ref = self._slots[route.sender].acquire(outgoing.reader)
+                    if ref is None:  # this reader's share is used up; others may get a slot
+                        break
+                    outgoing.credits[route.reader] -= 1
+                    plan, ready = planned.popleft()
+                    self._start(outgoing, route, plan, ref, ready)
 
     def _start(
-        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, ready: int | None
+        self, outgoing: Outgoing, route: Route, plan: SegmentPlan, ref: SlotRef, ready: int | None
     ) -> None:
         """Announce one segment and start its encode.
 
-        Encodes end in the order in which they are started, which is the order of their indices.
+        On each rank, encodes end in the order in which they are started.
         """
-        start = time.perf_counter()
-        mode = self._mode_of(outgoing, plan)
-        segment = _manifest_entry(plan.extent, outgoing, ref, mode)
-        sent = outgoing.unacknowledged[segment.index] = SentSegment(ref, mode)
+        endpoint = self._endpoints[route.sender]
+        mode = self._mode_of(outgoing, endpoint, plan.extent)
+        segment = _manifest_entry(plan.extent, outgoing, route.reader, ref, mode)
+        sent = outgoing.unacknowledged[segment.index] = SentSegment(route.sender, ref, mode)
         outgoing.issued += 1
         header = FrameHeader.of(
             segment, epoch=self._epoch, request_id=outgoing.request_id, attempt=outgoing.attempt
         )
-
-        def prepare() -> bool:
-            if outgoing.closed:
-                return False
-            self._cache.events.wait(ready)
-            header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
-            return True
-
-        payload = codec.EncodeSegment(
+        encoding = endpoint.encode(
+            segment,
+            header,
             plan.pages,
-            plan.extent.num_tokens,
-            self._slab.offset(ref.slot) + HEADER_BYTES,
-            self._slab.slot_bytes - HEADER_BYTES,
+            after=ready,
+            notify=outgoing.agent,
+            is_wanted=lambda: not outgoing.closed,
         )
-
-        def finish(pending: codec.Pending[codec.Encoded]) -> codec.Encoded:
-            encoded = pending.result()
-            end = time.perf_counter()
-            outgoing.encodes.add(start, end)
-            sent.ready = pb.SegmentReady(
-                sequence=segment.sequence,
-                index=segment.index,
-                length=HEADER_BYTES + encoded.length,
-                checksum=encoded.checksum,
-                raw_bytes=encoded.raw_bytes,
-                encode_s=end - start,
-                nonce=segment.nonce,
-            )
-            self._runner.notify(outgoing.agent, sent.ready.SerializeToString())
-            return encoded
-
-        encoder = self._codecs.of(self._cache.tensors, plan.extent, mode)
-        encoding = self._runner.run_codec(CodecJob(encoder, self._encode, payload, prepare, finish))
         outgoing.emit(pb.PrefillEvent(segment=segment))
         outgoing.announce_if_complete()
         task = asyncio.create_task(
@@ -269,15 +257,11 @@ class Sender:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _encode(
-        self, encoder: codec.PagedCodec, payloads: Sequence[codec.EncodeSegment]
-    ) -> Sequence[codec.Pending[codec.Encoded]]:
-        return encoder.encode_batch(payloads, self._slab.buffer)
-
-    def _mode_of(self, outgoing: Outgoing, plan: SegmentPlan) -> WireMode:
-        if not self._codecs.is_coded(plan.extent.plane_group):
+    def _mode_of(self, outgoing: Outgoing, endpoint: KVEndpoint, extent: Extent) -> WireMode:
+        codecs = endpoint.codecs
+        if not codecs.is_coded(extent.plane_group):
             return WireMode.RAW
-        raw_bytes = self._codecs.raw_bytes(plan.extent)
+        raw_bytes = codecs.raw_bytes(extent)
         return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding + 1)
 
     async def _settle(
@@ -286,7 +270,7 @@ class Sender:
         index: int,
         sent: SentSegment,
         extent: Extent,
-        encoding: "Future[Timed[codec.Encoded] | None]",
+        encoding: "Future[Timed[EncodedSegment] | None]",
     ) -> None:
         """Wait for an encode, then emit its event, unless the reader acknowledges it before."""
         encoded = error = None
@@ -295,33 +279,46 @@ class Sender:
         except Exception as raised:
             log.exception("encoding a segment failed", **outgoing.log_fields)
             error = raised
-        sent.encoding = False
-        if encoded is not None and sent.ready is not None:
-            ready = sent.ready
-            self.policy.encoded(sent.mode, ready.raw_bytes, ready.length, encoded.seconds)
-            self._metrics.encoded(
-                sent.mode,
-                ready.raw_bytes,
-                ready.length,
-                self._codecs.escapes(extent, encoded.value.escapes),
-                ready.encode_s,
-                raw_is_faster=self.policy.found_raw_faster(outgoing.peer)
-                and self._codecs.is_coded(extent.plane_group),
-            )
-            await asyncio.sleep(_NOTIFICATION_S)
-            if not outgoing.closed:
-                if index in outgoing.unacknowledged:
-                    outgoing.emit(pb.PrefillEvent(ready=ready))
-                    self._leases.run(outgoing.key, time.monotonic())
-                return
-        if outgoing.unacknowledged.pop(index, None) is not None:
-            self._slots.release(sent.ref)
+        if encoded is not None:
+            self._record(outgoing, sent, extent, encoded)
+        if encoded is None or outgoing.closed:
+            del outgoing.unacknowledged[index]
+            self._slots[sent.rank].release(sent.ref)
             self._pump()
-        if error is not None and not outgoing.closed:
-            outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
+            if error is not None and not outgoing.closed:
+                outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
+            return
+        sent.ready = encoded.value.ready
+        if sent.acknowledged:
+            self._take_back(outgoing, index, sent, sent.ready)
+            return
+        await asyncio.sleep(_NOTIFICATION_S)
+        if index in outgoing.unacknowledged and not outgoing.closed:
+            outgoing.emit(pb.PrefillEvent(ready=sent.ready))
+            self._leases.run(outgoing.key, time.monotonic())
+
+    def _record(
+        self, outgoing: Outgoing, sent: SentSegment, extent: Extent, encoded: Timed[EncodedSegment]
+    ) -> None:
+        """Record the times and sizes of an encode."""
+        result, ready = encoded.value, encoded.value.ready
+        codecs = self._endpoints[sent.rank].codecs
+        outgoing.encodes.add(result.start, result.end)
+        self.policy.encoded(sent.mode, ready.raw_bytes, ready.length, encoded.seconds)
+        self._metrics.encoded(
+            sent.mode,
+            ready.raw_bytes,
+            ready.length,
+            codecs.escapes(extent, result.escapes),
+            ready.encode_s,
+            raw_is_faster=self.policy.found_raw_faster(outgoing.peer)
+            and codecs.is_coded(extent.plane_group),
+        )
 
 
-def _manifest_entry(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: WireMode) -> pb.Segment:
+def _manifest_entry(
+    extent: Extent, outgoing: Outgoing, reader_rank: int, ref: SlotRef, mode: WireMode
+) -> pb.Segment:
     """Return the manifest entry of a sequence's next segment."""
     return pb.Segment(
         sequence=outgoing.sequence,
@@ -334,6 +331,7 @@ def _manifest_entry(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: Wire
         num_kv_heads=extent.num_kv_heads,
         plane_group=extent.plane_group,
         rank=extent.rank,
+        reader_rank=reader_rank,
         slot=ref.slot,
         generation=ref.generation,
         raw=mode is WireMode.RAW,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import codec
 from runtime.kv.cache import CacheLayout
 from services.common.errors import SettingsError
-from services.transfer.agent import TransferAgent
 from services.transfer.codec_calls import MAX_BATCH
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
@@ -16,7 +16,7 @@ from services.worker.loading import Loaded
 from services.worker.warm_up import progress_log
 
 
-async def warm_up_transfers(loaded: Loaded, agent: TransferAgent, slab: Slab) -> None:
+async def warm_up_transfers(loaded: Loaded, endpoint: LocalEndpoint) -> None:
     """Warm up the codec on the transfer thread. Does nothing on a CPU.
 
     Raises:
@@ -27,7 +27,7 @@ async def warm_up_transfers(loaded: Loaded, agent: TransferAgent, slab: Slab) ->
     progress = progress_log()
     try:
         segments = await asyncio.wrap_future(
-            agent.run_on_codec_stream(lambda: warm_up_codec(loaded, slab))
+            endpoint.agent.run_on_codec_stream(lambda: warm_up_codec(loaded, endpoint.slab))
         )
     except codec.CodecError as error:
         raise SettingsError(f"the codec does not work with this model: {error}") from error

@@ -21,10 +21,10 @@ from services.common.metrics_server import OperationServers
 from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes
 from services.common.secret_files import reloading
-from services.transfer.agent import TransferAgent
+from services.transfer.local_endpoint import Endpoints
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
-from services.worker.loading import Loaded, digest_pages
+from services.worker.loading import Loaded
 from services.worker.metrics import WorkerMetrics
 from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
@@ -37,6 +37,7 @@ class Worker(ABC):
     """Base of prefill and decode workers: engine thread, metrics, shutdown.
 
     Attributes:
+        endpoints: endpoints of KV transfers.
         fault: future that fails when the engine or the transfer fails; the process must then end.
         draining: whether new work is refused.
         decodes: whether a prefill worker also decodes; see `Registration.decodes`.
@@ -46,7 +47,7 @@ class Worker(ABC):
     decodes = False
     overflow_tokens: int | None = None
 
-    def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
+    def __init__(self, loaded: Loaded, endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
         self.identity = loaded.identity
         self.sizes = loaded.sizes
@@ -63,8 +64,7 @@ class Worker(ABC):
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
-        self._agent = agent
-        self._cache = loaded.executor.cache
+        self.endpoints = endpoints
         self.draining = False
         self._registrar: Registrar | None = None
 
@@ -72,7 +72,8 @@ class Worker(ABC):
             if error := thread.exception():
                 loop.call_soon_threadsafe(self._fail, error)
 
-        agent.fault.add_done_callback(transfer_died)
+        for endpoint in endpoints:
+            endpoint.fault.add_done_callback(transfer_died)
 
     @property
     @abstractmethod
@@ -87,7 +88,8 @@ class Worker(ABC):
     @property
     def stalled_s(self) -> dict[str, float]:
         """Seconds since each thread made progress in its current step, by name; 0 without work."""
-        return {"engine": self.engine.stalled_s, "transfer": self._agent.busy_s}
+        transfer_s = max(endpoint.busy_s for endpoint in self.endpoints)
+        return {"engine": self.engine.stalled_s, "transfer": transfer_s}
 
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has made no progress for longer than ``limit_s``, or None."""
@@ -112,8 +114,10 @@ class Worker(ABC):
     def digest(
         self, page_tables: Sequence[Sequence[int]], num_tokens: int
     ) -> "asyncio.Future[str]":
-        """Start to compute the digest of a sequence's KV; see `digest_pages`."""
-        return self.engine.run(lambda _: digest_pages(self._cache, page_tables, num_tokens))
+        """Start to compute the digest of a sequence's KV on all ranks; see `KVEndpoint.digest`."""
+        return self.engine.run(
+            lambda _: "/".join(each.digest(page_tables, num_tokens) for each in self.endpoints)
+        )
 
     def set_registrar(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""

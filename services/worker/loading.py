@@ -1,7 +1,6 @@
 """Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,6 @@ from runtime.core.limits import Limits
 from runtime.core.request import max_logprobs
 from runtime.engine import Engine, LocalExecutor
 from runtime.errors import RuntimeFault
-from runtime.kv.cache import PagedCache
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -26,7 +24,9 @@ from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.tokenizer.identity import TokenizerIdentity
 from services.transfer import frame
-from services.transfer.codecs import Books, SegmentCodecs, group_tensors
+from services.transfer.agent import TransferAgent
+from services.transfer.codecs import Books, SegmentCodecs
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
 from services.worker.kv_budget import (
@@ -87,9 +87,14 @@ class Loaded:
         """Codecs of the cache. Creating one waits for the device, so all users share these."""
         return SegmentCodecs(self.executor.cache.layout, self.codebooks)
 
-    def new_slab(self) -> Slab:
-        """Allocate the slab for KV transfers on the device."""
-        return Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
+    def new_endpoint(self, agent: TransferAgent) -> LocalEndpoint:
+        """Allocate the slab for KV transfers on the device, and register it with an agent.
+
+        Raises:
+            TransferUnavailable: the transport refuses the memory.
+        """
+        slab = Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
+        return LocalEndpoint(self.executor.cache, self.codecs, slab, agent)
 
 
 def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
@@ -263,21 +268,3 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
         name = model.kv_format.name
         raise SettingsError(f"{settings.codebooks} has no codebook for KV format {name}")
     return books, loaded.id
-
-
-def digest_pages(cache: PagedCache, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
-    """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
-
-    Args:
-        page_tables: pages of the sequence in each page group, by the index of the page in it. Those
-            that are not sent have any value.
-    """
-    digests = []
-    plan = cache.layout.plan
-    for group in cache.layout.groups:
-        sent = plan.sent(num_tokens, group.page_group)
-        held = [page_tables[group.page_group][index] for pages in sent for index in pages]
-        tokens = sum(plan.filled(pages, num_tokens) for pages in sent)
-        tensors = group_tensors(cache.tensors, group, 0, len(cache.layout.layers))
-        digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
-    return "-".join(f"{digest:016x}" for digest in digests)

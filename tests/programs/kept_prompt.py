@@ -32,7 +32,7 @@ from services.tokenizer.loading import load_tokenizer
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval
-from services.worker.loading import digest_pages, load_worker
+from services.worker.loading import load_worker
 
 SMOLLM2 = "smollm2-135m"
 
@@ -129,15 +129,14 @@ async def serve(workload: Workload, codec: str) -> None:
     )
     loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine, workload)
-    slab = loaded.new_slab()
     agent = TransferAgent(
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
-    agent.register(slab)
-    worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)
+    endpoint = loaded.new_endpoint(agent)
+    worker = PrefillWorker(settings, replace(loaded, engine=engine), (endpoint,))
     server = GrpcServer(settings.endpoint, [SERVICE])
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
-    await warm_up_transfers(loaded, agent, slab)
+    await warm_up_transfers(loaded, endpoint)
     set_switch_interval()
     worker.engine.start()
     await server.start()
@@ -145,14 +144,14 @@ async def serve(workload: Workload, codec: str) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": digest_pages(loaded.executor.cache, engine.page_tables, workload.tokens),
+        "digest": endpoint.digest(engine.page_tables, workload.tokens),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201
     while await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(_report(worker)), flush=True)  # noqa: T201
     await server.stop(0)
     await worker.close()
-    agent.close()
+    endpoint.close()
 
 
 def _report(worker: PrefillWorker) -> dict[str, object]:

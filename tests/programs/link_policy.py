@@ -60,7 +60,7 @@ from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import set_switch_interval
-from services.worker.loading import digest_pages, load_worker
+from services.worker.loading import load_worker
 from tests.programs.kept_prompt import SMOLLM2, Workload
 
 CODECS = ("raw", "splitzip", "auto")
@@ -156,13 +156,12 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     """Return the seconds of every round and the final report of the worker, by codec."""
     settings = DecodeSettings.model_validate(workload.settings(workload.prompts))
     loaded = load_worker(settings, decodes=True)
-    landing = loaded.new_slab()
     agent = TransferAgent(
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
-    agent.register(landing)
-    worker = DecodeWorker(settings, loaded, agent, landing)
-    await warm_up_transfers(loaded, agent, landing)
+    endpoint = loaded.new_endpoint(agent)
+    worker = DecodeWorker(settings, loaded, (endpoint,))
+    await warm_up_transfers(loaded, endpoint)
     set_switch_interval()
     worker.engine.start()
     seconds: dict[str, list[float]] = {codec: [] for codec in CODECS}
@@ -180,14 +179,12 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
-                    found = digest_pages(
-                        loaded.executor.cache, fetch.reserved.result().page_tables, workload.tokens
-                    )
+                    found = endpoint.digest(fetch.reserved.result().page_tables, workload.tokens)
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}
         await worker.close()
-        agent.close()
+        endpoint.close()
     plan = loaded.executor.cache.layout.plan
     kv_bytes = workload.prompts * sequence_bytes(plan, workload.tokens)
     return {"seconds": seconds, "reports": reports, "kv_bytes": kv_bytes}

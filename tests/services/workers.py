@@ -15,7 +15,7 @@ from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.core.request import max_logprobs
-from runtime.engine import Add, Reserved
+from runtime.engine import Add, Engine, LocalExecutor, Reserved
 from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
@@ -28,7 +28,10 @@ from services.prefill.settings import PrefillSettings
 from services.transfer import frame
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.endpoint import KVEndpoint
 from services.transfer.fetch import Fetch
+from services.transfer.local_endpoint import Endpoints
+from services.transfer.slab import Slab
 from services.worker.loading import Identity, Loaded
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
@@ -145,6 +148,10 @@ class Prefill:
     agent: TransferAgent
     address: decode_pb2.WorkerAddress
 
+    @property
+    def slab(self) -> Slab:
+        return self.worker.endpoints[0].slab
+
     def metric(self, name: str) -> float | None:
         """Return a metric's value as of the last `observe`."""
         return self.worker.metrics.registry.get_sample_value(name)
@@ -158,6 +165,10 @@ class Decode:
     loaded: Loaded
     agent: TransferAgent
 
+    @property
+    def slab(self) -> Slab:
+        return self.worker.endpoints[0].slab
+
     def planes(self) -> list[torch.Tensor]:
         return list(self.loaded.executor.cache.planes)
 
@@ -167,6 +178,32 @@ class Decode:
         value = self.worker.metrics.registry.get_sample_value
         states = ("held", "quarantined")
         return {state: value("headrace_kv_landing_slots", {"state": state}) for state in states}
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The ranks of a worker.
+
+    Attributes:
+        first: the executor of the first rank.
+        others: endpoints of the other ranks.
+    """
+
+    engine: Engine
+    first: LocalExecutor
+    others: tuple[KVEndpoint, ...] = ()
+
+
+def ranked(loaded: Loaded, ranks: Ranked | None) -> tuple[Loaded, tuple[KVEndpoint, ...]]:
+    """Return a worker with other ranks, and the endpoints of all but the first."""
+    if ranks is None:
+        return loaded, ()
+    return replace(loaded, engine=ranks.engine, executor=ranks.first), ranks.others
+
+
+async def _close(endpoints: Endpoints) -> None:
+    for endpoint in endpoints:
+        await asyncio.to_thread(endpoint.close)
 
 
 class Site:
@@ -182,16 +219,15 @@ class Site:
         *,
         started: bool = True,
         pages: int = 64,
+        ranks: Ranked | None = None,
         **changes: object,
     ) -> Prefill:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = loaded_of(settings, pages)
-        slab = loaded.new_slab()
+        loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
-        agent.register(slab)
-        worker = PrefillWorker(settings, loaded, agent, slab)
+        worker = PrefillWorker(settings, loaded, (loaded.new_endpoint(agent), *others))
         server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=settings.token_check)
         prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
         await server.start()
@@ -211,16 +247,15 @@ class Site:
         *,
         started: bool = True,
         pages: int = 64,
+        ranks: Ranked | None = None,
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, "ping_timeout_s": 20, **changes}
         )
-        loaded = loaded_of(settings, pages)
-        landing = loaded.new_slab()
+        loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"decode-{loaded.identity.epoch}")
-        agent.register(landing)
-        worker = DecodeWorker(settings, loaded, agent, landing)
+        worker = DecodeWorker(settings, loaded, (loaded.new_endpoint(agent), *others))
         if started:
             worker.engine.start()
         self._decodes.append(Decode(worker, loaded, agent))
@@ -229,11 +264,11 @@ class Site:
     async def close(self) -> None:
         for decode in self._decodes:
             await decode.worker.close()
-            await asyncio.to_thread(decode.agent.close)
+            await _close(decode.worker.endpoints)
         for prefill in self._prefills:
             await prefill.server.stop(0)
             await prefill.worker.close()
-            await asyncio.to_thread(prefill.agent.close)
+            await _close(prefill.worker.endpoints)
 
 
 def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:

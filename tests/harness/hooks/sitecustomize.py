@@ -138,13 +138,13 @@ class _Faults:
         """Damage announcements of segments."""
         entry, open_sequence = module._manifest_entry, module.Sender.open
 
-        def recorded(extent: Any, outgoing: Any, ref: Any, mode: Any) -> Any:
-            segment = entry(extent, outgoing, ref, mode)
+        def recorded(extent: Any, outgoing: Any, rank: Any, ref: Any, mode: Any) -> Any:
+            segment = entry(extent, outgoing, rank, ref, mode)
             self._slots[segment.nonce] = ref.slot
             return segment
 
         def opened(sender: Any, outgoing: Any) -> None:
-            self._slab = sender._slab
+            self._slab = sender._endpoints[0].slab
             emit = outgoing.emit
 
             def damaged(event: Any) -> None:

@@ -14,7 +14,7 @@ from runtime.engine.pages import SequencePages
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.messages import Message
-from services.common.placement import HeartbeatReply, Outcome, Release, Role
+from services.common.placement import PROTOCOL, HeartbeatReply, Outcome, Release, Role
 from services.router.app import build_dispatcher, create_app
 from services.router.capacity import Demand, WorkerSnapshot
 from services.router.fleet import Fleet, FleetLimits
@@ -236,7 +236,8 @@ async def test_registration_of_another_protocol_version_is_refused_with_the_reas
     body["compatibility"]["page_size"] = body["pages_total"] = 16
     status, answer = await router.post("register", body)
     assert (status, answer["error"]["code"]) == (400, "invalid")
-    assert "protocol version 2, and the worker has version 1" in answer["error"]["message"]
+    versions = f"protocol version {PROTOCOL}, and the worker has version 1"
+    assert versions in answer["error"]["message"]
 
 
 async def test_pair_with_different_page_groups_is_unmatched_with_the_reason() -> None:

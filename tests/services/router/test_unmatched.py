@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "page_plan": PagePlan(32),
     "codec_version": 2,
     "frame_version": 2,
+    "protocol": 2,
     "codec": "raw",
     "codebook_id": "b1",
     "kernel_plan_hash": "p1",

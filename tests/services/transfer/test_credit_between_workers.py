@@ -34,7 +34,7 @@ async def test_queued_prompt_holds_no_landing_slot(site: Site) -> None:
     for plane in planes:
         assert plane[:7].any()
         assert plane[:6].equal(plane[10:16]), "both workers compute the same KV of a prompt"
-    assert (receiver.landing.held, receiver.landing.quarantined) == (0, 0)
+    assert (receiver.landing[0].held, receiver.landing[0].quarantined) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ async def test_another_number_of_evicted_tokens_fails_the_transfer(
     prefill, decode = await pair(site, "dense")
 
     def announce(outgoing: Outgoing) -> None:
-        if outgoing.computed and not outgoing.planned:
+        if outgoing.computed and not any(outgoing.planned):
             done = pb.PrefillDone(
                 sequence=outgoing.sequence, segments=outgoing.issued, evicted_tokens=80
             )

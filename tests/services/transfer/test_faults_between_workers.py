@@ -3,12 +3,15 @@
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from headrace.v1 import error_pb2
+from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine
 from runtime.pages.plan import PAGE_SIZE
+from services.transfer import sender
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
@@ -166,7 +169,7 @@ async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
     assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
     assert isinstance(agent, NeverReportsAddition)
     assert not agent.slow
-    slot = receiver.landing.slab.view(0, 64)
+    slot = decode.slab.view(0, 64)
     with pytest.raises(PeerLost, match="is not known"):
         agent.read(prefill.agent.name, 0, 64, slot, deadline_s=1).result(LIMIT_S)
     decode.worker._clients._handshake_s = LIMIT_S
@@ -184,4 +187,23 @@ async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) ->
     assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
     assert failed.value.worker_id == prefill.address.worker_id
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
+    await wait_until_all_is_free(decode, prefill)
+
+
+@pytest.mark.parametrize("field", ["rank", "reader_rank"])
+async def test_segment_of_an_unknown_rank_fails_the_fetch(
+    site: Site, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    entry = sender._manifest_entry
+
+    def foreign(*arguments: Any) -> pb.Segment:
+        segment = entry(*arguments)
+        setattr(segment, field, 1)
+        return segment
+
+    prefill, decode = await site.prefill(), await site.decode()
+    monkeypatch.setattr(sender, "_manifest_entry", foreign)
+    with pytest.raises(FetchFailed, match="rank 1") as failed:
+        await asyncio.wait_for(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)), LIMIT_S)
+    assert failed.value.code == error_pb2.ERROR_CODE_INTEGRITY
     await wait_until_all_is_free(decode, prefill)

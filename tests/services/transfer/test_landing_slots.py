@@ -7,7 +7,6 @@ import pytest
 
 from services.transfer.errors import CreditError, ReadTimeout
 from services.transfer.landing_slots import LandingSlots
-from services.transfer.slab import Slab
 
 
 class _Granted:
@@ -25,7 +24,7 @@ def granted() -> _Granted:
 
 @pytest.fixture
 def landing(granted: _Granted) -> LandingSlots:
-    return LandingSlots(Slab(3, 4096), 2, granted)
+    return LandingSlots(3, 2, granted)
 
 
 def test_oldest_sequence_gets_credits_first(landing: LandingSlots, granted: _Granted) -> None:

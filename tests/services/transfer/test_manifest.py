@@ -214,7 +214,6 @@ def test_slot_too_small_for_a_page_is_refused() -> None:
         extent_of(0, 16, 3, 2),  # one layer too many
         extent_of(0, 16, 0, 0),
         extent_of(0, 16, 0, 4, plane_group=1),
-        extent_of(0, 16, 0, 4, rank=1),
         extent_of(0, 16, 0, 4, num_kv_heads=0),
         extent_of(0, 16, 0, 4, first_kv_head=1),  # one KV head too many
         extent_of(16, 16, 0, 4),  # has arrived already
@@ -239,7 +238,7 @@ def test_refused_segment_claims_nothing() -> None:
 
 
 def test_sequence_is_complete_with_all_kv_heads() -> None:
-    coverage = Coverage(PAGE, layout_of(1), ranks=2)
+    coverage = Coverage(PAGE, layout_of(1))
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
     assert not coverage.complete
     overlapping = extent_of(0, PAGE, 0, 1, first_kv_head=1, num_kv_heads=2, rank=1)

@@ -10,8 +10,8 @@ from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.errors import BadAddress
 from services.transfer.fetch import FetchFailed
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.prefill_client import Subscription
-from services.transfer.segment_decoder import SegmentDecoder
 from tests.services.workers import LIMIT_S, Site, fetch_of, until
 
 TOKENS = 100  # four segments
@@ -137,7 +137,7 @@ async def test_decoding_starts_before_segments_are_acknowledged(site: Site) -> N
     prefill, decode = await site.prefill(), await site.decode()
     fetch = fetch_of(prefill, TOKENS)
     in_use: list[int] = []
-    fetch.on_verified = lambda times: in_use.append(decode.worker.receiver.landing.held)
+    fetch.on_verified = lambda times: in_use.append(decode.worker.receiver.landing[0].held)
     await decode.worker.receiver.fetch(fetch)
     assert len(in_use) == 1
     assert in_use[0] >= 1, "the last segment's slot is freed later"
@@ -157,7 +157,7 @@ async def test_sequence_that_ends_with_its_first_token_waits_for_no_segment(
     times = await asyncio.wait_for(decode.worker.receiver.fetch(fetch), LIMIT_S)
     assert times.segments == 0
     assert verified == []
-    landing = decode.worker.receiver.landing
+    landing = decode.worker.receiver.landing[0]
     await until(lambda: (landing.held, landing.quarantined) == (0, 0))
 
 
@@ -166,22 +166,22 @@ async def test_failure_to_start_a_decode_fails_the_fetch_and_frees_its_slots(
 ) -> None:
     prefill, decode = await site.prefill(), await site.decode()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
     receiver = decode.worker.receiver
     with monkeypatch.context() as patched:
-        patched.setattr(SegmentDecoder, "payload_of", fail)
+        patched.setattr(LocalEndpoint, "decode", fail)
         with pytest.raises(MemoryError):
             await asyncio.wait_for(receiver.fetch(fetch_of(prefill, TOKENS)), LIMIT_S)
-    await until(lambda: (receiver.landing.held, receiver.landing.quarantined) == (0, 0))
+    await until(lambda: (receiver.landing[0].held, receiver.landing[0].quarantined) == (0, 0))
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
 
 
 async def test_decode_workers_memory_is_not_offered_to_prefill_workers(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode()
     prefill.agent.add_peer(decode.agent.name, decode.agent.connection_metadata).result(30)
-    landing, own = decode.worker.receiver.landing.slab, prefill.worker.sender._slab
+    landing, own = decode.slab, prefill.slab
     reading = prefill.agent.read(
         decode.agent.name, landing.address, 64, own.view(0, 64), deadline_s=5
     )
@@ -192,7 +192,7 @@ async def test_decode_workers_memory_is_not_offered_to_prefill_workers(site: Sit
 async def test_second_session_of_an_agent_keeps_its_notifications(site: Site) -> None:
     """The decode worker reconnected, but the end of its earlier session is noticed later."""
     prefill, decode = await site.prefill(), await site.decode()
-    hello = pb.Hello(agent_name=decode.agent.name, agent_metadata=decode.agent.connection_metadata)
+    hello = pb.Hello(endpoints=[decode.worker.endpoints[0].connection])
     await prefill.worker._connect(hello)
     await prefill.worker._connect(hello)
     prefill.worker._disconnect(hello)

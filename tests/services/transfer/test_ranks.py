@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,24 +19,33 @@ from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import LinkPolicy
-from services.transfer.segment_decoder import SegmentDecoder, verified
+from services.transfer.routes import Route
 from services.transfer.sender import Sender
-from services.transfer.slab import Slab, SlotRef
+from services.transfer.slab import Slab
 from tests.services.workers import normal_codebook
 
 T = TypeVar("T")
 
 HEADS, PAGE, LAYERS, PAGES = 4, 16, 3, 4
+RANKS = 2
 TOKENS = 55  # the last page is not full
 EPOCHS = ("00" * 16, "11" * 16)
 
 
-class InlineCodec:
-    """Runs codec calls immediately."""
+class InlineAgent:
+    """Runs codec calls immediately, and has no peers."""
+
+    name = "inline"
+    metadata = connection_metadata = b""
+    fault: "Future[None]" = Future()
+
+    def register(self, slab: Slab) -> None:
+        pass
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         future: Future[Timed[T] | None] = Future()
@@ -91,18 +100,16 @@ class Rank:
         for plane, full in zip(cache.planes, whole.planes, strict=True):
             plane.copy_(full[:, number * heads : (number + 1) * heads])
         rank = cls(number, Slab(8, 1 << 14))
+        codecs = SegmentCodecs(cache.layout, BOOKS, first_kv_head=number * heads)
+        agent: Any = InlineAgent()
+        endpoint = LocalEndpoint(cache, codecs, rank.slab, agent)
         sender = Sender(
-            InlineCodec(),
-            cache,
-            rank.slab,
-            SegmentCodecs(cache.layout, BOOKS, first_kv_head=number * heads),
+            (endpoint,) * RANKS,
             LinkPolicy.of("splitzip", has_codebooks=True),
             epoch=EPOCHS[number],
             lease_s=60,
             max_sequences=1,
             metrics=TransferMetrics(CollectorRegistry()),
-            rank=number,
-            first_kv_head=number * heads,
         )
 
         def emit(event: pb.PrefillEvent) -> None:
@@ -115,9 +122,13 @@ class Rank:
             raise AssertionError(message)
 
         sequence = Outgoing(
-            "s", "reader", "peer", 1, TOKENS, "request", 0, "agent", 1 << 14, emit, fail, credits=8
+            *("s", "reader", "peer", 1, TOKENS, "request", 0, "agent", 1 << 14),
+            (Route(number, 0, endpoint.kv_heads),),
+            emit,
+            fail,
         )
         sender.open(sequence)
+        sender.credit("s", 0, 8)
         sender.add_computed(Computed("s", 0, TOKENS, (tuple(range(PAGES)),)))
         sender.finish_computing("s")
         async with asyncio.timeout(20):
@@ -131,10 +142,11 @@ class Reader:
 
     def __init__(self) -> None:
         self.cache = PagedCache(layout_of(HEADS), PageCount(PAGES))
-        self.coverage = Coverage(TOKENS, self.cache.layout, ranks=2)
+        self.coverage = Coverage(TOKENS, self.cache.layout)
         self._landing = Slab(1, 1 << 14)
         codecs = SegmentCodecs(self.cache.layout, BOOKS)
-        self._decoder = SegmentDecoder(self.cache, codecs, self._landing)
+        agent: Any = InlineAgent()
+        self._endpoint = LocalEndpoint(self.cache, codecs, self._landing, agent)
 
     def pull(self, rank: Rank, segment: pb.Segment) -> None:
         pages = self.coverage.add(Extent.of(segment))
@@ -144,9 +156,11 @@ class Reader:
         expected = FrameHeader.of(
             segment, epoch=EPOCHS[rank.number], request_id="request", attempt=0
         )
-        payload = self._decoder.payload_of(segment, ready, SlotRef(0, 1), pages)
-        (decoding,) = self._decoder.decode(self._decoder.codec_of(segment), [payload])
-        verified(decoding, expected)
+        held = tuple(pages)
+        decoding = self._endpoint.decode(
+            segment, ready, expected, 0, held, after=None, is_wanted=lambda: True
+        )
+        decoding.result()
 
     def holds(self, whole: PagedCache) -> bool:
         """Whether the KV of all tokens is bitwise identical to that in ``whole``."""
@@ -213,13 +227,3 @@ async def test_header_with_another_head_range_is_refused(whole: PagedCache) -> N
     moved.first_kv_head = 2
     with pytest.raises(ForeignSegment, match="first_kv_head is 0, but the manifest has 2"):
         reader.pull(rank, moved)
-
-
-async def test_unknown_rank_is_refused(whole: PagedCache) -> None:
-    reader = Reader()
-    rank = await Rank.sending(0, whole)
-    unknown = pb.Segment()
-    unknown.CopyFrom(rank.segments[0])
-    unknown.rank = 2
-    with pytest.raises(ForeignSegment, match="rank 2 does not exist; there are 2"):
-        reader.pull(rank, unknown)

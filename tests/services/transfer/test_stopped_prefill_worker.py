@@ -47,11 +47,11 @@ async def stop(prefill: Prefill, decode: Decode, slots: int) -> None:
     agent.stopped.add(prefill.agent.name)
     fetching = asyncio.create_task(receiver.fetch(fetch_of(prefill, TOKENS, first_page=20)))
     await until(lambda: len(agent.running) == slots)
-    overdue = receiver.landing.overdue + slots
+    overdue = receiver.landing[0].overdue + slots
     agent.expire()
     with pytest.raises(FetchFailed) as failed:
         await fetching
-    await until(lambda: receiver.landing.overdue == overdue)
+    await until(lambda: receiver.landing[0].overdue == overdue)
     assert failed.value.code == error_pb2.ERROR_CODE_TRANSFER_FAILED
 
 
@@ -62,7 +62,7 @@ async def test_stopped_prefill_worker_does_not_disable_a_decode_worker(site: Sit
     receiver = decode.worker.receiver
     async with asyncio.timeout(LIMIT_S):
         assert (await receiver.fetch(fetch_of(live, TOKENS))).segments == 4
-    assert receiver.landing.overdue == 3
+    assert receiver.landing[0].overdue == 3
     assert decode.worker.not_ready is None
 
 

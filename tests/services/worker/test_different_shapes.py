@@ -12,7 +12,16 @@ from services.worker.loading import Loaded
 from tests.runtime.tiny import engine_of, executor_of
 from tests.services import workers
 from tests.services.router.test_unmatched import OTHER
-from tests.services.workers import SLOT_BYTES, Site, fetch_of, open_stream, output_of, until
+from tests.services.workers import (
+    SLOT_BYTES,
+    Decode,
+    Prefill,
+    Site,
+    fetch_of,
+    open_stream,
+    output_of,
+    until,
+)
 
 TOKENS = 100  # several chunks and segments
 
@@ -88,3 +97,31 @@ async def test_other_property_is_refused_in_the_handshake_with_the_reason(
     expected = f"{name}: decode worker has {own}, prefill worker has {other}"
     assert expected in failed.value.message
     assert prefill.worker.idle
+
+
+async def _refusal(prefill: Prefill, decode: Decode) -> str:
+    with pytest.raises(FetchFailed) as failed:
+        await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
+    assert failed.value.code == error_pb2.ERROR_CODE_INCOMPATIBLE
+    return failed.value.message
+
+
+async def test_ranks_with_other_kv_heads_are_refused(site: Site) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
+    hello = decode.worker._clients._hello.endpoints[0]
+    hello.num_kv_heads = 3
+    assert "KV heads: only the decode worker has head 2" in await _refusal(prefill, decode)
+    hello.num_kv_heads = 1
+    assert "KV heads: only the prefill worker has head 1" in await _refusal(prefill, decode)
+    hello.num_kv_heads = 2
+    prefill.worker.endpoints[0].readable.num_kv_heads = 1
+    assert "only the decode worker has head 1" in await _refusal(prefill, decode)
+
+
+async def test_ranks_that_would_split_a_block_of_planes_are_refused(site: Site) -> None:
+    prefill = await site.prefill(kv_format="int4")
+    decode = await site.decode(kv_format="int4")
+    hello = decode.worker._clients._hello
+    hello.endpoints[0].num_kv_heads = 1
+    hello.endpoints.add(first_kv_head=1, num_kv_heads=1)
+    assert "does not split the heads of a rank" in await _refusal(prefill, decode)

@@ -181,7 +181,7 @@ async def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> 
     assert worker.identity.compatibility.codebook_id == books.id
     agent = TransferAgent("warm-up", worker.device)
     try:
-        await warm_up_transfers(worker, agent, worker.new_slab())
+        await warm_up_transfers(worker, worker.new_endpoint(agent))
     finally:
         agent.close()
 

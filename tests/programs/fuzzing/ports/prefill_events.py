@@ -87,7 +87,7 @@ class NotificationPort(_ReplayPort):
 
     def _steps(self, client: PrefillClient, sequence: int, rng: Random) -> list[Step]:
         events = self._events(sequence)
-        peer = client.welcome.agent_name
+        peer = client.welcome.endpoints[0].agent_name
         genuine = [event.ready for event in events if event.HasField("ready")]
         listener = self._replay.agent.listener
         assert listener is not None

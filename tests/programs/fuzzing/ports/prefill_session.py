@@ -31,8 +31,7 @@ class PrefillSessionPort(Port):
             expected_epoch=workers.prefill.address.epoch,
             compatibility=compatibility,
             slot_bytes=SLOT_BYTES,
-            agent_name=workers.decode.agent.name,
-            agent_metadata=workers.decode.agent.connection_metadata,
+            endpoints=[workers.decode.worker.endpoints[0].connection],
         )
 
     @classmethod

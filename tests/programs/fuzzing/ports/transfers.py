@@ -17,6 +17,7 @@ from services.transfer.agent import NotificationListener, ReadDone
 from services.transfer.codec_calls import CodecCalls
 from services.transfer.errors import BadAddress
 from services.transfer.fetch import Fetch, FetchFailed
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient
 from services.transfer.receiver import Receiver
@@ -67,7 +68,7 @@ async def record() -> Recorded:
             fetch = fetch_of(prefill, TOKENS)
             fetch.deadline_s = 120.0  # the first transfer in a new environment compiles kernels
             await decode.worker.receiver.fetch(fetch)
-        return Recorded(welcome, events, prefill.worker._slab.buffer.clone(), fetch)
+        return Recorded(welcome, events, prefill.slab.buffer.clone(), fetch)
     finally:
         await site.close()
 
@@ -75,11 +76,18 @@ async def record() -> Recorded:
 class FakeAgent:
     """Runs everything at once on the calling thread, and READs from the recorded slab."""
 
+    name = "decode"
+    metadata = connection_metadata = b""
+
     def __init__(self, recorded: Recorded) -> None:
         self.slab = recorded.slab.clone()
-        self._address = recorded.welcome.slab_address
+        self.fault = Future[None]()
+        self._address = recorded.welcome.endpoints[0].slab_address
         self._calls = CodecCalls(on_gpu=False)
         self.listener: NotificationListener | None = None
+
+    def register(self, slab: Slab) -> None:
+        pass
 
     def listen(self, listener: NotificationListener) -> None:
         self.listener = listener
@@ -122,13 +130,15 @@ class Replay:
         self.agent = FakeAgent(recorded)
         loaded = load(codebooks=True)
         self._planes = list(loaded.executor.cache.planes)
-        self._slab = Slab(8, SLOT_BYTES)
-        self.receiver = Receiver(
-            self.agent,  # type: ignore[arg-type]
+        endpoint = LocalEndpoint(
             loaded.executor.cache,
-            self._slab,
-            self,  # type: ignore[arg-type]
             loaded.codecs,
+            Slab(8, SLOT_BYTES),
+            self.agent,  # type: ignore[arg-type]
+        )
+        self.receiver = Receiver(
+            (endpoint,),
+            self,  # type: ignore[arg-type]
             credits_per_sequence=8,
             read_timeout_s=1.0,
             metrics=TransferMetrics(CollectorRegistry()),
@@ -176,7 +186,7 @@ class Replay:
         for subscription in client._subscriptions.values():
             subscription.put(FetchFailed(error_pb2.ERROR_CODE_PREFILL_LOST, "the session ended"))
         outcome = await self._outcome(fetching)
-        landing = self.receiver.landing
+        landing = self.receiver.landing[0]
         await _spin(lambda: not landing.held and not landing.quarantined)
         if landing.held or landing.quarantined or self.receiver._pulls.announced.waiting:
             raise Wrong(f"{outcome}: {landing.held} slots held, {landing.quarantined} quarantined")

@@ -90,7 +90,7 @@ class Workers:
         await until(lambda: not prefill.sender.active and not prefill.sender.slots_in_use)
         for engine in (prefill.engine, decode.engine):
             await until(lambda engine=engine: engine.load.pages_free == engine.pages_total)  # type: ignore[misc]
-        landing = decode.receiver.landing
+        landing = decode.receiver.landing[0]
         await until(lambda: (landing.held, landing.quarantined) == (0, 0))
         prefill.observe()
         assert self.prefill.metric("headrace_kv_lease_active") == 0

@@ -38,6 +38,7 @@ class Agent(TransferAgent):
 
     def __init__(self, name: str, slab: Slab) -> None:
         self.name = name
+        self.fault = Future()
         self.closed = False
         self.calls = CodecCalls(on_gpu=False)
         self.sent: list[tuple[str, bytes]] = []
@@ -46,6 +47,17 @@ class Agent(TransferAgent):
         self.listener: NotificationListener | None = None
         self._slab = slab
         self._peers: set[str] = set()
+
+    def register(self, slab: Slab) -> None:
+        pass
+
+    @property
+    def metadata(self) -> bytes:
+        return b""
+
+    @property
+    def connection_metadata(self) -> bytes:
+        return b""
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         return self._add(job)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from runtime.core.request import SampledToken
@@ -54,8 +54,8 @@ def _free_encoded(settle: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         await settle(self, outgoing, index, sent, *rest)
         if index in outgoing.unacknowledged:
-            self._slots.release(sent.ref)
-            self._slots = _Lenient(self._slots)  # type: ignore[assignment]
+            self._slots[sent.rank].release(sent.ref)
+            self._slots[sent.rank] = cast(Any, _Lenient(self._slots[sent.rank]))
             self._pump()
 
     return mutated
@@ -211,7 +211,7 @@ BUGS = (
     Bug(
         "decode into pages of an ended sequence",
         Pull,
-        "_prepare",
+        "_is_wanted",
         _decode_always,
         "the fetch of sequence 0 ended during a decode",
         Bounds(sequences=1, faults=1, kinds=_CANCEL, notifications=False),

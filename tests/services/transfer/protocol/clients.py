@@ -7,8 +7,9 @@ from typing import Any
 
 from headrace.v1 import decode_pb2
 from headrace.v1 import prefill_pb2 as pb
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.prefill_client import PrefillClient, PrefillClients
-from tests.services.transfer.protocol.agent import Agent, Stream
+from tests.services.transfer.protocol.agent import Stream
 from tests.services.transfer.protocol.parts import LEASE_S, SLOT_BYTES
 
 
@@ -19,8 +20,8 @@ class Clients(PrefillClients):
         streams: streams of the sessions that have not ended, by session.
     """
 
-    def __init__(self, agent: Agent, epoch: int, slots: int) -> None:
-        super().__init__(agent, pb.Hello(), token=None, handshake_s=1.0)
+    def __init__(self, endpoint: LocalEndpoint, epoch: int, slots: int) -> None:
+        super().__init__((endpoint,), pb.Hello(), token=None, handshake_s=1.0)
         self._epoch = epoch
         self._slots = slots
         self._names = count(1)
@@ -30,14 +31,13 @@ class Clients(PrefillClients):
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         peer = f"prefill-{worker.epoch}"
-        self._agent.add_peer(peer, b"")
+        self._endpoints[0].add_peer(peer, b"")
+        sender = pb.Endpoint(agent_name=peer, num_kv_heads=1, slots=self._slots, memory_kind="DRAM")
         welcome = pb.Welcome(
             epoch=f"{int(worker.epoch):032x}",
-            agent_name=peer,
             slot_bytes=SLOT_BYTES,
-            slots=self._slots,
-            memory_kind="DRAM",
             lease_s=LEASE_S,
+            endpoints=[sender],
         )
         client = PrefillClient(worker, welcome, self._sequences)
         name = f"{self._epoch}.{next(self._names)}"

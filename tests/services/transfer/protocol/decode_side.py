@@ -13,6 +13,7 @@ from runtime.engine import Reserved
 from services.common.token_ids import pack_tokens
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.receiver import Receiver
 from tests.services.transfer.protocol.agent import Agent
 from tests.services.transfer.protocol.clients import Clients
@@ -101,13 +102,16 @@ class DecodeSide:
         self._loop = StepLoop()  # type: ignore[abstract]
         self._memory = _Landing(self, bounds.slots)
         self.agent = Agent(f"decode-{epoch}", slab_of(bounds.slots))
-        self._clients = Clients(self.agent, epoch, bounds.sender_slots)
-        self._receiver = Receiver(
-            self.agent,
+        endpoint = LocalEndpoint(
             cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
-            slab_of(bounds.slots),
-            self._clients,
             Codecs(bounds.layers, self._memory),
+            slab_of(bounds.slots),
+            self.agent,
+        )
+        self._clients = Clients(endpoint, epoch, bounds.sender_slots)
+        self._receiver = Receiver(
+            (endpoint,),
+            self._clients,
             credits_per_sequence=2,
             read_timeout_s=1.0,
             metrics=IGNORE,
@@ -254,7 +258,7 @@ class DecodeSide:
 
     def view(self) -> DecodeView:
         """Return what the search sees."""
-        calls, landing = self.agent.calls, self._receiver.landing
+        calls, landing = self.agent.calls, self._receiver.landing[0]
         inputs: list[tuple[Any, ...]] = [("pages", number) for number in self._wanted[:1]]
         if calls._queued:
             inputs.append(("start of decodes",))
@@ -270,7 +274,7 @@ class DecodeSide:
             "held slots": landing.held,
             "quarantined slots": landing.quarantined,
             "overdue slots": landing.overdue,
-            "missing credits": landing.slab.slots - landing._credits.free,
+            "missing credits": landing.slots - landing._credits.free,
             "decodes": len(calls),
             "READs": len(self.agent.reads),
             "announced segments": int(self._polls),

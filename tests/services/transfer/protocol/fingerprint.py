@@ -20,12 +20,14 @@ from google.protobuf.message import Message
 
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import FrameHeader
+from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.slab import Slab
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _SHARED: tuple[type, ...] = (
     *(Slab, SegmentCodecs, asyncio.AbstractEventLoop, types.ModuleType, type),
     FrameHeader,  # follows from the segment
+    LocalEndpoint,  # its agent is added, and the rest does not change
 )
 
 

@@ -13,7 +13,7 @@ import codec
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from services.prefill import session
-from services.transfer import announced, prefill_client, pulls, sender
+from services.transfer import announced, local_endpoint, prefill_client, pulls, sender
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
@@ -145,6 +145,7 @@ class Codecs(SegmentCodecs):
 
     def __init__(self, layers: int, memory: Memory) -> None:
         self.layout = _layout_of(layers)
+        self._first_kv_head = 0
         self._memory = memory
 
     def is_coded(self, group: int) -> bool:
@@ -155,7 +156,9 @@ class Codecs(SegmentCodecs):
     ) -> codec.PagedCodec:
         return cast(codec.PagedCodec, _Paged(self._memory, extent))
 
-    def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
+    def max_frame_bytes(
+        self, group: int, layers: int, tokens: int, kv_heads: int | None = None
+    ) -> int:
         return HEADER_BYTES + layers * tokens * PAYLOAD_BYTES
 
     def raw_bytes(self, extent: Extent) -> int:
@@ -207,7 +210,7 @@ NONCES = Nonces()
 def replaced() -> Iterator[None]:
     """Replace clock and random numbers of the product, and disable its log."""
     with ExitStack() as stack:
-        for module in (sender, pulls, session):
+        for module in (sender, local_endpoint, pulls, session):
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (sender, announced, prefill_client, session):
             stack.enter_context(patch.object(module, "log", IGNORE))

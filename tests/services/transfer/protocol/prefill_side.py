@@ -14,6 +14,8 @@ from runtime.engine import Add, Cancel, Computed
 from services.prefill.session import Job, PrefillSession
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
+from services.transfer.local_endpoint import LocalEndpoint
+from services.transfer.routes import Route
 from services.transfer.sender import Sender
 from tests.services.transfer.protocol.agent import Agent, Stream
 from tests.services.transfer.protocol.fingerprint import fingerprint
@@ -113,11 +115,14 @@ class PrefillSide:
         self._chunks_done: dict[str, int] = {}
         self._nonces = 1000 * epoch
         self.written: list[int] = []
-        self._sender = Sender(
-            self._agent,
+        endpoint = LocalEndpoint(
             cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
-            slab_of(bounds.sender_slots),
             Codecs(bounds.layers, self._memory),
+            slab_of(bounds.sender_slots),
+            self._agent,
+        )
+        self._sender = Sender(
+            (endpoint,),
             IGNORE,
             epoch=f"{epoch:032x}",
             lease_s=LEASE_S,
@@ -182,6 +187,7 @@ class PrefillSide:
             self._jobs,
             context_length=1 << 20,
             slot_bytes=SLOT_BYTES,
+            routes=(Route(0, 0, range(1)),),
             max_sequences=100,
             is_draining=bool,
             on_admitted=IGNORE,

@@ -1,0 +1,191 @@
+"""Interface of KV endpoints: one rank's end of the KV path between two workers.
+
+A worker has one endpoint for each rank of its tensor-parallel group. The services drive all of them
+from the process of the first rank, but memory must be registered by the process that allocated it.
+An endpoint therefore takes numbers and messages only, never tensors or CUDA events.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from headrace.v1 import prefill_pb2 as pb
+from runtime.kv.cache import CacheLayout
+from services.transfer.codec_calls import Timed
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.extent import Extent
+from services.transfer.frame import FrameHeader
+from services.transfer.nixl_agent import ReadDone
+
+
+@dataclass(frozen=True)
+class EncodedSegment:
+    """Result of an encode.
+
+    Attributes:
+        ready: message to the reader.
+        escapes: number of escapes that the encoder counted.
+        start, end: from the request for the encode to its end, in seconds of `time.perf_counter`.
+    """
+
+    ready: pb.SegmentReady
+    escapes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Source:
+    """Memory of a peer.
+
+    Attributes:
+        agent: name of the peer's agent.
+        address: address of the first byte.
+        memory_kind: "DRAM" or "VRAM".
+        device: device number of the memory.
+    """
+
+    agent: str
+    address: int
+    memory_kind: str
+    device: int
+
+    @classmethod
+    def of(cls, endpoint: pb.Endpoint, offset: int) -> "Source":
+        """Return the memory at an offset in a peer's slab, in bytes."""
+        return cls(
+            endpoint.agent_name,
+            endpoint.slab_address + offset,
+            endpoint.memory_kind,
+            endpoint.device,
+        )
+
+
+class KVEndpoint(ABC):
+    """A KV cache with its layout and KV heads, its codecs, a registered slab and a NIXL agent.
+
+    A prefill worker encodes pages into the slab, from which a peer reads. A decode worker reads
+    segments of a peer into the slab, and decodes them into pages. Methods may be called on any
+    thread. Futures are settled on a thread of the endpoint.
+
+    Attributes:
+        codecs: codecs of the cache, with its layout. Only their sizes are used outside of an
+            endpoint.
+        slots: number of slots of the slab.
+        slot_bytes: bytes of a slot.
+        readable: description for peers that may read the slab.
+        connection: description for peers that may only send notifications.
+        fault: future that fails with the exception if the transfer can no longer work. Otherwise it
+            never completes.
+    """
+
+    codecs: SegmentCodecs
+    slots: int
+    slot_bytes: int
+    readable: pb.Endpoint
+    connection: pb.Endpoint
+    fault: "Future[None]"
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Layout of the cache, with the KV heads of this rank."""
+        return self.codecs.layout
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads of the cache, counted over all ranks."""
+        return self.codecs.kv_heads
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds since the transfer thread made progress; 0 while it waits."""
+
+    @abstractmethod
+    def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
+        """Connect to the agent of a peer; see `TransferAgent.add_peer`."""
+
+    @abstractmethod
+    def remove_peer(self, name: str) -> "Future[None]":
+        """Disconnect from a peer; see `TransferAgent.remove_peer`."""
+
+    @abstractmethod
+    def encode(
+        self,
+        segment: pb.Segment,
+        header: FrameHeader,
+        pages: Sequence[int],
+        *,
+        after: int | None,
+        notify: str,
+        is_wanted: Callable[[], bool],
+    ) -> "Future[Timed[EncodedSegment] | None]":
+        """Encode pages into the segment's slot, then notify the reader.
+
+        Calls are executed in order. The notification may arrive before the future is settled.
+
+        Args:
+            header: written before the payload.
+            pages: pages that hold the segment's tokens, in token order.
+            after: number of the event after which the KV is in the pages; see
+                `PagedCache.events`.
+            notify: name of the agent that is notified.
+            is_wanted: called once before the encode is started. If it returns False, nothing is
+                encoded, and the result is None.
+        """
+
+    @abstractmethod
+    def read(
+        self, source: Source, slot: int, length: int, *, deadline_s: float
+    ) -> "Future[ReadDone]":
+        """Copy ``length`` bytes of a peer's memory into a slot; see `TransferAgent.read`."""
+
+    @abstractmethod
+    def prepare_decode(self, extent: Extent) -> None:
+        """Create what the decode of such a segment needs, before it can be read."""
+
+    @abstractmethod
+    def decode(
+        self,
+        segment: pb.Segment,
+        ready: pb.SegmentReady,
+        expected: FrameHeader,
+        slot: int,
+        pages: Sequence[int],
+        *,
+        after: int | None,
+        is_wanted: Callable[[], bool],
+    ) -> "Future[Timed[None] | None]":
+        """Decode a segment that was read into a slot, and verify that it is the announced one.
+
+        Args:
+            segment: the manifest entry, whose extent `Coverage` has accepted.
+            expected: header of its frame.
+            pages: pages for the segment's tokens, in token order.
+            after: number of the event after which the pages may be written to.
+            is_wanted: called once before the decode is started. If it returns False, nothing is
+                decoded, and the result is None. Once it returns False, no decode touches the
+                pages after the future of a later `codec_idle` is settled.
+
+        Raises (through the future):
+            FrameError: the slot did not hold the announced segment; the pages hold other content.
+            CodecError: the payload is malformed, or its checksum differs; as above.
+        """
+
+    @abstractmethod
+    def codec_idle(self) -> "Future[None]":
+        """Return a future that is settled once all earlier encodes and decodes have ended."""
+
+    @abstractmethod
+    def digest(self, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
+        """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
+
+        Args:
+            page_tables: pages of the sequence in each page group, by the index of the page in it.
+                Those that are not sent have any value.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Shut the agent down. Blocks. Idempotent."""

@@ -1,0 +1,77 @@
+"""KV heads are cut where a range of either worker ends, and each reader gets each head once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.transfer.routes import Route, routes_between
+
+
+def split(heads: int, ranks: int) -> list[range]:
+    """Return equal ranges of heads."""
+    each = heads // ranks
+    return [range(rank * each, (rank + 1) * each) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("senders", "readers", "expected"),
+    [
+        (1, 1, [(0, 0, 0, 8)]),
+        (2, 1, [(0, 0, 0, 4), (1, 0, 4, 8)]),
+        (1, 2, [(0, 0, 0, 4), (0, 1, 4, 8)]),
+        (2, 2, [(0, 0, 0, 4), (1, 1, 4, 8)]),
+        (4, 2, [(0, 0, 0, 2), (1, 0, 2, 4), (2, 1, 4, 6), (3, 1, 6, 8)]),
+    ],
+)
+def test_routes_of_equal_ranks(
+    senders: int, readers: int, expected: list[tuple[int, int, int, int]]
+) -> None:
+    found = routes_between(split(8, senders), split(8, readers))
+    assert found == tuple(Route(s, r, range(first, end)) for s, r, first, end in expected)
+
+
+def test_heads_that_several_ranks_have_are_sent_once_to_each_reader() -> None:
+    copies = [range(1), range(1), range(1, 2), range(1, 2)]
+    assert routes_between(copies, [range(2)]) == (
+        Route(0, 0, range(1)),
+        Route(2, 0, range(1, 2)),
+    )
+    assert [(route.sender, route.reader) for route in routes_between([range(2)], copies)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+    ]
+
+
+ranks = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@given(sizes=ranks, cuts=st.sets(st.integers(1, 29)))
+def test_every_reader_gets_each_of_its_heads_once(sizes: list[int], cuts: set[int]) -> None:
+    total = sum(sizes)
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    senders = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    edges = [0, *sorted(cut for cut in cuts if cut < total), total]
+    readers = [range(*edges[at : at + 2]) for at in range(len(edges) - 1)]
+    routes = routes_between(senders, readers)
+    for rank, heads in enumerate(readers):
+        got = [head for route in routes if route.reader == rank for head in route.kv_heads]
+        assert got == list(heads)
+    assert all(set(route.kv_heads) <= set(senders[route.sender]) for route in routes)
+
+
+def test_ranks_with_other_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="only the decode worker has head 8"):
+        routes_between(split(8, 2), split(9, 1))
+    with pytest.raises(ValueError, match="only the decode worker has head 4294967295"):
+        routes_between(split(8, 2), [range(8), range((1 << 32) - 1, (1 << 33) - 2)])
+    with pytest.raises(ValueError, match="only the prefill worker has head 7"):
+        routes_between(split(8, 2), split(7, 1))
+
+
+def test_heads_that_belong_together_are_not_split() -> None:
+    assert len(routes_between(split(8, 2), split(8, 2), is_whole=True)) == 2
+    for senders, readers in ((2, 1), (1, 2)):
+        with pytest.raises(ValueError, match="does not split the heads of a rank"):
+            routes_between(split(8, senders), split(8, readers), is_whole=True)
