@@ -1,0 +1,293 @@
+"""The KV endpoint of a rank in another process of the same worker.
+
+`RemoteEndpoint` sends each call through a pipe to `serve_endpoint`, which executes it on the
+endpoint of that process and returns the result. Messages are pickled, so both ends of the pipe must
+belong to one worker. Calls in progress are few, because slots bound them. Their messages fit the
+pipe's buffers, so that no side blocks while it sends.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from headrace.v1 import prefill_pb2 as pb
+from runtime.kv.cache import CacheLayout
+from services.transfer.codec_calls import Timed
+from services.transfer.codecs import Books, SegmentCodecs
+from services.transfer.endpoint import EncodedSegment, KVEndpoint, Source
+from services.transfer.errors import ReadTimeout, TransferClosed, TransferError
+from services.transfer.extent import Extent
+from services.transfer.frame import FrameHeader
+from services.transfer.nixl_agent import ReadDone
+
+_CLOSE_S = 15.0
+"""Maximum seconds in which the other process shuts its endpoint down."""
+_FAULT = -1
+"""Number of the answer that reports a fault."""
+
+
+@dataclass(frozen=True)
+class _Description:
+    layout: CacheLayout
+    first_kv_head: int
+    slots: int
+    slot_bytes: int
+    readable: pb.Endpoint
+    connection: pb.Endpoint
+
+
+class _Call(NamedTuple):
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Answer(NamedTuple):
+    """Result of a call, or its error. An overdue READ has another answer when it has drained."""
+
+    number: int
+    result: Any = None
+    error: Exception | None = None
+    is_overdue: bool = False
+
+
+class RemoteEndpoint(KVEndpoint):
+    """Calls the endpoint of another process.
+
+    Args:
+        connection: pipe to `serve_endpoint`.
+        codebooks: codebooks of the worker, which all ranks have.
+    """
+
+    def __init__(self, connection: Connection, codebooks: Books) -> None:
+        described: _Description = connection.recv()
+        heads = described.first_kv_head
+        self.codecs = SegmentCodecs(described.layout, codebooks, first_kv_head=heads)
+        self.slots = described.slots
+        self.slot_bytes = described.slot_bytes
+        self.readable = described.readable
+        self.connection = described.connection
+        self.fault = Future()
+        self._pipe = connection
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {}
+        self._drains: dict[int, Future[None]] = {}
+        self._is_closed = False
+        self._probe: Future[float] | None = None
+        self._probed_at = 0.0
+        self._thread = threading.Thread(target=self._receive, name="endpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """That of the other process when it answered last, or the seconds without an answer."""
+        now, probe = time.monotonic(), self._probe
+        if probe is not None and not probe.done():
+            return now - self._probed_at
+        self._probed_at = now
+        self._probe = self._call("busy_s")
+        return 0.0 if probe is None or probe.exception() else probe.result()
+
+    def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
+        return self._call("add_peer", name, metadata)
+
+    def remove_peer(self, name: str) -> "Future[None]":
+        return self._call("remove_peer", name)
+
+    def encode(
+        self,
+        segment: pb.Segment,
+        header: FrameHeader,
+        pages: Sequence[int],
+        *,
+        after: int | None,
+        notify: str,
+        is_wanted: Callable[[], bool],
+    ) -> "Future[Timed[EncodedSegment] | None]":
+        options = {"after": after, "notify": notify, "is_wanted": is_wanted}
+        return self._call("encode", segment, header, tuple(pages), **options)
+
+    def read(
+        self, source: Source, slot: int, length: int, *, deadline_s: float
+    ) -> "Future[ReadDone]":
+        return self._call("read", source, slot, length, deadline_s=deadline_s)
+
+    def prepare_decode(self, extent: Extent) -> None:
+        self._call("prepare_decode", extent)
+
+    def decode(
+        self,
+        segment: pb.Segment,
+        ready: pb.SegmentReady,
+        expected: FrameHeader,
+        slot: int,
+        pages: Sequence[int],
+        *,
+        after: int | None,
+        is_wanted: Callable[[], bool],
+    ) -> "Future[Timed[None] | None]":
+        options = {"after": after, "is_wanted": is_wanted}
+        return self._call("decode", segment, ready, expected, slot, tuple(pages), **options)
+
+    def codec_idle(self) -> "Future[None]":
+        return self._call("codec_idle")
+
+    def digest(self, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
+        digest: str = self._call("digest", page_tables, num_tokens).result()
+        return digest
+
+    def close(self) -> None:
+        with self._lock, suppress(OSError):
+            if not self._is_closed:
+                self._is_closed = True
+                self._pipe.send(None)
+        self._thread.join(_CLOSE_S)
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> "Future[Any]":
+        """Send a call. ``is_wanted`` is called before, and not in the other process.
+
+        It is called with the lock, so that a call of `codec_idle` after it has changed follows all
+        calls for which it returned True.
+        """
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a call that was sent cannot be cancelled
+        is_wanted = options.pop("is_wanted", None)
+        if is_wanted is not None:
+            options["is_wanted"] = _always
+        try:
+            with self._lock:
+                wanted = is_wanted is None or is_wanted()
+                if wanted:
+                    if self._is_closed:
+                        raise TransferClosed("the endpoint is closed")
+                    number = next(self._numbers)
+                    self._calls[number] = future
+                    self._pipe.send(_Call(number, name, arguments, options))
+        except (TransferClosed, OSError) as error:
+            future.set_exception(TransferClosed(f"the rank of the endpoint has ended: {error}"))
+        else:
+            if not wanted:
+                future.set_result(None)
+        return future
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._take(self._pipe.recv())
+        except (EOFError, OSError):
+            self._end()
+
+    def _take(self, answer: _Answer) -> None:
+        if answer.number == _FAULT:
+            self.fault.set_exception(answer.error or TransferError("the transfer failed"))
+            return
+        if drained := self._drains.pop(answer.number, None):
+            drained.set_result(None)
+            return
+        with self._lock:
+            future = self._calls.pop(answer.number)
+        if answer.is_overdue:
+            drained = self._drains[answer.number] = Future()
+            drained.set_running_or_notify_cancel()
+            future.set_exception(ReadTimeout(str(answer.error), drained))
+        elif answer.error is not None:
+            future.set_exception(answer.error)
+        else:
+            future.set_result(answer.result)
+
+    def _end(self) -> None:
+        """Fail all calls, because the other process has closed its end. It touches no memory."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            calls, self._calls = list(self._calls.values()), {}
+        error = TransferClosed("the process of a rank has ended")
+        for future in calls:
+            if not future.done():
+                future.set_exception(error)
+        for drained in self._drains.values():
+            drained.set_result(None)
+        if not was_closed and not self.fault.done():
+            self.fault.set_exception(error)
+
+
+def serve_endpoint(connection: Connection, endpoint: KVEndpoint) -> None:
+    """Execute the calls of a `RemoteEndpoint` until it is closed, then close the endpoint.
+
+    Args:
+        connection: the other end of its pipe.
+    """
+    send = _Outbox(connection)
+    connection.send(
+        _Description(
+            endpoint.layout,
+            endpoint.kv_heads.start,
+            endpoint.slots,
+            endpoint.slot_bytes,
+            endpoint.readable,
+            endpoint.connection,
+        )
+    )
+    endpoint.fault.add_done_callback(partial(_answer, send, _FAULT))
+    try:
+        while call := connection.recv():
+            _execute(endpoint, call, send)
+    except (EOFError, OSError):
+        return
+    finally:
+        endpoint.close()
+        connection.close()
+
+
+class _Outbox:
+    """Sends answers from several threads; those that the other process cannot read are dropped."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __call__(self, answer: _Answer) -> None:
+        try:
+            with self._lock:
+                self._connection.send(answer)
+        except OSError:  # the other process has closed its end
+            return
+
+
+def _execute(endpoint: KVEndpoint, call: _Call, send: _Outbox) -> None:
+    try:
+        found = getattr(endpoint, call.name)
+        result = found(*call.arguments, **call.options) if callable(found) else found
+    except Exception as error:  # noqa: BLE001 - raised again where the call is awaited
+        send(_Answer(call.number, error=error))
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(partial(_answer, send, call.number))
+    else:
+        send(_Answer(call.number, result))
+
+
+def _answer(send: _Outbox, number: int, future: "Future[Any]") -> None:
+    """Send the result of a future."""
+    error = future.exception()
+    if isinstance(error, ReadTimeout):
+        send(_Answer(number, error=TransferError(str(error)), is_overdue=True))
+        error.drained.add_done_callback(lambda _: send(_Answer(number)))
+    elif isinstance(error, Exception):
+        send(_Answer(number, error=error))
+    elif error is not None:
+        send(_Answer(number, error=TransferError(repr(error))))
+    else:
+        send(_Answer(number, future.result()))
+
+
+def _always() -> bool:
+    return True
