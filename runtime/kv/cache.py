@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -16,6 +16,7 @@ from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.sizes import PageBytes
 
 _ALIGNMENT = 16
 """Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
@@ -207,11 +208,15 @@ class CacheLayout:
     @cached_property
     def plan(self) -> PagePlan:
         """Page groups of the planes, and counts of the pages that sequences need."""
+        return PagePlan(self.page_size, self.page_groups)
+
+    @cached_property
+    def page_bytes(self) -> PageBytes:
+        """Sizes of the pages of each group."""
         sizes = dict.fromkeys(self.page_groups, 0)
         for _, plane in self.planes:
             sizes[plane.group] += _page_bytes(plane)
-        groups = (replace(group, page_bytes=size) for group, size in sizes.items())
-        return PagePlan(self.page_size, tuple(groups))
+        return PageBytes(self.plan, tuple(sizes.values()))
 
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:

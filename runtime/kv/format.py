@@ -17,7 +17,7 @@ KV = PageGroup("kv")
 
 def sliding_window(tokens: int) -> PageGroup:
     """Return the page group of layers that attend to the last ``tokens`` tokens alone."""
-    return PageGroup(f"window_{tokens}", 0, Part.ENDS, 0, tokens)
+    return PageGroup(f"window_{tokens}", Part.ENDS, 0, tokens)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from runtime.attention.base import Batch
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.window import SINK_PAGES, WINDOW
 
-FULL_PRECISION = PageGroup("full_precision", 0, Part.ENDS, SINK_PAGES, WINDOW)
+FULL_PRECISION = PageGroup("full_precision", Part.ENDS, SINK_PAGES, WINDOW)
 """Page group of K and V."""
-COMPRESSED = PageGroup("compressed", 0, Part.MIDDLE, SINK_PAGES, WINDOW)
+COMPRESSED = PageGroup("compressed", Part.MIDDLE, SINK_PAGES, WINDOW)
 """Page group of the planes of compressed formats."""
 
 

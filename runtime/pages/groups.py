@@ -1,13 +1,12 @@
 """Page groups: planes of a KV cache whose pages are allocated and freed together.
 
-A KV format declares the groups of its planes (`runtime.kv.format.Plane`), and `CacheLayout.plan`
-adds their sizes. Workers register their groups, so that all processes count pages alike.
+A KV format declares the groups of its planes (`runtime.kv.format.Plane`). Workers register their
+groups, so that all processes count pages alike.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-_MAX_BYTES = 1 << 40
 _MAX_TOKENS = 1 << 31
 _MAX_NAME = 64
 
@@ -37,7 +36,6 @@ class PageGroup:
 
     Attributes:
         name: name, unique among the groups of a cache.
-        page_bytes: bytes of one page, summed over all planes of the group.
         part: pages of a sequence that the group holds.
         sink_pages: number of sinks.
         window: number of tokens in the window, including the one that attends.
@@ -47,14 +45,13 @@ class PageGroup:
     """
 
     name: str
-    page_bytes: int = 0
     part: Part = Part.ALL
     sink_pages: int = 0
     window: int = 0
 
     def __post_init__(self) -> None:
         sizes = self.sink_pages, self.window
-        bounded = 0 <= self.page_bytes <= _MAX_BYTES and 0 <= min(sizes) <= max(sizes) < _MAX_TOKENS
+        bounded = 0 <= min(sizes) <= max(sizes) < _MAX_TOKENS
         if not bounded or not 1 <= len(self.name) <= _MAX_NAME:
             raise ValueError(f"not a page group: {self}")
         if max(sizes) if self.part is Part.ALL else not self.window:

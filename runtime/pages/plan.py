@@ -110,10 +110,6 @@ class PagePlan:
         """Return the number of tokens in some pages of a sequence of ``tokens`` tokens."""
         return max(0, min(pages.stop * self.page_size, tokens) - pages.start * self.page_size)
 
-    def page_bytes(self, pages: PageCount) -> int:
-        """Return the bytes of pages."""
-        return sum(g.page_bytes * count for g, count in zip(self.groups, pages, strict=True))
-
     def each(self, pages: int) -> PageCount:
         """Return the same number of pages of each group."""
         return PageCount(*(pages for _ in self.groups))

@@ -5,8 +5,50 @@ Groups of `Part.ENDS` need pages for the windows of a batch and for prompts, whi
 """
 
 from bisect import bisect_right
+from dataclasses import dataclass
 
 from runtime.pages.plan import PageCount, PagePlan, Part
+
+_MAX_BYTES = 1 << 40
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """Sizes of the pages of a plan: on one rank, or on all ranks of a worker together.
+
+    Attributes:
+        groups: bytes of a page of each group, summed over all planes of the group.
+
+    Raises:
+        ValueError: the number of sizes is not that of the groups, or one is out of bounds.
+    """
+
+    plan: PagePlan
+    groups: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != len(self.plan.groups):
+            raise ValueError(f"{len(self.groups)} sizes for {len(self.plan.groups)} page groups")
+        if not all(0 <= size <= _MAX_BYTES for size in self.groups):
+            raise ValueError(f"sizes of pages are out of bounds: {self.groups}")
+
+    def of(self, pages: PageCount) -> int:
+        """Return the bytes of pages."""
+        return sum(size * count for size, count in zip(self.groups, pages, strict=True))
+
+    @property
+    def ends(self) -> int:
+        """Bytes of a page of all groups of `Part.ENDS`."""
+        return self._sum(of_ends=True)
+
+    @property
+    def growing(self) -> int:
+        """Bytes of a page of all other groups."""
+        return self._sum(of_ends=False)
+
+    def _sum(self, *, of_ends: bool) -> int:
+        groups = zip(self.plan.groups, self.groups, strict=True)
+        return sum(size for group, size in groups if (group.part is Part.ENDS) == of_ends)
 
 
 def pools_of_tokens(plan: PagePlan, tokens: int, windows: PageCount) -> PageCount:
@@ -19,7 +61,7 @@ def pools_of_tokens(plan: PagePlan, tokens: int, windows: PageCount) -> PageCoun
     return _pools(plan, windows, pages, pages)
 
 
-def pools_of_bytes(plan: PagePlan, size: int, windows: PageCount, most: int) -> PageCount:
+def pools_of_bytes(pages: PageBytes, size: int, windows: PageCount, most: int) -> PageCount:
     """Return the pages that fit into ``size`` bytes, at least `least_bytes`.
 
     Args:
@@ -27,35 +69,35 @@ def pools_of_bytes(plan: PagePlan, size: int, windows: PageCount, most: int) -> 
             Otherwise, the most pages of each of these groups are so few that they do.
         most: maximum number of pages of a group.
     """
-    _, growing = _page_bytes(plan)
+    plan, growing = pages.plan, pages.growing
     share = min(size // 2, size - growing) if growing else size
 
     def windows_bytes(most_windows: int) -> int:
-        return plan.page_bytes(_pools(plan, windows, most_windows, 0))
+        return pages.of(_pools(plan, windows, most_windows, 0))
 
     most_windows = bisect_right(range(1, most + 1), share, key=windows_bytes)
     left = size - windows_bytes(most_windows)
     return _pools(plan, windows, most_windows, min(left // growing, most) if growing else 0)
 
 
-def sequence_bytes(plan: PagePlan, tokens: int) -> float:
+def sequence_bytes(pages: PageBytes, tokens: int) -> float:
     """Return the bytes of the KV of a sequence in decode, without the rest of its last page."""
+    plan = pages.plan
     return sum(
-        plan.filled(pages, tokens) * group.page_bytes / plan.page_size
-        for group in plan.groups
-        for pages in group.held(tokens, plan.page_size)
+        plan.filled(held, tokens) * size / plan.page_size
+        for group, size in zip(plan.groups, pages.groups, strict=True)
+        for held in group.held(tokens, plan.page_size)
     )
 
 
-def token_bytes(plan: PagePlan) -> float:
+def token_bytes(pages: PageBytes) -> float:
     """Return the bytes that another token adds to the KV of a long sequence, on average."""
-    return _page_bytes(plan)[1] / plan.page_size
+    return pages.growing / pages.plan.page_size
 
 
-def least_bytes(plan: PagePlan) -> int:
+def least_bytes(pages: PageBytes) -> int:
     """Return the bytes at which `pools_of_bytes` has a page of each group."""
-    ends, growing = _page_bytes(plan)
-    return 2 * ends + growing if growing else ends
+    return 2 * pages.ends + pages.growing if pages.growing else pages.ends
 
 
 def _pools(plan: PagePlan, windows: PageCount, most_windows: int, growing: int) -> PageCount:
@@ -65,11 +107,3 @@ def _pools(plan: PagePlan, windows: PageCount, most_windows: int, growing: int) 
             for group, pages in zip(plan.groups, windows, strict=True)
         )
     )
-
-
-def _page_bytes(plan: PagePlan) -> tuple[int, int]:
-    """Return the bytes of a page of all groups of `Part.ENDS`, and of all others."""
-    sizes = [0, 0]
-    for group in plan.groups:
-        sizes[group.part is not Part.ENDS] += group.page_bytes
-    return sizes[0], sizes[1]

@@ -26,6 +26,7 @@ class WorkerView(Message):
         slowdown: factor by which the worker is slower than the fastest one with its role and model.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages, by name of the page group.
+        page_bytes: bytes of a page of each page group, by name; see `Registration`.
         silent_s: time since the last heartbeat, seconds.
     """
 
@@ -45,6 +46,7 @@ class WorkerView(Message):
     pages_free: dict[Label, Count]
     promised_pages: dict[Label, Count]
     pages_total: dict[Label, Count]
+    page_bytes: dict[Label, Count]
     running: Count
     waiting: Count
     kv_raw_bytes: Count = 0

@@ -40,6 +40,7 @@ Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 PagesByGroup = Annotated[dict[Label, Pages], Field(max_length=MAX_PAGE_GROUPS)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+BytesByGroup = Annotated[dict[Label, Bytes], Field(max_length=MAX_PAGE_GROUPS)]
 Count = Annotated[int, Field(ge=0)]
 """Sum of bounded values. It has no maximum of its own."""
 

@@ -41,6 +41,7 @@ from services.common.messages import (
     MAX_WEIGHT,
     Address,
     Bytes,
+    BytesByGroup,
     Epoch,
     Label,
     Message,
@@ -165,6 +166,7 @@ class Registration(Message):
         protocol: `PROTOCOL` of the worker; 1 for workers of releases that did not send it.
         address: host and port of the gRPC server.
         pages_total: number of pages of each page group, by name.
+        page_bytes: bytes of a page of each page group, by name, summed over planes and ranks.
         max_running: number of batch slots.
         max_waiting: maximum number of requests without a batch slot; the worker refuses more.
         heartbeat_s: time between two heartbeats, seconds. A router refuses workers that it would
@@ -183,6 +185,7 @@ class Registration(Message):
     model: ModelInfo
     compatibility: Compatibility
     pages_total: PagesByGroup
+    page_bytes: BytesByGroup
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
     max_waiting: Annotated[int, Field(ge=1, le=1 << 20)]
     heartbeat_s: Annotated[float, Field(gt=0, le=60)]
@@ -196,6 +199,7 @@ class Registration(Message):
                 raise ValueError(f"{name} of the model is not that of the compatibility")
         if not all(self.page_count):
             raise ValueError("a page group has no pages")
+        self.compatibility.page_plan.count(self.page_bytes)  # raises if it has other groups
         return self
 
     @cached_property

@@ -91,7 +91,8 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     """
     if settings.overflow_tokens == "auto" and loaded.device != "cpu":
         compatibility = loaded.identity.compatibility
-        per_token = (1 - compatibility.kv_eviction) * token_bytes(compatibility.page_plan)
+        page_bytes = loaded.executor.cache.layout.page_bytes
+        per_token = (1 - compatibility.kv_eviction) * token_bytes(page_bytes)
         most = 2 * loaded.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
         return min(int(most), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None

@@ -75,7 +75,7 @@ def _value(of: Compatibility, other: Compatibility, name: str) -> str:
     """Return a property as text; of a page plan, the groups that the other worker does not have."""
     if name == "page_plan":
         groups = [
-            f"{g.name} ({g.part}, {g.page_bytes} bytes, {g.sink_pages} sinks, window {g.window})"
+            f"{g.name} ({g.part}, {g.sink_pages} sinks, window {g.window})"
             for g in of.page_plan.groups
             if g not in other.page_plan.groups
         ]

@@ -270,6 +270,7 @@ def registration(name: str, role: Role) -> Registration:
             chunk_tokens=512,
         ),
         pages_total=PAGE_PLAN.by_name(PageCount(PAGES)),
+        page_bytes={group.name: 2 << 20 for group in PAGE_PLAN.groups},
         max_running=MAX_RUNNING,
         max_waiting=256,
         heartbeat_s=HEARTBEAT_S,

@@ -246,6 +246,7 @@ class TrackedWorker:
             pages_free=self.page_plan.by_name(self.pages_free),
             promised_pages=self.page_plan.by_name(self.promised_pages),
             pages_total=registration.pages_total,
+            page_bytes=registration.page_bytes,
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             kv_raw_bytes=load.kv_raw_bytes if load else 0,

@@ -11,7 +11,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.pages.plan import PagePlan
-from runtime.pages.sizes import sequence_bytes, token_bytes
+from runtime.pages.sizes import PageBytes, sequence_bytes, token_bytes
 from services.common.errors import SettingsError
 
 DENSE = "dense"
@@ -48,8 +48,8 @@ class KVFigures(_Part):
     """Sizes of KV, and memory of a decode worker for it.
 
     Attributes:
-        page_plans: by KV format, as workers register them (``page_plan`` in the list of workers of
-            a router).
+        page_plans, page_bytes: by KV format, as workers register them (``page_plan`` and
+            ``page_bytes`` in the list of workers of a router).
         bytes: memory for pages; the sum over page groups of `headrace_kv_pages` times
             ``page_bytes``.
         read_bytes_per_s: rate at which attention reads KV, by KV format, to correct token times
@@ -58,6 +58,7 @@ class KVFigures(_Part):
     """
 
     page_plans: dict[str, PagePlan]
+    page_bytes: dict[str, dict[str, int]]
     bytes: Positive
     read_bytes_per_s: dict[str, Positive] = {}
     link_bits_per_s: dict[str, Positive] = {}
@@ -67,6 +68,10 @@ class KVFigures(_Part):
         unknown = self.read_bytes_per_s.keys() - self.page_plans.keys()
         if unknown:
             raise ValueError(f"page_plans lacks {', '.join(sorted(unknown))}")
+        if self.page_bytes.keys() != self.page_plans.keys():
+            raise ValueError("page_plans and page_bytes have different KV formats")
+        for kv_format in self.page_plans:
+            self._pages(kv_format)  # raises if the groups are others
         return self
 
     def size(self, kv_format: str, tokens: float) -> float:
@@ -75,16 +80,19 @@ class KVFigures(_Part):
         Raises:
             SettingsError: if the pages of the format are unknown.
         """
-        plan = self.page_plans.get(kv_format)
-        if plan is None:
+        if kv_format not in self.page_plans:
             raise _unknown_format("page plan", kv_format, self.page_plans)
-        length = math.ceil(tokens)
-        return sequence_bytes(plan, length) - (length - tokens) * token_bytes(plan)
+        pages, length = self._pages(kv_format), math.ceil(tokens)
+        return sequence_bytes(pages, length) - (length - tokens) * token_bytes(pages)
 
     def read_s_per_token(self, kv_format: str) -> float:
         """Return the seconds in which attention reads the KV of a token; 0 if unknown."""
         rate = self.read_bytes_per_s.get(kv_format)
-        return 0.0 if rate is None else token_bytes(self.page_plans[kv_format]) / rate
+        return 0.0 if rate is None else token_bytes(self._pages(kv_format)) / rate
+
+    def _pages(self, kv_format: str) -> PageBytes:
+        plan = self.page_plans[kv_format]
+        return PageBytes(plan, tuple(plan.count(self.page_bytes[kv_format])))
 
 
 class Figures(_Part):

@@ -86,6 +86,13 @@ class Worker(ABC):
         return self.self_test.failure
 
     @property
+    def page_bytes(self) -> dict[str, int]:
+        """Bytes of a page of each page group, by name, on all ranks together."""
+        sizes = zip(*(each.layout.page_bytes.groups for each in self.endpoints), strict=True)
+        groups = self.engine.page_plan.groups
+        return {group.name: sum(each) for group, each in zip(groups, sizes, strict=True)}
+
+    @property
     def stalled_s(self) -> dict[str, float]:
         """Seconds since each thread made progress in its current step, by name; 0 without work."""
         transfer_s = max(endpoint.busy_s for endpoint in self.endpoints)
@@ -278,6 +285,7 @@ def _registration(
         model=identity.model,
         compatibility=identity.compatibility,
         pages_total=worker.engine.page_plan.by_name(worker.engine.pages_total),
+        page_bytes=worker.page_bytes,
         max_running=worker.sizes.max_running,
         max_waiting=settings.max_waiting,
         heartbeat_s=settings.heartbeat_s,

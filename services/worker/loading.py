@@ -217,7 +217,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     Raises:
         SettingsError: the memory beside the weights does not hold a single page.
     """
-    plan, tokens = model.layout.plan, settings.kv_tokens
+    plan, page_bytes, tokens = model.layout.plan, model.layout.page_bytes, settings.kv_tokens
     windows = plan.batch(0, MAX_KV_TOKENS)
     if not settings.holds_prompts:
         prompt = model.context_length
@@ -231,11 +231,11 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     size = kv_bytes_for(
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
-        slab=sizes.slab_bytes + model.replayable * plan.page_bytes(plan.null_pages),
+        slab=sizes.slab_bytes + model.replayable * page_bytes.of(plan.null_pages),
         logits=sizes.max_running * model.config.vocab_size,
-        least=least_bytes(plan),
+        least=least_bytes(page_bytes),
     )
-    return pools_of_bytes(plan, size, windows, plan.pages(MAX_KV_TOKENS))
+    return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))
 
 
 def _log_capacity(engine: Engine, device: str) -> None:

@@ -21,7 +21,7 @@ NOT_SETTINGS = {
     "inter_token_s",
     "not_ready",
     "nr_throttled",
-    "page_plan",
+    "page_bytes",
     "page_plans",
     "request_id",
 }

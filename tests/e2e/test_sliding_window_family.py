@@ -291,7 +291,7 @@ def sent_bytes(model: Model, tokens: int) -> int:
     """Return the bytes of a prompt's KV in the pages that are sent."""
     plan, size = model.layout.plan, model.layout.page_size
     return sum(
-        (min(tokens, size * pages.stop) - size * pages.start) * group.page_bytes // size
-        for at, group in enumerate(plan.groups)
+        (min(tokens, size * pages.stop) - size * pages.start) * page_bytes // size
+        for at, page_bytes in enumerate(model.layout.page_bytes.groups)
         for pages in plan.sent(tokens, at)
     )

@@ -185,8 +185,8 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
         reports = {codec: workers[codec].report() for codec in CODECS}
         await worker.close()
         endpoint.close()
-    plan = loaded.executor.cache.layout.plan
-    kv_bytes = workload.prompts * sequence_bytes(plan, workload.tokens)
+    page_bytes = endpoint.layout.page_bytes
+    kv_bytes = workload.prompts * sequence_bytes(page_bytes, workload.tokens)
     return {"seconds": seconds, "reports": reports, "kv_bytes": kv_bytes}
 
 

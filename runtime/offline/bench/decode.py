@@ -57,7 +57,7 @@ class DecodeBench:
         inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
         inputs.positions.fill_(context)
         inputs.lengths.fill_(context + 1)
-        kv_read = plan.page_bytes(plan.received(context + 1))
+        kv_read = cache.layout.page_bytes.of(plan.received(context + 1))
         read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
         megakernel = unsupported_by_megakernel(self._model) is None

@@ -132,13 +132,13 @@ def occupation(
     pages = occupied(layout.plan, prompt, decoded)
     tokens = prompt + decoded
     dense = tokens * config.num_layers * 2 * 2 * config.num_kv_heads * config.head_dim
-    return Occupation(tokens, pages, layout.plan.page_bytes(pages), dense)
+    return Occupation(tokens, pages, layout.page_bytes.of(pages), dense)
 
 
 def per_compressed_token(kv_format: KVFormat, config: ModelConfig) -> float:
     """Return the compression ratio of tokens in compressed pages; 1 for a format without them."""
     layout = CacheLayout.of(kv_format, num_layers=config.num_layers, page_size=PAGE)
-    sizes = [group.page_bytes for group in layout.plan.groups]
+    sizes = layout.page_bytes.groups
     return sizes[0] / sizes[-1]
 
 
@@ -150,7 +150,7 @@ def rows(config: ModelConfig, decoded: int) -> Iterator[tuple[str, ...]]:
         layout = CacheLayout.of(kv_format, num_layers=1, page_size=PAGE)
         ratios = [occupation(kv_format, config, tokens).ratio for tokens in CONTEXTS]
         ratios.append(occupation(kv_format, config, 8192, decoded).ratio)
-        size = layout.plan.groups[-1].page_bytes // PAGE
+        size = layout.page_bytes.groups[-1] // PAGE
         compressed = per_compressed_token(kv_format, config)
         yield name, f"{size:,}", f"{compressed:.2f}x", *(f"{ratio:.2f}x" for ratio in ratios)
     published = [f"{ratio:.2f}x" for ratio in SHARD_PUBLISHED.values()]

@@ -33,7 +33,7 @@ def test_dense_planes_are_one_group() -> None:
     assert group.runs == (range(2),)
     assert group.count(0, 2) == 4
     per_token = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2
-    assert token_bytes(layout.plan) == per_token
+    assert token_bytes(layout.page_bytes) == per_token
 
 
 def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
@@ -44,7 +44,7 @@ def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
         (torch.float32, 1, False),
     ]
     assert [g.members[1] for g in layout.groups] == [(("k", 3),), (("v", 4),), (("v_scale", 5),)]
-    assert token_bytes(layout.plan) == 2 * HEADS * (16 + 8 + 4)
+    assert token_bytes(layout.page_bytes) == 2 * HEADS * (16 + 8 + 4)
 
 
 def test_layers_with_different_dims_have_their_own_runs() -> None:
@@ -112,7 +112,7 @@ def test_planes_of_bytes_that_are_encoded_into_are_parts_of_a_block() -> None:
     assert (block[1, : 5 * per_page] == 7).all()
     assert (block[1, 5 * per_page :].view(torch.float32) == 0.5).all()
     assert not block[[0, 2, 3]].any()
-    assert layout.plan.groups[1].page_bytes == 2 * PAGE * HEADS * (5 + 16 + 4)
+    assert layout.page_bytes.groups[1] == 2 * PAGE * HEADS * (5 + 16 + 4)
 
 
 @pytest.mark.parametrize(

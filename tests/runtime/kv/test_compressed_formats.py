@@ -57,7 +57,7 @@ def test_bytes_per_token_of_a_layer(name: str, llama: int, smollm2: int) -> None
     for config, expected in ((LLAMA_3_8B, llama), (SMOLLM2_135M, smollm2)):
         planes = FORMATS[name](config).planes(0, PAGE)
         layout = CacheLayout(PAGE, config.num_kv_heads, (planes,))
-        assert token_bytes(layout.plan) == expected
+        assert token_bytes(layout.page_bytes) == expected
 
 
 def test_only_floating_point_codes_are_encodable(create: Create) -> None:

@@ -102,7 +102,7 @@ def test_bytes_per_token_are_those_of_the_allocated_pages(
     width = 64 if name.startswith("kvquant") else 48
     layout = CacheLayout.of(made, num_layers=2, page_size=PAGE)  # type: ignore[arg-type]
     expected = 2 * 4 * (2 * width * bits // 8 + 2 + (of_k + of_v) * 3)
-    assert token_bytes(layout.plan) == expected
+    assert token_bytes(layout.page_bytes) == expected
     cache = PagedCache(layout, PageCount(10))
     assert sum(plane.nbytes for plane in cache.planes) == 10 * PAGE * expected
     assert not any(plane.encodable for _, plane in layout.planes)

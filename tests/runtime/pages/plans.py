@@ -12,12 +12,12 @@ def compressed_plan(
     return PagePlan(
         page_size,
         (
-            PageGroup("full_precision", 4, Part.ENDS, sink_pages, window),
-            PageGroup("compressed", 1, Part.MIDDLE, sink_pages, window),
+            PageGroup("full_precision", Part.ENDS, sink_pages, window),
+            PageGroup("compressed", Part.MIDDLE, sink_pages, window),
         ),
     )
 
 
 def sliding_plan(page_size: int = 16, window: int = WINDOW) -> PagePlan:
     """The plan of a dense format of a model with full and sliding attention."""
-    return PagePlan(page_size, (PageGroup("kv", 1), PageGroup("window", 5, Part.ENDS, 0, window)))
+    return PagePlan(page_size, (PageGroup("kv"), PageGroup("window", Part.ENDS, 0, window)))

@@ -35,7 +35,7 @@ def test_groups_hold_their_parts_of_a_sequence() -> None:
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 64])
 def test_window_holds_the_pages_of_the_tokens_that_are_attended(window: int) -> None:
-    group = PageGroup("window", 1, Part.ENDS, 0, window)
+    group = PageGroup("window", Part.ENDS, 0, window)
     for length in range(1, 200):
         attended = {token // 16 for token in range(max(0, length - window), length)}
         assert {page for pages in group.held(length, 16) for page in pages} == attended
@@ -115,7 +115,6 @@ def test_plan_travels_as_json(plan: PagePlan) -> None:
         '{"page_size": 16, "groups": []}',
         '{"page_size": 16, "groups": [{"name": "a"}, {"name": "a"}]}',
         '{"page_size": 16, "groups": [{"name": ""}]}',
-        '{"page_size": 16, "groups": [{"name": "a", "page_bytes": -1}]}',
         '{"page_size": 16, "groups": [{"name": "a", "part": "some"}]}',
         '{"page_size": 16, "groups": [{"name": "a", "part": "ends"}]}',
         '{"page_size": 16, "groups": [{"name": "a", "window": 16}]}',
@@ -132,7 +131,6 @@ def test_counts_by_name() -> None:
     count = plan.count({"compressed": 4, "full_precision": 3})
     assert count == PageCount(3, 4)
     assert plan.by_name(count) == {"full_precision": 3, "compressed": 4}
-    assert plan.page_bytes(count) == 16
     with pytest.raises(ValueError, match="instead of full_precision, compressed"):
         plan.count({"kv": 3})
 

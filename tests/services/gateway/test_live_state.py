@@ -34,6 +34,7 @@ def view(worker_id: str, role: Role = Role.DECODE, **changes: Any) -> WorkerView
         "pages_free": {"kv": 48},
         "promised_pages": {"kv": 0},
         "pages_total": {"kv": 64},
+        "page_bytes": {"kv": 4096},
         "running": 3,
         "waiting": 1,
         "silent_s": 0.1,
@@ -99,7 +100,7 @@ async def test_state_describes_workers_router_and_requests(site: Site) -> None:
 
 def compatibility(**changes: Any) -> Compatibility:
     fields: dict[str, Any] = dict.fromkeys(Compatibility.model_fields, "x")
-    versions = ("kv_format_version", "codec_version", "frame_version")
+    versions = ("kv_format_version", "codec_version", "frame_version", "protocol")
     numbers = (*versions, "context_length", "chunk_tokens")
     others = {"kv_eviction": 0, "eos_token_ids": (), "page_plan": PagePlan(16)}
     return Compatibility(**fields | dict.fromkeys(numbers, 1) | others | changes)
@@ -123,6 +124,7 @@ async def test_state_shows_the_use_of_the_fullest_page_group(site: Site) -> None
             "d0",
             model=site.model.name,
             pages_total=total,
+            page_bytes=dict.fromkeys(total, 4096),
             pages_free={"full": 64, "near": 4, "far": 15},
             promised_pages=dict.fromkeys(total, 0),
         )

@@ -70,6 +70,7 @@ def registration(
         ),
         compatibility=compatibility,
         pages_total=by_group(compatibility.page_plan, pages_total),
+        page_bytes=dict.fromkeys((group.name for group in compatibility.page_plan.groups), 1 << 16),
         max_running=max_running,
         max_waiting=max_waiting,
         heartbeat_s=0.25,

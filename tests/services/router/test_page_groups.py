@@ -148,9 +148,9 @@ def test_promises_count_all_groups_until_they_are_released() -> None:
 THREE = PagePlan(
     16,
     (
-        PageGroup("full", 1024),
-        PageGroup("near", 4096, Part.ENDS, 0, 64),
-        PageGroup("far", 2048, Part.ENDS, 0, 256),
+        PageGroup("full"),
+        PageGroup("near", Part.ENDS, 0, 64),
+        PageGroup("far", Part.ENDS, 0, 256),
     ),
 )
 LAYERED = COMPATIBLE.model_copy(update={"page_plan": THREE})
@@ -192,8 +192,7 @@ async def test_workers_with_three_page_groups_are_registered_counted_and_listed(
     assert decode["promised_pages"] == {"full": 69, "near": 5, "far": 17}
     assert decode["pages_total"] == {"full": 100, "near": 12, "far": 50}
     assert decode["compatibility"]["page_plan"]["groups"][2] == {
-        **{"name": "far", "page_bytes": 2048, "part": "ends"},
-        **{"sink_pages": 0, "window": 256},
+        **{"name": "far", "part": "ends", "sink_pages": 0, "window": 256},
     }
     await router.post("release", Release(placement_id=placed["placement_id"], outcome=Outcome.OK))
     full = PageCount(100, 4, 50)  # too few for a window
@@ -217,6 +216,14 @@ async def test_registration_with_other_pages_than_its_plan_is_refused(
     status, answer = await router.post("register", body | {"pages_total": pages})
     assert (status, answer["error"]["code"]) == (400, "invalid")
     assert message in answer["error"]["message"]
+
+
+async def test_registration_with_bytes_of_other_page_groups_is_refused() -> None:
+    router = _Router()
+    body = registration("d0", Role.DECODE, compatibility=LAYERED).model_dump(mode="json")
+    status, answer = await router.post("register", body | {"page_bytes": {"kv": 1}})
+    assert (status, answer["error"]["code"]) == (400, "invalid")
+    assert "pages of kv instead of full, near, far" in answer["error"]["message"]
 
 
 async def test_heartbeat_with_other_groups_than_the_registration_is_refused() -> None:
@@ -249,7 +256,7 @@ async def test_pair_with_different_page_groups_is_unmatched_with_the_reason() ->
     _, answer = await router.post("heartbeat", beat("d0", plan=wider))
     assert answer["unmatched"] == (
         "the workers p0 and d0 are not compatible: page_plan is "
-        "16 tokens per page, far (ends, 2048 bytes, 0 sinks, window 256) and "
-        "16 tokens per page, far (ends, 2048 bytes, 0 sinks, window 512)"
+        "16 tokens per page, far (ends, 0 sinks, window 256) and "
+        "16 tokens per page, far (ends, 0 sinks, window 512)"
     )
     assert (await router.worker("p0"))["reason"] == answer["unmatched"]

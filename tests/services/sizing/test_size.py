@@ -13,22 +13,27 @@ from services.sizing.lengths import Lengths
 from services.sizing.measured import FOLDER, Figures
 from services.sizing.size import Load, Transfers, plan
 
-
-def compressed_plan(bytes_per_token: int) -> dict[str, Any]:
-    """Return the page plan of a compressed format, as a router lists it."""
-    ends = {"sink_pages": 1, "window": 64}
-    groups = [
-        {"name": "full_precision", "page_bytes": 16 * 1000, "part": "ends", **ends},
-        {"name": "compressed", "page_bytes": 16 * bytes_per_token, "part": "middle", **ends},
-    ]
-    return {"page_size": 16, "groups": groups}
-
-
-PAGE_PLANS = {
-    "dense": {"page_size": 16, "groups": [{"name": "kv", "page_bytes": 16 * 1000}]},
-    "fp8": compressed_plan(500),
-    "int4": compressed_plan(250),
+ENDS = {"sink_pages": 1, "window": 64}
+COMPRESSED = {
+    "page_size": 16,
+    "groups": [
+        {"name": "full_precision", "part": "ends", **ENDS},
+        {"name": "compressed", "part": "middle", **ENDS},
+    ],
 }
+PAGES: dict[str, Any] = {
+    "page_plans": {
+        "dense": {"page_size": 16, "groups": [{"name": "kv"}]},
+        "fp8": COMPRESSED,
+        "int4": COMPRESSED,
+    },
+    "page_bytes": {
+        "dense": {"kv": 16 * 1000},
+        "fp8": {"full_precision": 16 * 1000, "compressed": 16 * 500},
+        "int4": {"full_precision": 16 * 1000, "compressed": 16 * 250},
+    },
+}
+"""Pages of KV formats, as a router lists them."""
 SIMPLE: dict[str, Any] = {
     "name": "simple",
     "sources": {},
@@ -43,7 +48,7 @@ SIMPLE: dict[str, Any] = {
         "fp8": [{"sequences": 1, "context": 1100, "token_ms": 12}],
     },
     "max_running": 256,
-    "kv": {"page_plans": PAGE_PLANS, "bytes": 1e9},
+    "kv": PAGES | {"bytes": 1e9},
     "gateway_tokens_per_s": 1000,
 }
 FIGURES = Figures.model_validate(SIMPLE)
@@ -112,7 +117,7 @@ def test_mean_of_few_sequences_leaves_room_for_peaks() -> None:
 def test_kv_memory_limits_the_sequences_by_format() -> None:
     """A running sequence has 1,000 + 100 tokens and half a page more: 1,108 of 23,000. With fp8,
     84 are in full precision: the first page, the window of 64 tokens and the rest of its page."""
-    memory = {"page_plans": PAGE_PLANS, "bytes": 23_000_000}
+    memory = PAGES | {"bytes": 23_000_000}
     small = figures(kv=memory)
     found = plan(replace(LOAD, rate=1), small).decode
     assert (found.max_sequences, found.limit) == (20, "kv")
@@ -286,11 +291,12 @@ def test_noise_between_prompt_lengths_leaves_the_worker_occupied() -> None:
         ({"decode": {}}, "at least 1 item"),
         ({"decode": {"fp8": SIMPLE["decode"]["dense"][::-1]}}, "points of decode.fp8 .* ascending"),
         ({"unknown": 1}, "unknown: Extra inputs"),
+        ({"kv": SIMPLE["kv"] | {"page_plans": {"fp8": {"page_size": 0}}}}, "kv.page_plans.fp8: "),
+        ({"kv": SIMPLE["kv"] | {"page_bytes": {}}}, "kv: .*have different KV formats"),
         (
-            {"kv": {"page_plans": {}, "bytes": 1e9, "read_bytes_per_s": {"fp8": 1e9}}},
-            "kv: .*lacks fp8",
+            {"kv": SIMPLE["kv"] | {"page_bytes": PAGES["page_bytes"] | {"fp8": {"kv": 1}}}},
+            "kv: .*pages of kv instead of full_precision, compressed",
         ),
-        ({"kv": {"page_plans": {"fp8": {"page_size": 0}}, "bytes": 1e9}}, "kv.page_plans.fp8: "),
         ({"kv": SIMPLE["kv"] | {"read_bytes_per_s": {"int9": 1e9}}}, "kv: .*lacks int9"),
     ],
 )

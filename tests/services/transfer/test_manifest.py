@@ -75,9 +75,9 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
 
 
 SINKS, WINDOW = 1, 64
-_ENCODED = PageGroup("encoded", 0, Part.MIDDLE, SINKS, WINDOW)
+_ENCODED = PageGroup("encoded", Part.MIDDLE, SINKS, WINDOW)
 COMPRESSED = (
-    replace(WIDE, group=PageGroup("recent", 0, Part.ENDS, SINKS, WINDOW)),
+    replace(WIDE, group=PageGroup("recent", Part.ENDS, SINKS, WINDOW)),
     Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, group=_ENCODED),
     Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, group=_ENCODED),
     Plane("latents", torch.bfloat16, (HEADS, PAGE, 4), group=_ENCODED),
@@ -134,7 +134,7 @@ def test_few_pages_of_a_window_are_one_segment() -> None:
 @given(tokens=st.integers(1, 500), chunk=st.integers(1, 12))
 def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chunk: int) -> None:
     """Layers alternate between full attention and a window. Pages before it are freed."""
-    sliding = replace(WIDE, group=PageGroup("window", 0, Part.ENDS, 0, WINDOW))
+    sliding = replace(WIDE, group=PageGroup("window", Part.ENDS, 0, WINDOW))
     layout = CacheLayout(PAGE, HEADS, ((sliding,), (WIDE,)) * 2)
     assert [group.page_group for group in layout.groups] == [0, 1]
     coverage = Coverage(tokens, layout)

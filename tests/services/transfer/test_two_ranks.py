@@ -146,6 +146,7 @@ async def test_workers_of_one_and_two_ranks_exchange_kv(
     served: list[Worker] = [each.worker for each in prefills]
     served += [each.worker for each in decodes]
     assert [len(worker.endpoints) for worker in served] == [1, RANKS] * 2
+    assert [worker.page_bytes for worker in served] == [served[0].page_bytes] * 4
     tokens = list[list[int]]()
     for prefill, sender in zip(prefills, senders, strict=True):
         for decode, reader in zip(decodes, readers, strict=True):

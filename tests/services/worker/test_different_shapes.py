@@ -92,7 +92,7 @@ async def test_other_property_is_refused_in_the_handshake_with_the_reason(
     values = (identity, prefill.worker.identity)
     own, other = (repr(getattr(each.compatibility_message(), name)) for each in values)
     if name == "page_plan":
-        own = 'page_size: 16 groups { name: "kv" page_bytes: 4096 part: "all" }'
+        own = 'page_size: 16 groups { name: "kv" part: "all" }'
         other = 'page_size: 32 groups { name: "kv" part: "all" }'
     expected = f"{name}: decode worker has {own}, prefill worker has {other}"
     assert expected in failed.value.message

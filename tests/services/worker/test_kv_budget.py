@@ -9,9 +9,8 @@ from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
 from runtime.offline.bench.kv_bytes import formats, occupation, one_layer
-from runtime.pages.groups import PageGroup
 from runtime.pages.plan import PageCount, PagePlan
-from runtime.pages.sizes import least_bytes, pools_of_bytes
+from runtime.pages.sizes import PageBytes, least_bytes, pools_of_bytes
 from services.common.errors import SettingsError
 from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
@@ -26,21 +25,22 @@ GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
 
 
-def dense(per_token: int) -> PagePlan:
-    """Return a plan with one group and the given bytes per token."""
-    return PagePlan(16, (PageGroup("kv", 16 * per_token),))
+def dense(per_token: int) -> PageBytes:
+    """Return pages of one group with the given bytes per token."""
+    return PageBytes(PagePlan(16), (16 * per_token,))
 
 
 def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAMA_7B) -> int:
-    plan = dense(per_token)
+    dense_pages = dense(per_token)
     size = kv_bytes_for(
         memory,
         utilization=utilization,
         slab=GIB // 2,
         logits=GIB // 4 // ROW_BYTES,
-        least=least_bytes(plan),
+        least=least_bytes(dense_pages),
     )
-    (pages,) = pools_of_bytes(plan, size, plan.batch(1, 1), MAX_KV_TOKENS // 16)
+    windows = dense_pages.plan.batch(1, 1)
+    (pages,) = pools_of_bytes(dense_pages, size, windows, MAX_KV_TOKENS // 16)
     return 16 * pages
 
 
@@ -132,9 +132,10 @@ def test_number_of_long_sequences_rises_with_the_compression_ratio(name: str, sl
     sequences = {}
     for each in ("dense", name):
         layers = kv_formats[each].planes(0, 16)
-        plan = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS).plan
+        layout = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS)
+        plan = layout.plan
         windows = plan.batch(slots, min(config.context_length, PREEMPTED_TOKENS))
-        pages = pools_of_bytes(plan, H200_KV, windows, MAX_KV_TOKENS // 16)
+        pages = pools_of_bytes(layout.page_bytes, H200_KV, windows, MAX_KV_TOKENS // 16)
         sequences[each] = held(plan, pages, slots)
     ratio = occupation(kv_formats[name], config, LONG, 100).ratio
     assert sequences["dense"] == H200_KV // (LAYERS * 4096) // (LONG + 112)

@@ -23,8 +23,8 @@ from tests.services.workers import Decode, Site, until
 
 GROUPS = (
     PageGroup("full"),
-    PageGroup("near", 0, Part.ENDS, 0, 500),
-    PageGroup("far", 0, Part.ENDS, 0, 600),
+    PageGroup("near", Part.ENDS, 0, 500),
+    PageGroup("far", Part.ENDS, 0, 600),
 )
 LENGTHS = (5, 80, 300)
 
@@ -75,8 +75,8 @@ async def test_worker_is_registered_listed_and_measured_by_group(
     assert listed["pages_total"] == listed["pages_free"] == everything
     plan = listed["compatibility"]["page_plan"]
     assert [group["name"] for group in plan["groups"]] == list(everything)
-    sizes = [group["page_bytes"] for group in plan["groups"]]
-    assert sum(sizes) * 30 == sum(plane.nbytes for plane in decode.planes())
+    assert list(listed["page_bytes"]) == list(everything)
+    assert sum(listed["page_bytes"].values()) * 30 == sum(plane.nbytes for plane in decode.planes())
     decode.worker.observe()
     for group in everything:
         value = decode.worker.metrics.registry.get_sample_value

@@ -81,6 +81,7 @@ def introduction_of(engine: EngineThread, heartbeat_s: float = 60.0) -> Registra
         model=identity.model,
         compatibility=identity.compatibility,
         pages_total=identity.compatibility.page_plan.by_name(engine.pages_total),
+        page_bytes={"kv": 4096},
         max_running=16,
         max_waiting=16,
         heartbeat_s=heartbeat_s,

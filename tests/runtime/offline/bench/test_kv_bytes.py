@@ -79,7 +79,7 @@ def test_bytes_of_pages_are_those_of_allocated_memory(
     layout = CacheLayout.of(found[name], num_layers=1, page_size=16)
     cache = PagedCache(layout, pages_of(layout, 5, 3))
     allocated = sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors)
-    assert allocated == layout.plan.page_bytes(cache.pages)
+    assert allocated == layout.page_bytes.of(cache.pages)
     assert all(tensor.device == torch.device("cpu") for tensor in cache.planes)
 
 
