@@ -36,9 +36,14 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-CLOSE_S = 10.0  # maximum seconds to shut NIXL down, after the grace period
-_MIN_NAP_S, _MAX_NAP_S = 20e-6, 150e-6  # seconds between polls
-_NOTIFICATION_NAP_S = 100e-6  # the same if only notifications are expected
+CLOSE_S = 10.0
+"""Maximum time to shut NIXL down, after the grace period, in seconds."""
+_MIN_NAP_S = 20e-6
+"""Minimum time between two polls, in seconds."""
+_MAX_NAP_S = 150e-6
+"""Maximum time between two polls, in seconds."""
+_NOTIFICATION_NAP_S = 100e-6
+"""Time between two polls if only notifications are expected, in seconds."""
 
 
 class NotificationListener(Protocol):
@@ -111,7 +116,8 @@ class TransferAgent:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
         self._listener: NotificationListener | None = None
-        self._nixl: NixlAgent | None = None  # used on the transfer thread only
+        # Only the transfer thread uses the agent.
+        self._nixl: NixlAgent | None = None
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0

@@ -12,9 +12,11 @@ from headrace.v1 import prefill_pb2 as pb
 
 log = structlog.get_logger()
 
-_MAX_EARLY = 256  # notifications kept for segments that are not announced yet
+_MAX_EARLY = 256
+"""Maximum number of notifications that are kept for segments that are not announced yet."""
 
-_Key = tuple[str, int, int]  # agent, sequence, index
+_Key = tuple[str, int, int]
+"""Agent of the sender, sequence, index of the segment."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ SLOTS = 16
 SLOT_BYTES = 4 << 20
 LENGTHS = (4 << 10, 256 << 10, 4 << 20)
 BEST_LENGTHS = tuple(1 << power for power in range(24, 31, 2))
-BEST_BYTES = 2 << 30  # of the slab, and the most bytes in flight
+BEST_BYTES = 2 << 30
+"""Bytes of the slab, which are also the maximum bytes in flight."""
 SERVE = "--serve"
 DEVICE_OF = {"DRAM": "cpu", "VRAM": "cuda"}
 

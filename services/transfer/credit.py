@@ -9,10 +9,18 @@ from services.transfer.shares import may_take
 
 @dataclass
 class _Account:
+    """Slots of a sequence.
+
+    Attributes:
+        granted: number of credits that were granted and not used yet.
+        occupied: number of slots that hold a segment.
+        member: False once the sequence has left, so that it gets no further credits.
+    """
+
     peer: str
-    granted: int = 0  # credits granted and not used yet
-    occupied: int = 0  # slots that hold a segment
-    member: bool = True  # False once the sequence has left: it gets no further credits
+    granted: int = 0
+    occupied: int = 0
+    member: bool = True
 
     @property
     def held(self) -> int:
@@ -40,8 +48,10 @@ class CreditPool:
             )
         self._per_sequence = per_sequence
         self._free = slots
-        self._accounts: dict[str, _Account] = {}  # oldest first
-        self._held: Counter[str] = Counter()  # granted and occupied slots by peer
+        # Accounts by sequence, the oldest first.
+        self._accounts: dict[str, _Account] = {}
+        # Number of granted and occupied slots by peer.
+        self._held: Counter[str] = Counter()
 
     @property
     def free(self) -> int:

@@ -14,8 +14,14 @@ from services.transfer.errors import LeasesExhausted
 
 @dataclass
 class _Lease:
+    """A lease.
+
+    Attributes:
+        since: time at which its timer was started; None while it does not run.
+    """
+
     reader: str
-    since: float | None = None  # when the lease started to run; None while it does not
+    since: float | None = None
 
 
 class LeaseTable:
@@ -39,7 +45,8 @@ class LeaseTable:
         self._lease_s = lease_s
         self._max_leases = max_leases
         self._leases: dict[str, _Lease] = {}
-        self._progress: dict[str, float] = {}  # time of each reader's last progress
+        # Time of the last progress of each reader.
+        self._progress: dict[str, float] = {}
 
     @property
     def active(self) -> int:

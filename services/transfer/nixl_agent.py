@@ -21,9 +21,12 @@ from services.transfer.errors import (
 from services.transfer.network import TransferNetwork, checked_listeners
 from services.transfer.slab import Slab
 
-_PROGRESS_TIMEOUT_US = 1000  # longest sleep of NIXL's progress thread; 0 makes it spin
-_NAP_S = 150e-6  # seconds between polls while NIXL shuts down
-_DRAIN_NAP_S = 10e-3  # seconds between polls if only overdue READs remain
+_PROGRESS_TIMEOUT_US = 1000
+"""Maximum time for which NIXL's progress thread sleeps, in microseconds; with 0 it spins."""
+_NAP_S = 150e-6
+"""Time between two polls while NIXL shuts down, in seconds."""
+_DRAIN_NAP_S = 10e-3
+"""Time between two polls if only overdue READs remain, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,35 @@ class ReadDone:
 
 @dataclass
 class _Peer:
+    """A known peer.
+
+    Attributes:
+        reads: number of its READs that have not ended.
+        last_end: end of its last READ, in seconds of `time.monotonic`.
+        removals: futures of pending removals.
+    """
+
     reads: int = 0
-    last_end: float = 0.0  # when its last READ ended
-    removals: list["Future[None]"] = field(default_factory=list)  # futures of pending removals
+    last_end: float = 0.0
+    removals: list["Future[None]"] = field(default_factory=list)
 
 
 @dataclass
 class _Read:
+    """A READ that has not ended.
+
+    Attributes:
+        local: the landing memory, which must stay alive.
+        drained: `ReadTimeout.drained` if the READ is overdue, else None.
+    """
+
     peer: str
     handle: int
-    local: torch.Tensor  # keeps the landing memory alive
+    local: torch.Tensor
     started: float
     timeout_s: float
     future: "Future[ReadDone]"
-    drained: "Future[None] | None" = None  # set once the READ is overdue
+    drained: "Future[None] | None" = None
 
     def is_overdue(self, last_end: float, now: float) -> bool:
         """Return whether no READ from the peer has ended for ``timeout_s``.

@@ -24,13 +24,21 @@ from enum import StrEnum
 from statistics import median_high
 from typing import Self
 
-LINK_DECAY = 0.95  # per segment; close to 1 because concurrent READs end in clusters
+LINK_DECAY = 0.95
+"""Decay of the link's speed per segment. It is close to 1 because concurrent READs end in
+clusters."""
 RATIO_DECAY = 0.8
-CODEC_WINDOW = 15  # observations in the median speed of one mode
-SWITCH_BELOW = 0.95  # hysteresis: switch if the other mode takes less than this fraction
-PROBES = 2  # segments in each mode on a new link; the first one has cold caches
-EXPLORE_EVERY = 32  # minimum number of segments from one exploration to the next
-EXPLORE_SHARE = 0.03  # maximum share of the time that is spent on exploring
+"""Decay of the compression ratio per segment."""
+CODEC_WINDOW = 15
+"""Number of observations in the median speed of one mode."""
+SWITCH_BELOW = 0.95
+"""Hysteresis: the policy switches if the other mode takes less than this fraction of the time."""
+PROBES = 2
+"""Number of segments in each mode on a new link. The first one has cold caches."""
+EXPLORE_EVERY = 32
+"""Minimum number of segments from one exploration to the next."""
+EXPLORE_SHARE = 0.03
+"""Maximum share of the time that is spent on exploring."""
 
 
 class WireMode(StrEnum):
@@ -139,12 +147,19 @@ def _speeds() -> dict[WireMode, _Speed]:
 
 @dataclass
 class _Link:
+    """Measurements of the link to a peer.
+
+    Attributes:
+        since_other: number of segments since the last one that used the other mode.
+        allowance_s: extra seconds that the next exploration may take.
+    """
+
     choice: WireMode = WireMode.SPLITZIP
     speed: _Rate = field(default_factory=lambda: _Rate(LINK_DECAY))
     decode: dict[WireMode, _Speed] = field(default_factory=_speeds)
     issued: dict[WireMode, int] = field(default_factory=lambda: dict.fromkeys(WireMode, 0))
-    since_other: int = 0  # segments since the last one that used the other mode
-    allowance_s: float = 0.0  # extra seconds that the next exploration may take
+    since_other: int = 0
+    allowance_s: float = 0.0
 
 
 def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) -> float:

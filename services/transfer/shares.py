@@ -4,7 +4,8 @@ from collections import Counter
 
 from services.transfer.slab import SlotPool, SlotRef
 
-_TIMES_FREE = 3  # a holder has at most this multiple of the slots left free
+_TIMES_FREE = 3
+"""A holder has at most this multiple of the slots that are left free."""
 
 
 def may_take(held: int, free: int) -> bool:

@@ -14,7 +14,8 @@ from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
 
-_MAX_REASON = 300  # characters of a router's answer in logs
+_MAX_REASON = 300
+"""Maximum characters of the answer of a router in logs."""
 
 
 class Registrar:
@@ -53,7 +54,8 @@ class Registrar:
         }
         """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
         older ones are dropped, and the router lets them expire."""
-        self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
+        # Heartbeats to a router are sent one at a time, in order.
+        self._beats = {url: asyncio.Lock() for url in routers}
         self._tasks: list[asyncio.Task[None]] = []
         self._failures = {url: f"{url}: not contacted yet" for url in routers}
         """Error of the last call to each router that does not know this worker, by URL."""
