@@ -146,7 +146,6 @@ def _serve(
 
 @dataclass(frozen=True)
 class RemoteStep:
-    sequences: list[SequenceState]
     commands: Connection
     ready: None = None
 
@@ -162,7 +161,7 @@ def receive(commands: Connection) -> Any:
 
 
 class RemoteExecutor(Executor):
-    """The executor of the second rank, which has no lookahead and hence keeps no sequences."""
+    """The executor of the second rank."""
 
     lookahead = False
     device = torch.device("cpu")
@@ -187,8 +186,7 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: StepPlan) -> RemoteStep:
         self.commands.send(("launch", plan))
-        first = [s for chunk in plan.chunks if chunk.completes for s in chunk.group.sequences]
-        return RemoteStep([s for s in (*plan.decode, *first) if not s.forced], self.commands)
+        return RemoteStep(self.commands)
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.commands.send(("copy_pages", group, sources, targets))
