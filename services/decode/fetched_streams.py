@@ -9,11 +9,11 @@ from headrace.v1 import error_pb2, prefill_pb2
 from runtime.engine import Arrived, Cancel, Reserve, Reserved, StepOutput
 from runtime.errors import InvalidRequest
 from runtime.pages.plan import PageCount
+from runtime.pages.sent import SentTokens
 from services.common.tracing import Kind
 from services.decode.settings import DecodeSettings
 from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
-from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
 from services.worker.stream_service import StreamService
@@ -211,8 +211,7 @@ class FetchedStreams(StreamService):
         """Start to compute the digest of a prompt's pages, if that is enabled."""
         if not self._settings.kv_digest:
             return None
-        tokens = self._sent_tokens(stream).kept
-        return self._worker.digest(reserved.page_tables, tokens)
+        return self._worker.digest(reserved.page_tables, self._sent_tokens(stream))
 
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._receiver.sent_tokens(stream.start.request)

@@ -61,7 +61,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self.jobs: dict[str, Job] = {}
         self.service = StreamService(self)
         self._sessions: dict[str, PrefillSession] = {}
-        self._reader_agents: Counter[str] = Counter()  # number of sessions by agent
+        # Number of sessions by the name of the agent.
+        self._reader_agents: Counter[str] = Counter()
 
     @property
     def idle(self) -> bool:
@@ -230,7 +231,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:
             return
-        fields, tokens = job.outgoing.log_fields, job.outgoing.tokens
+        fields = job.outgoing.log_fields
 
         def log_digest(digest: "asyncio.Future[str]") -> None:
             if not digest.cancelled() and (error := digest.exception()):
@@ -238,7 +239,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             elif not digest.cancelled():
                 log.info("kv computed", **fields, digest=digest.result())
 
-        self.digest(job.page_tables, tokens).add_done_callback(log_digest)
+        self.digest(job.page_tables, job.outgoing.sent).add_done_callback(log_digest)
 
     def observe(self) -> None:
         """Set the gauges and end expired leases."""

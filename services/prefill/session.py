@@ -95,7 +95,8 @@ class PrefillSession:
 
     Args:
         peer: id of the decode worker.
-        agent: name of its NIXL agent.
+        agent: name of the NIXL agent of its first rank, or "".
+        jobs: sequences of all sessions, by the engine's id.
         context_length: maximum tokens of a prompt and its output.
         slot_bytes: bytes of its landing slots.
         routes: ranks and KV heads between which KV is sent.
@@ -118,13 +119,14 @@ class PrefillSession:
         on_admitted: Callable[[str], None],
     ) -> None:
         self._name = name
-        self.peer = peer  # the decode worker's id
+        self.peer = peer
         self._agent = agent
         self._engine = engine
         self._sender = sender
-        self._jobs = jobs  # sequences of all sessions, by engine id
+        self._jobs = jobs
         self._own: set[str] = set()
-        self._newest = -1  # numbers of sequences rise
+        # Number of the newest sequence; later ones have larger numbers.
+        self._newest = -1
         self._context_length = context_length
         self._slot_bytes = slot_bytes
         self._routes = routes
@@ -203,7 +205,7 @@ class PrefillSession:
             reader=self._name,
             peer=self.peer,
             sequence=start.sequence,
-            tokens=sent.kept,
+            sent=sent,
             request_id=message.request_id,
             attempt=message.attempt,
             agent=self._agent,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import CacheLayout
+from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
@@ -178,7 +179,7 @@ class KVEndpoint(ABC):
         """Return a future that is settled once all earlier encodes and decodes have ended."""
 
     @abstractmethod
-    def digest(self, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
+    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
         """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
         Args:

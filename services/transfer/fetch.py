@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
+from runtime.pages.sent import SentTokens
 from services.common.error_codes import error_reason
 from services.common.tracing import NO_SPAN, Span
 from services.transfer.errors import ForeignSegment
@@ -53,7 +54,7 @@ class Fetch:
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
         samples_first: whether the prefill worker samples first tokens. It does not if the decode
-            worker knows them, see `sent_tokens`.
+            worker knows them, see `SentTokens`.
         span: span of the fetch, below which the prefill worker's span will be.
         closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
             after that.
@@ -125,7 +126,8 @@ class FetchTimes:
             "headrace.kv.raw_bytes": self.raw_bytes,
         }
         reads, decodes = self.reads, self.decodes
-        busy = "headrace.busy_seconds"  # sum over the segments
+        # The busy time is the sum over all segments, which may overlap.
+        busy = "headrace.busy_seconds"
         span.record("transfer", reads.start, reads.end, {**sizes, busy: self.transfer})
         span.record("decode_kv", decodes.start, decodes.end, {**sizes, busy: self.decode_kv})
 
@@ -136,7 +138,7 @@ class FetchProgress:
 
     Attributes:
         coverages: what has arrived on each rank.
-        evicted: number of evicted tokens, which the prefill worker must confirm.
+        sent: tokens that are sent; the prefill worker must confirm how many are evicted.
         expected: total number of segments, once it is known.
         announced: segments announced so far.
         verified: segments that were read, verified and decoded.
@@ -147,7 +149,7 @@ class FetchProgress:
     """
 
     coverages: Sequence[Coverage]
-    evicted: int = 0
+    sent: SentTokens
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0

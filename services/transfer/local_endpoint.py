@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import codec
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
+from runtime.pages.sent import SentTokens
 from services.transfer.agent import NotificationListener, TransferAgent
 from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs, group_tensors
@@ -167,13 +168,13 @@ class LocalEndpoint(KVEndpoint):
     def codec_idle(self) -> "Future[None]":
         return self.agent.codec_idle()
 
-    def digest(self, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
+    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
         digests = []
         layout = self.layout
         for group in layout.groups:
-            sent = layout.plan.sent(num_tokens, group.page_group)
-            held = [page_tables[group.page_group][index] for pages in sent for index in pages]
-            tokens = sum(layout.plan.filled(pages, num_tokens) for pages in sent)
+            ranges = sent.pages(group.page_group)
+            held = [page_tables[group.page_group][index] for pages in ranges for index in pages]
+            tokens = sum(layout.plan.filled(pages, sent.kept) for pages in ranges)
             tensors = group_tensors(self.cache.tensors, group, 0, len(layout.layers))
             digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
         return "-".join(f"{digest:016x}" for digest in digests)

@@ -7,8 +7,8 @@ import numpy as np
 
 from headrace.v1 import request_pb2
 from runtime.kv.cache import CacheLayout, PlaneGroup
-from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PagePlan
+from runtime.pages.sent import SentTokens
 from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -26,46 +26,18 @@ class SegmentPlan:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SentTokens:
-    """Tokens of a request whose KV is sent.
-
-    Attributes:
-        known: number of tokens of the request.
-        computed: number of them that the prefill worker computes.
-        evicted: number of computed tokens whose KV it evicts. The others are sent.
-    """
-
-    known: int
-    computed: int
-    evicted: int
-
-    @property
-    def samples_first(self) -> bool:
-        """Whether the prefill worker samples first tokens: it computes all tokens."""
-        return self.computed == self.known
-
-    @property
-    def kept(self) -> int:
-        """Number of tokens in the pages that are sent."""
-        return self.computed - self.evicted
-
-
-def sent_tokens(
-    request: request_pb2.Request, layout: CacheLayout, kv_eviction: float = 0.0
-) -> SentTokens:
+def sent_tokens(request: request_pb2.Request, plan: PagePlan, kv_eviction: float) -> SentTokens:
     """Return which tokens of a request are computed and sent by a prefill worker.
-
-    Output tokens of an earlier attempt may be computed by the decode worker instead, see
-    `PagePlan.prefilled`.
 
     Args:
         kv_eviction: fraction of the prompt tokens to evict.
     """
-    prompt = request.prompt_tokens
-    evicted = evicted_tokens(prompt, kv_eviction, layout.page_size)
-    known = count_tokens(request.tokens)
-    return SentTokens(known, layout.plan.prefilled(known, prompt, evicted), evicted)
+    return SentTokens.of(
+        plan,
+        known=count_tokens(request.tokens),
+        prompt_tokens=request.prompt_tokens,
+        kv_eviction=kv_eviction,
+    )
 
 
 def plan_segments(
@@ -76,7 +48,7 @@ def plan_segments(
     page_tables: Sequence[tuple[int, ...]],
     capacity: int,
     bound: Callable[[int, int, int], int],
-    sequence_tokens: int | None = None,
+    sent: SentTokens | None = None,
     rank: int = 0,
     kv_heads: range | None = None,
 ) -> Iterator[SegmentPlan]:
@@ -91,8 +63,7 @@ def plan_segments(
         page_tables: pages of the chunk in each page group, by their index in the chunk.
         capacity: bytes of a slot.
         bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
-        sequence_tokens: tokens of the whole sequence, by which the page plan decides what is sent;
-            default: those of the chunk and before it.
+        sent: what is sent of the whole sequence; default: of one that ends with the chunk.
         kv_heads: KV heads of the segments, counted over all ranks; default: those of a worker of
             one rank.
 
@@ -101,12 +72,12 @@ def plan_segments(
     """
     kv_heads = range(layout.kv_heads) if kv_heads is None else kv_heads
     plan, end = layout.plan, first_token + num_tokens
-    total = end if sequence_tokens is None else sequence_tokens
+    sent = SentTokens.whole(plan, end) if sent is None else sent
     chunk = plan.span(first_token, end)
     for number, group in enumerate(layout.groups):
         held = page_tables[group.page_group]
-        for sent in plan.sent(total, group.page_group):
-            begin, stop = max(sent.start, chunk.start), min(sent.stop, chunk.stop)
+        for pages in sent.pages(group.page_group):
+            begin, stop = max(pages.start, chunk.start), min(pages.stop, chunk.stop)
             if begin >= stop:
                 continue
             own_tokens = plan.filled(range(begin, stop), end)
@@ -160,20 +131,21 @@ class Coverage:
     """Records which (plane group, page, layer, KV head) cells of a sequence have arrived on a rank.
 
     Args:
+        sent: tokens and pages of the sequence that are sent.
         layout: the cache of the rank, with its KV heads.
         first_kv_head: index of its first KV head, counted over all ranks.
     """
 
-    def __init__(self, num_tokens: int, layout: CacheLayout, *, first_kv_head: int = 0) -> None:
-        self._tokens = num_tokens
+    def __init__(self, sent: SentTokens, layout: CacheLayout, *, first_kv_head: int = 0) -> None:
+        self._tokens = sent.kept
         self._plan = layout.plan
         self._first_kv_head = first_kv_head
         self._groups = layout.groups
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
-        self._sent = [layout.plan.sent(num_tokens, group.page_group) for group in layout.groups]
+        self._sent = [sent.pages(group.page_group) for group in layout.groups]
         shape = (
             len(layout.groups),
-            layout.plan.pages(num_tokens),
+            layout.plan.pages(sent.kept),
             len(layout.layers),
             layout.kv_heads,
         )

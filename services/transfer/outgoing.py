@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
+from runtime.pages.sent import SentTokens
 from services.common.tracing import NO_SPAN, Span
 from services.transfer.interval import Interval
 from services.transfer.manifest import SegmentPlan
@@ -48,7 +49,7 @@ class Outgoing:
         reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: the reader's number of the sequence.
-        tokens: number of tokens in the pages that are sent.
+        sent: tokens and pages that are sent.
         span: span of the sequence on this worker.
         encodes: from the start of the first encode to the end of the last one.
         evicted: number of tokens that the engine has evicted.
@@ -69,7 +70,7 @@ class Outgoing:
     reader: str
     peer: str
     sequence: int
-    tokens: int
+    sent: SentTokens
     request_id: str
     attempt: int
     agent: str

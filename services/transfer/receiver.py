@@ -21,6 +21,7 @@ import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import CacheLayout
+from runtime.pages.sent import SentTokens
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.errors import (
     ForeignSegment,
@@ -33,7 +34,7 @@ from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landing_slots import LandingSlots
 from services.transfer.local_endpoint import Endpoints
-from services.transfer.manifest import Coverage, SentTokens, sent_tokens
+from services.transfer.manifest import Coverage, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, PullContext
@@ -92,7 +93,7 @@ class Receiver:
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
         """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self.layout, self._kv_eviction)
+        return sent_tokens(request, self.layout.plan, self._kv_eviction)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -141,10 +142,10 @@ class Receiver:
     async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
         sent = self.sent_tokens(fetch.request)
         coverages = [
-            Coverage(sent.kept, endpoint.layout, first_kv_head=endpoint.kv_heads.start)
+            Coverage(sent, endpoint.layout, first_kv_head=endpoint.kv_heads.start)
             for endpoint in self._endpoints
         ]
-        progress = FetchProgress(coverages, sent.evicted)
+        progress = FetchProgress(coverages, sent)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
@@ -240,9 +241,10 @@ class Receiver:
                         f"{event.done.segments} segments in total, but {progress.announced} were "
                         "announced"
                     )
-                if event.done.evicted_tokens != progress.evicted:
+                evicted = progress.sent.evicted
+                if event.done.evicted_tokens != evicted:
                     raise ForeignSegment(
-                        f"{event.done.evicted_tokens} tokens were evicted, not {progress.evicted}"
+                        f"{event.done.evicted_tokens} tokens were evicted, not {evicted}"
                     )
                 progress.expected = event.done.segments
                 self._check_verified(fetch, progress)
@@ -262,7 +264,8 @@ class Receiver:
 
         READs may continue, since they do not touch the pages.
         """
-        fetch.closed = True  # from now on no decode is started
+        # From now on, no decode is started.
+        fetch.closed = True
         for idle in [asyncio.wrap_future(each.codec_idle()) for each in self._endpoints]:
             while not idle.done():
                 with suppress(asyncio.CancelledError, TransferClosed):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import CacheLayout
+from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import Timed
 from services.transfer.codecs import Books, SegmentCodecs
 from services.transfer.endpoint import EncodedSegment, KVEndpoint, Source
@@ -141,8 +142,8 @@ class RemoteEndpoint(KVEndpoint):
     def codec_idle(self) -> "Future[None]":
         return self._call("codec_idle")
 
-    def digest(self, page_tables: Sequence[Sequence[int]], num_tokens: int) -> str:
-        digest: str = self._call("digest", page_tables, num_tokens).result()
+    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
+        digest: str = self._call("digest", page_tables, sent).result()
         return digest
 
     def close(self) -> None:

@@ -22,12 +22,13 @@ import structlog
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
+from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import Timed
 from services.transfer.endpoint import EncodedSegment, KVEndpoint
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
 from services.transfer.lease import LeaseTable
-from services.transfer.manifest import SegmentPlan, SentTokens, plan_segments, sent_tokens
+from services.transfer.manifest import SegmentPlan, plan_segments, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
@@ -87,7 +88,7 @@ class Sender:
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
         """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self._endpoints[0].layout, self._kv_eviction)
+        return sent_tokens(request, self._endpoints[0].layout.plan, self._kv_eviction)
 
     def open(self, outgoing: Outgoing) -> None:
         """Register a sequence, before its chunks are added."""
@@ -186,7 +187,7 @@ class Sender:
                 first_token=chunk.first_token,
                 num_tokens=chunk.num_tokens,
                 page_tables=chunk.page_tables,
-                sequence_tokens=outgoing.tokens,
+                sent=outgoing.sent,
                 capacity=min(outgoing.slot_bytes, endpoint.slot_bytes),
                 bound=partial(endpoint.codecs.max_frame_bytes, kv_heads=kv_heads),
                 rank=route.sender,
@@ -212,7 +213,7 @@ class Sender:
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """Count the tokens of a sequence once all of its segments are acknowledged."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
-            self._metrics.sent(outgoing.tokens + outgoing.evicted)
+            self._metrics.sent(outgoing.sent.computed)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import codec
 from runtime.kv.cache import CacheLayout
+from runtime.pages.sent import SentTokens
 from services.common.errors import SettingsError
 from services.transfer.codec_calls import MAX_BATCH
 from services.transfer.codecs import SegmentCodecs
@@ -95,7 +96,7 @@ def _plans(
         first_token=sinks if middle else 0,
         num_tokens=tokens,
         page_tables=(pages,) * len(plan.groups),
-        sequence_tokens=sinks + tokens + window if middle else tokens,
+        sent=SentTokens.whole(plan, sinks + tokens + window if middle else tokens),
         capacity=slot_bytes,
         bound=codecs.max_frame_bytes,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from runtime.engine import StepOutput
+from runtime.pages.sent import SentTokens
 from services.common.addresses import bracketed
 from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
@@ -119,11 +120,11 @@ class Worker(ABC):
         self._deliver(output)
 
     def digest(
-        self, page_tables: Sequence[Sequence[int]], num_tokens: int
+        self, page_tables: Sequence[Sequence[int]], sent: SentTokens
     ) -> "asyncio.Future[str]":
         """Start to compute the digest of a sequence's KV on all ranks; see `KVEndpoint.digest`."""
         return self.engine.run(
-            lambda _: "/".join(each.digest(page_tables, num_tokens) for each in self.endpoints)
+            lambda _: "/".join(each.digest(page_tables, sent) for each in self.endpoints)
         )
 
     def set_registrar(self, registrar: Registrar) -> None:

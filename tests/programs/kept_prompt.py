@@ -23,6 +23,7 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Command, Computed, Engine, StepOutput
 from runtime.offline.compress import documentation
 from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.sent import SentTokens
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
@@ -144,7 +145,9 @@ async def serve(workload: Workload, codec: str) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": endpoint.digest(engine.page_tables, workload.tokens),
+        "digest": endpoint.digest(
+            engine.page_tables, SentTokens.whole(endpoint.layout.plan, workload.tokens)
+        ),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201
     while await asyncio.to_thread(sys.stdin.readline):

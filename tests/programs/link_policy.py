@@ -49,6 +49,7 @@ from runtime.engine import Reserved
 from runtime.models.build import build_model
 from runtime.offline.bench.shapes import SHAPES, random_checkpoint
 from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.sent import SentTokens
 from runtime.pages.sizes import sequence_bytes
 from services.common.logging import configure_logging
 from services.common.token_ids import pack_tokens
@@ -164,6 +165,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     await warm_up_transfers(loaded, endpoint)
     set_switch_interval()
     worker.engine.start()
+    sent = SentTokens.whole(endpoint.layout.plan, workload.tokens)
     seconds: dict[str, list[float]] = {codec: [] for codec in CODECS}
     with ExitStack() as stack:
         workers = {c: stack.enter_context(prefill_worker(c, file)) for c in CODECS}
@@ -179,7 +181,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
-                    found = endpoint.digest(fetch.reserved.result().page_tables, workload.tokens)
+                    found = endpoint.digest(fetch.reserved.result().page_tables, sent)
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}

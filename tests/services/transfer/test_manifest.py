@@ -12,6 +12,7 @@ from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import pages_for
+from runtime.pages.sent import SentTokens
 from services.common.token_ids import pack_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -31,6 +32,10 @@ def extent_of(
 ) -> Extent:
     heads = {"first_kv_head": 0, "num_kv_heads": HEADS}
     return Extent(first_token, num_tokens, first_layer, num_layers, **{**heads, **changes})
+
+
+def coverage_of(tokens: int, layout: CacheLayout) -> Coverage:
+    return Coverage(SentTokens.whole(layout.plan, tokens), layout)
 
 
 def _bound(group: int, layers: int, tokens: int) -> int:
@@ -64,7 +69,7 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
     capacity = _bound(0, 1, min(PAGE, num_tokens)) + slack
     first = first_page * PAGE
     layout = layout_of(num_layers, *(WIDE, NARROW)[:groups])
-    coverage = Coverage(first + num_tokens, layout)
+    coverage = coverage_of(first + num_tokens, layout)
     for group in range(groups if first else 0):
         coverage.add(extent_of(0, first, 0, num_layers, plane_group=group))
     for plan in _plan(num_tokens, layout, capacity, first):
@@ -94,7 +99,7 @@ def test_every_page_is_sent_in_one_of_two_groups(tokens: int, chunk: int, slack:
     layout = layout_of(3, *COMPRESSED)
     capacity = _bound(0, 1, min(PAGE, tokens)) + slack
     recent = first_recent(tokens)
-    coverage = Coverage(tokens, layout)
+    coverage = coverage_of(tokens, layout)
     for first in range(0, tokens, chunk * PAGE):
         count = min(chunk * PAGE, tokens - first)
         pages = range(first // PAGE, pages_for(first + count, PAGE))
@@ -105,7 +110,7 @@ def test_every_page_is_sent_in_one_of_two_groups(tokens: int, chunk: int, slack:
             page_tables=[tuple(start + page for page in pages) for start in (1000, 2000)],
             capacity=capacity,
             bound=_bound,
-            sequence_tokens=tokens,
+            sent=SentTokens.whole(layout.plan, tokens),
         )
         for plan in plans:
             assert not coverage.complete
@@ -126,7 +131,7 @@ def test_few_pages_of_a_window_are_one_segment() -> None:
         page_tables=[tuple(range(63))] * 2,
         capacity=_bound(0, 4, window),
         bound=_bound,
-        sequence_tokens=tokens,
+        sent=SentTokens.whole(layout.plan, tokens),
     )
     assert [plan.extent.num_layers for plan in plans if not plan.extent.plane_group] == [4]
 
@@ -137,7 +142,7 @@ def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chu
     sliding = replace(WIDE, group=PageGroup("window", Part.ENDS, 0, WINDOW))
     layout = CacheLayout(PAGE, HEADS, ((sliding,), (WIDE,)) * 2)
     assert [group.page_group for group in layout.groups] == [0, 1]
-    coverage = Coverage(tokens, layout)
+    coverage = coverage_of(tokens, layout)
     sent = [set[int](), set[int]()]
     for first in range(0, tokens, chunk * PAGE):
         count = min(chunk * PAGE, tokens - first)
@@ -149,7 +154,7 @@ def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chu
             page_tables=[pages, pages],
             capacity=1 << 20,
             bound=_bound,
-            sequence_tokens=tokens,
+            sent=SentTokens.whole(layout.plan, tokens),
         ):
             assert tuple(coverage.add(plan.extent)) == plan.pages
             sent[plan.extent.plane_group] |= set(plan.pages)
@@ -164,7 +169,7 @@ def test_sliding_window_sends_only_the_pages_of_the_last_window(tokens: int, chu
 
 def test_page_of_the_other_group_is_refused() -> None:
     layout = layout_of(1, *COMPRESSED)
-    coverage = Coverage(200, layout)
+    coverage = coverage_of(200, layout)
     for page, group in ((0, 1), (1, 0), (7, 0), (8, 1), (12, 2)):
         with pytest.raises(ForeignSegment, match="are not sent in plane group"):
             coverage.add(
@@ -178,7 +183,7 @@ def test_part_of_the_kv_heads_of_a_block_is_refused() -> None:
     layout = layout_of(1, *COMPRESSED)
     latents, block = 1, 2
     assert [group.is_block for group in layout.groups] == [False, False, True]
-    coverage = Coverage(200, layout)
+    coverage = coverage_of(200, layout)
     coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=latents, num_kv_heads=1))
     with pytest.raises(ForeignSegment, match="all KV heads"):
         coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=block, num_kv_heads=1))
@@ -190,13 +195,13 @@ def test_planned_segments_skip_layers_without_planes_of_the_group() -> None:
     plans = _plan(PAGE, layout, capacity=1 << 20)
     found = [(p.extent.plane_group, p.extent.first_layer, p.extent.num_layers) for p in plans]
     assert found == [(0, 0, 1), (0, 2, 2), (1, 1, 2)]
-    coverage = Coverage(PAGE, layout)
+    coverage = coverage_of(PAGE, layout)
     for plan in plans:
         assert not coverage.complete
         coverage.add(plan.extent)
     assert coverage.complete
     with pytest.raises(ForeignSegment, match="no planes of group 1"):
-        Coverage(PAGE, layout).add(extent_of(0, PAGE, 0, 2, plane_group=1))
+        coverage_of(PAGE, layout).add(extent_of(0, PAGE, 0, 2, plane_group=1))
 
 
 def test_slot_too_small_for_a_page_is_refused() -> None:
@@ -221,14 +226,14 @@ def test_slot_too_small_for_a_page_is_refused() -> None:
     ],
 )
 def test_segment_outside_the_sequence_is_refused(extent: Extent) -> None:
-    coverage = Coverage(40, layout_of(4))
+    coverage = coverage_of(40, layout_of(4))
     coverage.add(extent_of(16, 16, 2, 1))
     with pytest.raises(ForeignSegment):
         coverage.add(extent)
 
 
 def test_refused_segment_claims_nothing() -> None:
-    coverage = Coverage(32, layout_of(2))
+    coverage = coverage_of(32, layout_of(2))
     coverage.add(extent_of(16, 16, 1, 1))
     with pytest.raises(ForeignSegment):
         coverage.add(extent_of(0, 32, 0, 2))
@@ -238,7 +243,7 @@ def test_refused_segment_claims_nothing() -> None:
 
 
 def test_sequence_is_complete_with_all_kv_heads() -> None:
-    coverage = Coverage(PAGE, layout_of(1))
+    coverage = coverage_of(PAGE, layout_of(1))
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
     assert not coverage.complete
     overlapping = extent_of(0, PAGE, 0, 1, first_kv_head=1, num_kv_heads=2, rank=1)

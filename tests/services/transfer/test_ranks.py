@@ -14,6 +14,7 @@ from runtime.engine import Computed
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
 from runtime.pages.plan import PageCount
+from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
@@ -122,7 +123,8 @@ class Rank:
             raise AssertionError(message)
 
         sequence = Outgoing(
-            *("s", "reader", "peer", 1, TOKENS, "request", 0, "agent", 1 << 14),
+            *("s", "reader", "peer", 1, SentTokens.whole(cache.layout.plan, TOKENS)),
+            *("request", 0, "agent", 1 << 14),
             (Route(number, 0, endpoint.kv_heads),),
             emit,
             fail,
@@ -142,7 +144,9 @@ class Reader:
 
     def __init__(self) -> None:
         self.cache = PagedCache(layout_of(HEADS), PageCount(PAGES))
-        self.coverage = Coverage(TOKENS, self.cache.layout)
+        self.coverage = Coverage(
+            SentTokens.whole(self.cache.layout.plan, TOKENS), self.cache.layout
+        )
         self._landing = Slab(1, 1 << 14)
         codecs = SegmentCodecs(self.cache.layout, BOOKS)
         agent: Any = InlineAgent()

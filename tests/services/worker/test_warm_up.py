@@ -7,6 +7,7 @@ import torch
 
 import codec
 from runtime.pages.plan import PAGE_SIZE, pages_for
+from runtime.pages.sent import SentTokens
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
@@ -88,7 +89,7 @@ def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) ->
                 first_token=first,
                 num_tokens=count,
                 page_tables=(pages[first // PAGE_SIZE :],) * 2,
-                sequence_tokens=tokens,
+                sent=SentTokens.whole(layout.plan, tokens),
                 capacity=capacity,
                 bound=bound,
             ):

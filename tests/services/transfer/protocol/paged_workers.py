@@ -17,11 +17,11 @@ from headrace.v1 import decode_pb2, prefill_pb2, request_pb2, sampling_pb2
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Cancel, StepOutput
 from runtime.pages.plan import PagePlan
+from runtime.pages.sent import SentTokens
 from services.common.token_ids import pack_tokens
 from services.decode import fetched_streams
 from services.decode.fetched_streams import FetchedStreams
 from services.transfer.fetch import Fetch, FetchTimes
-from services.transfer.manifest import SentTokens
 from services.worker import stream_service
 from services.worker.streams import StreamSession
 from services.worker.wire import token_to_message
@@ -117,7 +117,7 @@ class _Receiver:
     numbers: int = 0
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        return SentTokens(self.bounds.prompt, self.bounds.prompt, 0)
+        return SentTokens.whole(self.layout.plan, self.bounds.prompt)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         self.numbers += 1
