@@ -85,7 +85,8 @@ class Loaded:
     @cached_property
     def codecs(self) -> SegmentCodecs:
         """Codecs of the cache. Creating one waits for the device, so all users share these."""
-        return SegmentCodecs(self.executor.cache.layout, self.codebooks)
+        layout, first = self.executor.cache.layout, self.config.first_kv_head
+        return SegmentCodecs(layout, self.codebooks, first_kv_head=first)
 
     def new_endpoint(self, agent: TransferAgent) -> LocalEndpoint:
         """Allocate the slab for KV transfers on the device, and register it with an agent.

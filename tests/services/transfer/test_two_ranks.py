@@ -63,7 +63,8 @@ def books_of(executor: LocalExecutor) -> Books:
 def start_endpoint(pipe: Connection, name: str, executor: LocalExecutor) -> None:
     """Serve the endpoint of a second rank, in its process."""
     layout = executor.cache.layout
-    codecs = SegmentCodecs(layout, books_of(executor), first_kv_head=layout.kv_heads)
+    first = executor.model.config.first_kv_head
+    codecs = SegmentCodecs(layout, books_of(executor), first_kv_head=first)
     slab = Slab(SLOTS, SLOT_BYTES)
     endpoint = LocalEndpoint(executor.cache, codecs, slab, TransferAgent(name))
     threading.Thread(target=serve_endpoint, args=(pipe, endpoint), daemon=True).start()
