@@ -266,6 +266,6 @@ def test_first_tokens_are_sampled_where_all_known_tokens_are_computed(
     known: int, prompt: int, eviction: float, computed: int, kept: int
 ) -> None:
     request = request_pb2.Request(tokens=pack_tokens(range(known)), prompt_tokens=prompt)
-    sent = sent_tokens(request, layout_of(1), eviction)
+    sent = sent_tokens(request, layout_of(1).plan, eviction)
     assert (sent.computed, sent.kept) == (computed, kept)
     assert sent.samples_first is (computed == known)
