@@ -8,6 +8,7 @@ writers and converters support every registered family through `CheckpointFamily
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -20,6 +21,18 @@ ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
 _BUILT_IN = ("runtime.models.llama:LLAMA",)
 """Families of this package, named as strings because their modules import this one."""
+
+
+class Split(Enum):
+    """Dimension in which ranks of a worker divide the weight ``[out, inner]`` of a linear.
+
+    OUTPUT: a rank holds rows, and computes some outputs from the whole input.
+    INPUT: a rank holds columns, and computes an addend of the output from some of the input. A
+    factor pair is divided in V, and has a whole U on each rank.
+    """
+
+    OUTPUT = "output"
+    INPUT = "input"
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,15 @@ class LinearTensor:
     inner: int
     same_input_as: str = ""
     writes_residual: bool = False
+
+    @property
+    def split(self) -> Split:
+        """Return how ranks divide the weight.
+
+        A rank computes some heads and some features of the MLP from the whole residual stream. The
+        linears that write the residual stream read only these.
+        """
+        return Split.INPUT if self.writes_residual else Split.OUTPUT
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
+from runtime.layers.reduce import Reduce, one_rank
 from runtime.layers.stored_weight import StoredWeight
 
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
@@ -123,9 +124,19 @@ class Projection:
     Args:
         shared: first matmuls of earlier projections. One with the same weights is reused; a new one
             is added.
+        reduce: sum over ranks of the output of the first matmul. If ranks hold columns of the
+            weights (`runtime.checkpoint.family.Split.INPUT`), each computes an addend of that
+            output, which has the rank of the layer if it is a factor pair. The bias of a dense
+            layer is then held by one rank only.
     """
 
-    def __init__(self, linears: Sequence[Linear], shared: SharedOps | None = None) -> None:
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        shared: SharedOps | None = None,
+        reduce: Reduce = one_rank,
+    ) -> None:
+        self._reduce = reduce
         self.factorized = any(isinstance(linear, FactorPair) for linear in linears)
         if not self.factorized:
             weights = [linear.weight for linear in linears if isinstance(linear, Dense)]
@@ -148,7 +159,7 @@ class Projection:
         ]
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = self._first(x)
+        inner = self._reduce(self._first(x))
         if not self.factorized:
             return inner
         if len(self._second) == 1 and (only := self._second[0]) is not None:

@@ -12,6 +12,7 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
+from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
@@ -24,6 +25,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     page_size: int = 16,
     kv_format: str = "dense",
+    reduce: Reduce = one_rank,
 ) -> Model:
     """Prepare a checkpoint to run on one device.
 
@@ -35,6 +37,8 @@ def build_model(
         page_size: token slots of a page.
         kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
             `runtime.kv.registry.create_format`.
+        reduce: sum over the ranks of the worker. With several ranks, ``checkpoint`` has the heads,
+            and the rows and columns of linears (`runtime.checkpoint.family.Split`), of one rank.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -56,7 +60,7 @@ def build_model(
     layers: list[DecoderLayer] = []
     weight_bytes = 0
     for number, layer in enumerate(checkpoint.layers, 1):
-        layers.append(DecoderLayer.build(family, config, placing(layer), shared))
+        layers.append(DecoderLayer.build(family, config, placing(layer), shared, reduce))
         if not sharing or number == len(checkpoint.layers):
             weight_bytes += sum(tensor.nbytes for tensor in placed.values())
             placed.clear()

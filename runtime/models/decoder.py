@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
+from runtime.checkpoint.family import Split
 from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
 from runtime.layers.linear import Projection, SharedOps
+from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.family import Gate, LayerParts, ModelFamily
 
 
@@ -22,15 +24,23 @@ class ServingBuilder:
         weights: weights of the layer, an instance of the family's ``layer_type``.
         shared: packed linear operators, by the ids of the tensors stacked in them. The same dict is
             passed to every layer, so that a basis shared by several layers is packed once.
+        reduce: sum over the ranks of the worker, for linears that are split by their input.
     """
 
     def __init__(
-        self, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
+        self,
+        family: ModelFamily[Any],
+        config: ModelConfig,
+        weights: Any,
+        shared: SharedOps,
+        reduce: Reduce = one_rank,
     ) -> None:
         self._family = family
         self._config = config
         self._weights = weights
         self._shared = shared
+        self._reduce = reduce
+        self._linears = family.layout(config).linears
 
     def has(self, field: str) -> bool:
         return getattr(self._weights, field) is not None
@@ -52,7 +62,10 @@ class ServingBuilder:
         return self._family.norm.for_serving(weight, self._config.rms_norm_eps)
 
     def _projection(self, *fields: str) -> Projection:
-        return Projection([getattr(self._weights, field) for field in fields], self._shared)
+        linears = [getattr(self._weights, field) for field in fields]
+        # All of them read the same input, so that they are split alike.
+        summed = self._linears[fields[0]].split is Split.INPUT
+        return Projection(linears, self._shared, self._reduce if summed else one_rank)
 
 
 @dataclass(frozen=True)
@@ -95,10 +108,15 @@ class DecoderLayer:
 
     @classmethod
     def build(
-        cls, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
+        cls,
+        family: ModelFamily[Any],
+        config: ModelConfig,
+        weights: Any,
+        shared: SharedOps,
+        reduce: Reduce = one_rank,
     ) -> "DecoderLayer":
-        """Build a layer from a checkpoint's weights. For ``shared`` see `ServingBuilder`."""
-        parts = family.parts(ServingBuilder(family, config, weights, shared))
+        """Build a layer from a checkpoint's weights. For the arguments see `ServingBuilder`."""
+        parts = family.parts(ServingBuilder(family, config, weights, shared, reduce))
         factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
         return cls(family, config, parts, factorized=factorized)
 

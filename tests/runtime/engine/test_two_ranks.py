@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.checkpoint import family as registry
 from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine, Executor, LocalExecutor, Ranks
-from tests.runtime.split_family import Pair, Sizes, nothing, two_rank_workers, whole_executor
 from tests.runtime.tiny import Record, drive, request_of
+from tests.runtime.two_ranks import Pair, Sizes, nothing, two_rank_workers, whole_executor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,11 +20,6 @@ PAGES = 14
 SHARES = (0.0, 0.5)
 """Fractions of the tokens of prompts to evict."""
 SIZES = Sizes(PAGES, Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32))
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_families", dict(registry._families))
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Result:
 
 
 @pytest.fixture
-def expected(registered: None) -> Result:
+def expected() -> Result:
     """The output of one rank. It compiles the loops before processes wait for each other."""
     one = whole_executor(SIZES)
     return Result(one, [run(one, share) for share in SHARES])
@@ -77,7 +71,7 @@ def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: Pa
 
     own, other = ranks
     one = expected.executor.cache.planes
-    for mine, rest, whole in zip(own.cache.planes, other.planes(), one, strict=True):
+    for mine, rest, all_heads in zip(own.cache.planes, other.planes(), one, strict=True):
         heads = torch.cat([mine.float(), rest], dim=1)  # [page, kv_head, slot, dim]
-        # Ranks add the output of their heads in another order; KV is rounded to bf16.
-        torch.testing.assert_close(heads, whole.float(), rtol=0.02, atol=0.02)
+        # Ranks add their outputs in another order; KV is rounded to bf16.
+        torch.testing.assert_close(heads, all_heads.float(), rtol=0.02, atol=0.02)

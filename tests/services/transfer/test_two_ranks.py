@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import family as registry
 from runtime.core.limits import Limits
 from runtime.engine import Computed, Engine, LocalExecutor, Ranks
 from runtime.pages.plan import PAGE_SIZE
@@ -25,7 +24,7 @@ from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.remote_endpoint import RemoteEndpoint, serve_endpoint
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker
-from tests.runtime.split_family import (
+from tests.runtime.two_ranks import (
     RANKS,
     Pair,
     RemoteExecutor,
@@ -100,7 +99,6 @@ class RankedWorker:
 def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankedWorker]]:
     """Two workers of one rank and two of two ranks; those at even indices compute prompts."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(registry, "_families", dict(registry._families))
     ones = [RankedWorker.of_one() for _ in range(2)]
     pipes = [Pipe() for _ in range(2)]
     starts = [

@@ -1,8 +1,8 @@
-"""A model family whose attention is split by heads, and ranks of a worker in other processes.
+"""Workers of two ranks on the CPU, each with half of the heads and of the KV.
 
-Layers are those of Llama. The output projection of a rank gives a part of a sum, which the ranks of
-a worker add with an all-reduce of gloo. The first rank of each worker runs in the test's process,
-and every second rank in a process of its own.
+The linears of attention and of the MLP are split between the ranks. The outputs of those that are
+split by their input are added with an all-reduce of gloo. The first rank of each worker runs in the
+test's process, and every second rank in a process of its own.
 """
 
 import multiprocessing
@@ -15,73 +15,62 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from runtime.checkpoint import Checkpoint, Dense, LayerWeights
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.checkpoint.family import Split
+from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape, LocalExecutor
 from runtime.models.build import build_model
-from runtime.models.family import LayerBuilder
-from runtime.models.llama import LlamaFamily, LlamaParts
-from runtime.models.registry import register
+from runtime.models.registry import model_family
 from runtime.pages.plan import PageCount
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
-from tests.runtime.tiny import CONFIG, tiny_checkpoint
+from tests.runtime.tiny import tiny_checkpoint
 
 RANKS = 2
-WHOLE = replace(CONFIG, architecture="SplitForCausalLM")
 LIMIT_S = 120
 
 
-class SplitFamily(LlamaFamily):
-    """Llama with attention split by heads.
-
-    Attributes:
-        group: ranks of the models that are built from now on; None: they are not split.
-    """
-
-    name = "Split"
-    architectures = ("SplitForCausalLM",)
-    packed_gemm = False
-    group: distributed.ProcessGroup | None = None
-
-    def parts(self, build: LayerBuilder) -> LlamaParts:
-        part_of_o = build.linear("o")
-        group = self.group
-
-        def o(attended: Tensor, hidden: Tensor) -> Tensor:
-            partial = part_of_o(attended)
-            if group is not None:
-                distributed.all_reduce(partial, group=group)
-            return hidden + partial
-
-        return replace(super().parts(build), o=o)
+def whole() -> Checkpoint:
+    """Return a model with dense linears and factor pairs, of both kinds of split."""
+    return tiny_checkpoint(bias=True, ranks=(None, 12, None, 20, 16, None, None))
 
 
-_FAMILY = SplitFamily()
+def part_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    """Return the heads of one rank, and its features of the MLP."""
+    config = checkpoint.config
+    linears = model_family(config).layout(config).linears
 
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.chunk(RANKS)[rank].contiguous()
 
-def _heads_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return the heads of one rank: rows of q, k and v, and columns of o."""
+    def columns(tensor: Tensor) -> Tensor:
+        return tensor.chunk(RANKS, dim=1)[rank].contiguous()
 
-    def rows(linear: Dense) -> Dense:
-        return Dense(linear.weight.chunk(RANKS)[rank].contiguous())
+    def own(linear: Linear, split: Split) -> Linear:
+        match linear, split:
+            case Dense(weight, bias), Split.OUTPUT:
+                return Dense(rows(weight), None if bias is None else rows(bias))
+            case FactorPair(u, v, bias), Split.OUTPUT:
+                return FactorPair(rows(u), v, None if bias is None else rows(bias))
+            case Dense(weight, None), Split.INPUT:
+                return Dense(columns(weight))
+            case FactorPair(u, v, bias), Split.INPUT:
+                return FactorPair(u, columns(v), bias)
+        raise NotImplementedError
 
-    def layer(whole: LayerWeights) -> LayerWeights:
-        assert isinstance(whole.o, Dense)
-        columns = whole.o.weight.chunk(RANKS, dim=1)[rank].contiguous()
-        own: dict[str, Any] = {name: rows(getattr(whole, name)) for name in ("q", "k", "v")}
-        return replace(whole, **own, o=Dense(columns))
+    def layer(weights: LayerWeights) -> LayerWeights:
+        parts = {name: own(linear, linears[name].split) for name, linear in linears_of(weights)}
+        return replace(weights, **parts)  # type: ignore[arg-type]  # all of them are linears
 
-    kv_heads = checkpoint.config.num_kv_heads // RANKS
-    config = replace(
-        checkpoint.config,
-        num_heads=checkpoint.config.num_heads // RANKS,
-        num_kv_heads=kv_heads,
-        first_kv_head=rank * kv_heads,
+    split = ("num_heads", "num_kv_heads", "intermediate_size")
+    sizes = {name: getattr(config, name) // RANKS for name in split}
+    sizes["first_kv_head"] = rank * sizes["num_kv_heads"]
+    return replace(
+        checkpoint, config=replace(config, **sizes), layers=tuple(map(layer, checkpoint.layers))
     )
-    return replace(checkpoint, config=config, layers=tuple(map(layer, checkpoint.layers)))
 
 
 @dataclass(frozen=True)
@@ -94,16 +83,16 @@ class Sizes:
 
 def whole_executor(sizes: Sizes) -> LocalExecutor:
     """Return the executor of a worker of one rank."""
-    register(_FAMILY)
-    _FAMILY.group = None
-    model = build_model(tiny_checkpoint(config=WHOLE))
+    model = build_model(whole())
     return LocalExecutor(model, pages=PageCount(sizes.pages), limits=sizes.limits)
 
 
 def _rank_executor(sizes: Sizes, rank: int, group: distributed.ProcessGroup) -> LocalExecutor:
-    register(_FAMILY)
-    _FAMILY.group = group
-    model = build_model(_heads_of(tiny_checkpoint(config=WHOLE), rank))
+    def all_reduce(addend: Tensor) -> Tensor:
+        distributed.all_reduce(addend, group=group)
+        return addend
+
+    model = build_model(part_of(whole(), rank), reduce=all_reduce)
     return LocalExecutor(model, pages=PageCount(sizes.pages), limits=sizes.limits)
 
 
