@@ -57,7 +57,6 @@ class Engine:
 
     Args:
         executor: computes the steps; `Ranks` for several devices.
-        kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.pages.eviction`.
 
     Attributes:
         executor: the executor that was passed to the constructor.
@@ -65,21 +64,19 @@ class Engine:
 
     Raises:
         ValueError: a page group has no pages.
-        KVFormatError: the KV format or the model does not support eviction.
     """
 
-    def __init__(self, executor: Executor, *, kv_eviction: float = 0.0) -> None:
-        if kv_eviction:
-            executor.check_eviction()
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
         shape = executor.shape
+        options = shape.options
         self._config = shape.config
         self._scheduler = Scheduler(
-            shape.limits,
+            options.limits,
             plan=shape.plan,
-            total=shape.pages,
+            total=options.pages,
             context_length=shape.config.context_length,
-            kv_eviction=kv_eviction,
+            kv_eviction=options.kv_eviction,
         )
         self.planned: StepPlan | None = None
         self._in_flight: _InFlightStep | None = None

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config import ModelConfig
-from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
-from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.plan import PagePlan
 from runtime.steps.base import LaunchedStep
 from runtime.steps.warm_up import Progress
 
@@ -29,14 +29,12 @@ class ExecutorShape:
         config: shape of the model. Ranks that hold some of its heads differ in the numbers of
             heads, which an engine does not read.
         plan: page groups of the KV cache.
-        pages: number of pages of each page group, for sequences.
-        limits: batch slots and tokens of a step.
+        options: options of the engine, such as the numbers of pages.
     """
 
     config: ModelConfig
     plan: PagePlan
-    pages: PageCount
-    limits: Limits
+    options: EngineOptions
 
 
 class Executor(ABC):
@@ -51,10 +49,6 @@ class Executor(ABC):
     shape: ExecutorShape
     device: torch.device
     lookahead: bool
-
-    @abstractmethod
-    def check_eviction(self) -> None:
-        """Raise `KVFormatError` if tokens cannot be evicted from the rank's pages."""
 
     @abstractmethod
     def warm_up(self, progress: Progress) -> None:

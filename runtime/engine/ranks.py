@@ -56,10 +56,6 @@ class Ranks(Executor):
         for other in others:
             _check_alike(first, other)
 
-    def check_eviction(self) -> None:
-        for rank in (*self._others, self._first):
-            rank.check_eviction()
-
     def warm_up(self, progress: Progress) -> None:
         for other in self._others:
             other.warm_up(silent)
@@ -83,7 +79,7 @@ class Ranks(Executor):
 
 
 def _check_alike(first: Executor, other: Executor) -> None:
-    for name in ("plan", "pages", "limits"):
+    for name in ("plan", "options"):
         if getattr(first.shape, name) != getattr(other.shape, name):
             raise ValueError(f"ranks with different {name}: {first.shape} and {other.shape}")
     if first.lookahead is not other.lookahead:

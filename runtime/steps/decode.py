@@ -24,8 +24,7 @@ class DecodeReplay:
     Args:
         logits: fp32 `[max_slots, vocab]`, where a pass writes the logits of each slot.
         pool: memory pool of the graphs; None on the CPU.
-        by_layer: whether to capture a graph for each layer, as FlashSVD v1.5 does, instead of one
-            for the whole pass. The decode megakernel is then not used.
+        by_layer: see `runtime.core.options.EngineOptions`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.sequence import Purpose, SequenceState
 from runtime.graphs.host_copy import HostCopy, to_device
@@ -96,8 +96,6 @@ class StepReplay:
     Args:
         cache: KV pages, with null pages (`PagedCache.null_pages`), to which unassigned slots and
             padding write.
-        decodes: whether to capture graphs of passes that decode.
-        by_layer: see `DecodeReplay`.
 
     Raises:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
@@ -105,19 +103,12 @@ class StepReplay:
 
     lookahead = True
 
-    def __init__(
-        self,
-        model: Model,
-        cache: PagedCache,
-        limits: Limits,
-        *,
-        decodes: bool = True,
-        by_layer: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, cache: PagedCache, options: EngineOptions) -> None:
         on_device = model.device.type == "cuda"
         if on_device and not model.kv_format.graph_safe:
             raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
-        self._decodes = decodes
+        limits = options.limits
+        self._decodes = options.decodes
         self._device = model.device
         self._events = cache.events
         self._buckets = slot_buckets(limits.max_running)
@@ -135,10 +126,10 @@ class StepReplay:
         pool = torch.cuda.graph_pool_handle() if on_device else None
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
-        self._decode = DecodeReplay(*passes, by_layer=by_layer)
+        self._decode = DecodeReplay(*passes, by_layer=options.by_layer)
         # A step with all sequences also computes a page of prompts.
         rows = max(limits.step_tokens, limits.max_running + model.page_size)
-        self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
+        self._mixed = MixedReplay(*passes, max_rows=rows, decodes=options.decodes)
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptPageEncoder(model, cache)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))

@@ -170,7 +170,7 @@ class FetchedStreams(StreamService):
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
         lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
         need = PageCount.total(map(self._receiver.layout.plan.received, lengths))
-        fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
+        fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.limits.max_running
         fits = fits and need.times(2).fits(load.pages_free)
         return fits and load.waiting == 0
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Engine, LocalExecutor, StepOutput
@@ -64,11 +65,9 @@ def prefill_sample(
         full-precision planes are left out as well, because a sequence has few of their pages.
     """
     plan = model.layout.plan
-    executor = LocalExecutor(
-        model,
-        pages=plan.each(plan.full(SAMPLE_PROMPTS * SAMPLE_TOKENS)),
-        limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
-    )
+    total = plan.each(plan.full(SAMPLE_PROMPTS * SAMPLE_TOKENS))
+    limits = Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS)
+    executor = LocalExecutor(model, EngineOptions(total, limits))
     stride = len(tokens) // SAMPLE_PROMPTS
     longest = min(SAMPLE_TOKENS, model.config.context_length - 1)  # the engine adds a token
     prompts = [tokens[at * stride :][:longest] for at in range(SAMPLE_PROMPTS)]

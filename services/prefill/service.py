@@ -48,7 +48,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._settings = settings
         codecs = endpoints[0].codecs
         self._min_slot_bytes = codecs.min_slot_bytes
-        self._max_sequences = loaded.sizes.max_running + settings.max_waiting
+        limits = loaded.sizes.limits
+        self._max_sequences = limits.max_running + limits.max_waiting
         self.sender = Sender(
             endpoints,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),

@@ -65,7 +65,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
 def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment of each plane group and number of layers."""
     layout = loaded.executor.cache.layout
-    pages = min(layout.plan.full(loaded.sizes.chunk_tokens), *loaded.engine.pages_total)
+    pages = min(layout.plan.full(loaded.sizes.limits.chunk_tokens), *loaded.engine.pages_total)
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):
         for lacking in (0, 1, layout.page_size - 1):

@@ -277,6 +277,7 @@ def _registration(
     worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
 ) -> Registration:
     identity = worker.identity
+    limits = worker.sizes.limits
     return Registration(
         protocol=PROTOCOL,
         worker_id=identity.worker_id,
@@ -287,8 +288,8 @@ def _registration(
         compatibility=identity.compatibility,
         pages_total=worker.engine.page_plan.by_name(worker.engine.pages_total),
         page_bytes=worker.page_bytes,
-        max_running=worker.sizes.max_running,
-        max_waiting=settings.max_waiting,
+        max_running=limits.max_running,
+        max_waiting=limits.max_waiting,
         heartbeat_s=settings.heartbeat_s,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,

@@ -11,7 +11,7 @@ import torch
 import codec
 from headrace.v1 import prefill_pb2
 from runtime.config import ModelConfig
-from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import Engine, LocalExecutor
 from runtime.errors import RuntimeFault
@@ -112,8 +112,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         path = resolve_model(settings.model)
         model, model_hash = load_model(path, settings, device)
         sizes = _sizes(model, settings)
-        executor = _executor(model, settings, sizes, decodes=decodes)
-        engine = Engine(executor, kv_eviction=settings.kv_eviction)
+        executor = LocalExecutor(model, _options(model, settings, sizes, decodes=decodes))
+        engine = Engine(executor)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
@@ -137,7 +137,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=kernel_plan_hash(model),
-            chunk_tokens=sizes.chunk_tokens,
+            chunk_tokens=sizes.limits.chunk_tokens,
             kv_eviction=settings.kv_eviction,
         ),
     )
@@ -187,25 +187,18 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
             f"slot_bytes is {sizes.slot_bytes}, but one page of one layer takes "
             f"{codecs.min_slot_bytes}: set slot_bytes to at least that"
         )
-    log.info("sizes", **asdict(sizes))
+    log.info("sizes", **asdict(sizes.limits), slots=sizes.slots, slot_bytes=sizes.slot_bytes)
     return sizes
 
 
-def _executor(
+def _options(
     model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool
-) -> LocalExecutor:
-    """Build the executor with the pages of `_kv_pages`."""
-    limits = Limits(
-        max_running=sizes.max_running,
-        max_waiting=settings.max_waiting,
-        step_tokens=sizes.step_tokens,
-        chunk_tokens=sizes.chunk_tokens,
-    )
-    pages = _kv_pages(model, settings, sizes)
-    return LocalExecutor(
-        model,
-        pages=pages,
-        limits=limits,
+) -> EngineOptions:
+    """Return the options of the engine, with the pages of `_kv_pages`."""
+    return EngineOptions(
+        pages=_kv_pages(model, settings, sizes),
+        limits=sizes.limits,
+        kv_eviction=settings.kv_eviction,
         replay=model.replayable,
         decodes=decodes,
         by_layer=settings.decode_graphs == "layer",
@@ -224,7 +217,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         prompt = model.context_length
         if not settings.computes_prompts:
             prompt = min(prompt, PREEMPTED_TOKENS)
-        windows = plan.batch(sizes.max_running, prompt)
+        windows = plan.batch(sizes.limits.max_running, prompt)
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":
@@ -233,7 +226,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
         slab=sizes.slab_bytes + model.replayable * page_bytes.of(plan.null_pages),
-        logits=sizes.max_running * model.config.vocab_size,
+        logits=sizes.limits.max_running * model.config.vocab_size,
         least=least_bytes(page_bytes),
     )
     return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))

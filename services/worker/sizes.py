@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from runtime.core.limits import Limits
 from services.transfer.codecs import SegmentCodecs
 from services.worker.settings import WorkerSettings
 
@@ -18,16 +19,12 @@ class WorkerSizes:
     """Sizes from the settings or, where those are "auto", chosen for the device and the role.
 
     Attributes:
-        max_running: maximum number of sequences in a batch.
-        step_tokens: maximum tokens of a step, running sequences included.
-        chunk_tokens: maximum prompt tokens of one sequence in a step.
+        limits: limits of the engine.
         slots: number of slots of the slab.
         slot_bytes: bytes of a slot.
     """
 
-    max_running: int
-    step_tokens: int
-    chunk_tokens: int
+    limits: Limits
     slots: int
     slot_bytes: int
 
@@ -57,13 +54,13 @@ class WorkerSizes:
             running = settings.gpu_batch
             step = 1024
         step = _given(settings.step_tokens, step)
-        return cls(
+        limits = Limits(
             max_running=_given(settings.max_running, running),
+            max_waiting=settings.max_waiting,
             step_tokens=step,
             chunk_tokens=_given(settings.chunk_tokens, min(step, 1024) // 16 * 16),
-            slots=slots,
-            slot_bytes=_given(settings.slot_bytes, slot),
         )
+        return cls(limits, slots, slot_bytes=_given(settings.slot_bytes, slot))
 
 
 def _given(setting: int | Literal["auto"], chosen: int) -> int:

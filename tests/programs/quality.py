@@ -18,6 +18,7 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
@@ -111,7 +112,8 @@ def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]
     plan = model.layout.plan
     pages = PageCount.total(plan.computed(len(prompt) + OUTPUT + 1) for prompt in prompts)
     limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
-    engine = Engine(LocalExecutor(model, pages=pages, limits=limits, replay=model.replayable))
+    options = EngineOptions(pages, limits, replay=model.replayable)
+    engine = Engine(LocalExecutor(model, options))
     texts = [list(prompt) for prompt in prompts]
     commands = [
         Add(Request(str(number), tuple(prompt), len(prompt), SamplingParams(), max_tokens=OUTPUT))

@@ -24,6 +24,7 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
@@ -43,14 +44,12 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(model_path, dtype=dtype)
     model = build_fastest_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
-    engine = Engine(
-        LocalExecutor(
-            model,
-            pages=model.layout.plan.computed(PROMPT + tokens + 1).times(streams),
-            limits=Limits(max_running=streams, max_waiting=streams),
-            replay=model.replayable,
-        )
+    options = EngineOptions(
+        model.layout.plan.computed(PROMPT + tokens + 1).times(streams),
+        Limits(max_running=streams, max_waiting=streams),
+        replay=model.replayable,
     )
+    engine = Engine(LocalExecutor(model, options))
     engine.warm_up()
     engine.step([Add(_request(number, tokens)) for number in range(streams)])
     times = []

@@ -8,6 +8,7 @@ import torch
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
 from runtime.config import ModelConfig, RopeConfig
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, LocalExecutor, StepOutput
 from runtime.kv.cache import CacheLayout
@@ -105,15 +106,10 @@ def engine_of(
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
     if isinstance(pages, int):
         pages = PageCount(pages, stored) if stored else model.layout.plan.each(pages)
-    return Engine(
-        LocalExecutor(
-            model,
-            pages=pages,
-            limits=Limits(**(bounds | limits)),
-            replay=replay,
-        ),
-        kv_eviction=kv_eviction,
+    options = EngineOptions(
+        pages, Limits(**(bounds | limits)), kv_eviction=kv_eviction, replay=replay
     )
+    return Engine(LocalExecutor(model, options))
 
 
 def pages_of(layout: CacheLayout, *pages: int) -> PageCount:

@@ -18,13 +18,12 @@ from torch import Tensor, distributed
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
 from runtime.checkpoint.family import Split
 from runtime.checkpoint.weights import linears_of
-from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape, LocalExecutor
 from runtime.models.build import build_model
 from runtime.models.registry import model_family
-from runtime.pages.plan import PageCount
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
 from tests.runtime.tiny import tiny_checkpoint
@@ -73,27 +72,20 @@ def part_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a worker."""
-
-    pages: int
-    limits: Limits
-
-
-def whole_executor(sizes: Sizes) -> LocalExecutor:
+def whole_executor(options: EngineOptions) -> LocalExecutor:
     """Return the executor of a worker of one rank."""
-    model = build_model(whole())
-    return LocalExecutor(model, pages=PageCount(sizes.pages), limits=sizes.limits)
+    return LocalExecutor(build_model(whole()), options)
 
 
-def _rank_executor(sizes: Sizes, rank: int, group: distributed.ProcessGroup) -> LocalExecutor:
+def _rank_executor(
+    options: EngineOptions, rank: int, group: distributed.ProcessGroup
+) -> LocalExecutor:
     def all_reduce(addend: Tensor) -> Tensor:
         distributed.all_reduce(addend, group=group)
         return addend
 
     model = build_model(part_of(whole(), rank), reduce=all_reduce)
-    return LocalExecutor(model, pages=PageCount(sizes.pages), limits=sizes.limits)
+    return LocalExecutor(model, options)
 
 
 def _join(rendezvous: str, member: int, workers: int) -> list[distributed.ProcessGroup]:
@@ -112,11 +104,16 @@ Start = Callable[[LocalExecutor], None]
 
 
 def _serve(
-    commands: Connection, rendezvous: str, member: int, workers: int, sizes: Sizes, start: Start
+    commands: Connection,
+    rendezvous: str,
+    member: int,
+    workers: int,
+    options: EngineOptions,
+    start: Start,
 ) -> None:
     """Run the second rank of a worker: execute calls until the parent sends None."""
     group = _join(rendezvous, member, workers)[member - 1]
-    rank = _rank_executor(sizes, 1, group)
+    rank = _rank_executor(options, 1, group)
     commands.send(rank.shape)
     start(rank)
     steps: list[Any] = []
@@ -164,9 +161,6 @@ class RemoteExecutor(Executor):
         self.commands.send(("planes",))
         return list(map(torch.from_numpy, receive(self.commands)))
 
-    def check_eviction(self) -> None:
-        """The first rank has the same KV format, and checks it."""
-
     def warm_up(self, progress: Progress) -> None:
         """A CPU has nothing to warm up."""
 
@@ -188,7 +182,9 @@ Pair = tuple[LocalExecutor, RemoteExecutor]
 
 
 @contextmanager
-def two_rank_workers(rendezvous: str, sizes: Sizes, *starts: Start) -> Iterator[list[Pair]]:
+def two_rank_workers(
+    rendezvous: str, options: EngineOptions, *starts: Start
+) -> Iterator[list[Pair]]:
     """Start the second rank of one worker for each of ``starts``; yield the ranks of all workers.
 
     Set GLOO_SOCKET_IFNAME before.
@@ -201,14 +197,14 @@ def two_rank_workers(rendezvous: str, sizes: Sizes, *starts: Start) -> Iterator[
     workers, pipes, processes = len(starts), [], []
     for worker, start in enumerate(starts):
         commands, theirs = context.Pipe()
-        arguments = (theirs, rendezvous, 1 + worker, workers, sizes, start)
+        arguments = (theirs, rendezvous, 1 + worker, workers, options, start)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         pipes.append(commands)
         processes.append(process)
     groups = _join(rendezvous, 0, workers)
     try:
-        first = [_rank_executor(sizes, 0, group) for group in groups]
+        first = [_rank_executor(options, 0, group) for group in groups]
         yield list(zip(first, map(RemoteExecutor, pipes), strict=True))
     finally:
         for commands in pipes:

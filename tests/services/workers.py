@@ -101,7 +101,7 @@ def load(
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in tiny.layout.planes}
-    sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
+    sizes = WorkerSizes(engine.executor.shape.options.limits, slots=2, slot_bytes=SLOT_BYTES)
     return Loaded(
         engine,
         executor_of(engine),

@@ -26,6 +26,7 @@ import torch
 from runtime.checkpoint import Checkpoint, Dense, checkpoint_path, load_checkpoint
 from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.models.build import build_model
@@ -109,9 +110,7 @@ def _alternate(
 
 
 def _prefill_ms(model: Model, prompt: list[int]) -> float:
-    engine = Engine(
-        LocalExecutor(model, pages=PageCount(64), limits=Limits(max_running=1, max_waiting=1))
-    )
+    engine = Engine(LocalExecutor(model, EngineOptions(PageCount(64), Limits(1, 1))))
     start = time.perf_counter()
     engine.step([Add(Request("r", tuple(prompt), len(prompt), SamplingParams(), max_tokens=1))])
     while engine.has_work:
@@ -122,7 +121,7 @@ def _prefill_ms(model: Model, prompt: list[int]) -> float:
 def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
     """Return the shortest of 24 decode steps with ``streams`` sequences, in milliseconds."""
     limits = Limits(max_running=streams, max_waiting=streams)
-    engine = Engine(LocalExecutor(model, pages=PageCount(32 * streams), limits=limits))
+    engine = Engine(LocalExecutor(model, EngineOptions(PageCount(32 * streams), limits)))
     requests = [
         Request(str(n), (*prompt, n), len(prompt) + 1, SamplingParams(), max_tokens=200)
         for n in range(streams)

@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine, LocalExecutor
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
@@ -51,9 +52,8 @@ class HostBench:
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)
         pages = pages_for(PROMPT_TOKENS + OUTPUT_TOKENS, model.page_size)
-        executor = LocalExecutor(
-            model, pages=PageCount(streams * pages), limits=limits, replay=True
-        )
+        options = EngineOptions(PageCount(streams * pages), limits, replay=True)
+        executor = LocalExecutor(model, options)
         self._engine = Engine(executor)
         steps = executor.steps
         assert isinstance(steps, StepReplay)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape
@@ -36,15 +37,13 @@ class FakeExecutor(Executor):
     """Samples `TOKEN` for every sequence. It has pages of one group."""
 
     def __init__(self, pages: int, limits: Limits, *, lookahead: bool = False) -> None:
-        self.shape = ExecutorShape(CONFIG, PagePlan(PAGE_SIZE), PageCount(pages), limits)
+        options = EngineOptions(PageCount(pages), limits)
+        self.shape = ExecutorShape(CONFIG, PagePlan(PAGE_SIZE), options)
         self.device = torch.device("cpu")
         self.lookahead = lookahead
 
-    def check_eviction(self) -> None:
-        """Any tokens can be evicted."""
-
     def warm_up(self, progress: Progress) -> None:
-        progress("decode", self.shape.limits.max_running)
+        progress("decode", self.shape.options.limits.max_running)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return self.lookahead

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Cancel, Engine, LocalExecutor
@@ -235,4 +236,4 @@ def test_there_must_be_pages_of_all_groups_of_the_format(
 ) -> None:
     model = build_model(tiny_checkpoint(), kv_format=name)
     with pytest.raises(ValueError, match=fault):
-        Engine(LocalExecutor(model, pages=PageCount(*pages), limits=Limits(4, 4, 64, 64)))
+        Engine(LocalExecutor(model, EngineOptions(PageCount(*pages), Limits(4, 4, 64, 64))))

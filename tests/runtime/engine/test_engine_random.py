@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import (
     Add,
@@ -128,7 +129,7 @@ def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
     """Return an engine without replay and one with replay."""
     bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
     return [
-        Engine(LocalExecutor(model, pages=PageCount(pages), limits=bounds, replay=replay))
+        Engine(LocalExecutor(model, EngineOptions(PageCount(pages), bounds, replay=replay)))
         for replay in (False, True)
     ]
 

@@ -7,7 +7,7 @@ import pytest
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.engine import Add, Engine, Ranks
-from runtime.errors import KVFormatError, NotFinite
+from runtime.errors import NotFinite
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import TOKEN, FakeExecutor, FakeStep
 from tests.runtime.tiny import drive, request_of
@@ -89,7 +89,7 @@ def test_first_rank_launches_last_and_gives_the_tokens() -> None:
 
 
 def test_ranks_with_different_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="different pages"):
+    with pytest.raises(ValueError, match="different options"):
         Ranks([FakeExecutor(8, LIMITS), FakeExecutor(9, LIMITS)])
 
 
@@ -117,14 +117,3 @@ def test_preempted_sequence_is_launched_again_from_its_start() -> None:
     assert [len(record.tokens[name, 0]) for name in "ab"] == [30, 30]
     prompts = [call[2] for call in calls if call[1] == "launch" and call[2]]
     assert len(prompts) > 2, "one of the sequences was preempted"
-
-
-def test_eviction_is_refused_if_a_rank_does_not_support_it() -> None:
-    class Fixed(FakeExecutor):
-        def check_eviction(self) -> None:
-            raise KVFormatError("the tokens of its pages cannot be moved")
-
-    ranks = [FakeExecutor(64, LIMITS), FakeExecutor(64, LIMITS)]
-    assert Engine(Ranks(ranks), kv_eviction=0.5)
-    with pytest.raises(KVFormatError, match="cannot be moved"):
-        Engine(Ranks([*ranks, Fixed(64, LIMITS)]), kv_eviction=0.5)

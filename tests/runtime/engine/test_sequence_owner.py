@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import SamplingParams
 from runtime.core.sequence import Purpose, SequenceGroup
@@ -45,8 +46,8 @@ class Copied(LocalExecutor):
 def engine_of(executor: type[LocalExecutor], model: Model, *, replay: bool) -> Engine:
     """Return an engine with so few pages that sequences are preempted."""
     pages = PageCount(30, 12) if model.layout.plan.encodes else PageCount(30)
-    made = executor(model, pages=pages, limits=LIMITS, replay=replay)
-    return Engine(made, kv_eviction=SHARE)
+    options = EngineOptions(pages, LIMITS, kv_eviction=SHARE, replay=replay)
+    return Engine(executor(model, options))
 
 
 def run(engine: Engine) -> Record:

@@ -8,66 +8,68 @@ import pytest
 import torch
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine, Executor, LocalExecutor, Ranks
+from runtime.pages.plan import PageCount
 from tests.runtime.tiny import Record, drive, request_of
-from tests.runtime.two_ranks import Pair, Sizes, nothing, two_rank_workers, whole_executor
+from tests.runtime.two_ranks import Pair, nothing, two_rank_workers, whole_executor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PAGES = 14
-"""Number of pages, so few that a sequence is preempted."""
-SHARES = (0.0, 0.5)
-"""Fractions of the tokens of prompts to evict."""
-SIZES = Sizes(PAGES, Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32))
+OPTIONS = EngineOptions(
+    pages=PageCount(14),
+    limits=Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32),
+    kv_eviction=0.5,
+)
+"""The pages are so few that a sequence is preempted."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Output without and with eviction, and the executor that computed it."""
+    """Output, and the executor that computed it."""
 
     executor: LocalExecutor
-    records: list[Record]
+    record: Record
 
 
 @pytest.fixture
 def expected() -> Result:
     """The output of one rank. It compiles the loops before processes wait for each other."""
-    one = whole_executor(SIZES)
-    return Result(one, [run(one, share) for share in SHARES])
+    one = whole_executor(OPTIONS)
+    return Result(one, run(one))
 
 
 @pytest.fixture
 def ranks(expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Two executors: the first in this process, the second in another one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with two_rank_workers(str(tmp_path / "rendezvous"), SIZES, nothing) as (pair,):
+    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, nothing) as (pair,):
         yield pair
 
 
-def run(executor: Executor, kv_eviction: float) -> Record:
+def run(executor: Executor) -> Record:
     """Prefill in chunks, decode in a batch with several choices, evict, and preempt a sequence."""
-    engine = Engine(executor, kv_eviction=kv_eviction)
+    engine = Engine(executor)
     sampled = SamplingParams(temperature=0.9, seed=3)
     record = drive(
         engine,
-        Add(request_of("a", 200 if kv_eviction else 70, 40, seed=1)),
+        Add(request_of("a", 200, 40, seed=1)),
         Add(request_of("b", 20, 40, sampling=sampled, choices=2, seed=2)),
         Add(request_of("c", 37, 20, seed=3)),
     )
     started = [name for step in record.steps for name in step.started]
     assert len(started) > len(set(started)), "a sequence was preempted"
+    evicted = {chunk.id: chunk.evicted for step in record.steps for chunk in step.computed}
+    assert sorted(name for name, tokens in evicted.items() if tokens) == ["a"]
     assert engine.pages_free == engine.pages_total
     return record
 
 
 def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: Pair) -> None:
-    for share, record in zip(SHARES, expected.records, strict=True):
-        found = run(Ranks(ranks), share)
-        assert found.tokens == record.tokens
-        assert found.finished == record.finished
-        evicted = {chunk.evicted for step in found.steps for chunk in step.computed}
-        assert any(evicted) is bool(share)
+    found = run(Ranks(ranks))
+    assert found.tokens == expected.record.tokens
+    assert found.finished == expected.record.finished
 
     own, other = ranks
     one = expected.executor.cache.planes

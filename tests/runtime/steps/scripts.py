@@ -8,6 +8,7 @@ import pytest
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
 from runtime.engine import Add, Arrived, Command, Engine, LocalExecutor, Release, Reserve
@@ -39,7 +40,7 @@ SAMPLINGS = [
 
 def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    return Engine(LocalExecutor(model, pages=PageCount(pages), limits=limits, replay=replay))
+    return Engine(LocalExecutor(model, EngineOptions(PageCount(pages), limits, replay=replay)))
 
 
 def replay_of(engine: Engine) -> StepReplay:

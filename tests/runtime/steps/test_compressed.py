@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
 from runtime.kv.registry import COMPRESSED
 from runtime.models.build import build_model
@@ -30,9 +31,8 @@ def engines(model: Model, pages: int, stored: int, running: int) -> Iterator[Eng
     """Yield an engine without replay and one with replay."""
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
     for replay in (False, True):
-        yield Engine(
-            LocalExecutor(model, pages=PageCount(pages, stored), limits=limits, replay=replay)
-        )
+        options = EngineOptions(PageCount(pages, stored), limits, replay=replay)
+        yield Engine(LocalExecutor(model, options))
 
 
 def check(

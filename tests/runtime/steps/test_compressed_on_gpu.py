@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.engine import Add, Command, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
 from runtime.kv.registry import COMPRESSED
@@ -43,15 +44,9 @@ def script() -> list[list[Command]]:
 
 def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> Record:
     limits = Limits(max_running=6, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    engine = Engine(
-        LocalExecutor(
-            model,
-            pages=pages_of(model.layout, pages, stored),
-            limits=limits,
-            replay=True,
-        ),
-        kv_eviction=kv_eviction,
-    )
+    count = pages_of(model.layout, pages, stored)
+    options = EngineOptions(count, limits, kv_eviction=kv_eviction, replay=True)
+    engine = Engine(LocalExecutor(model, options))
     engine.warm_up()
     record = play(engine, script())
     held = engine._scheduler.pages

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import SequenceState
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor, Reserve
@@ -106,15 +107,8 @@ def test_warm_up_does_not_change_output(model: Model) -> None:
 def test_one_graph_per_layer_produces_the_same_tokens(model: Model) -> None:
     records = []
     for by_layer in (False, True):
-        engine = Engine(
-            LocalExecutor(
-                model,
-                pages=PageCount(40),
-                limits=Limits(max_running=4, max_waiting=4),
-                replay=True,
-                by_layer=by_layer,
-            )
-        )
+        options = EngineOptions(PageCount(40), Limits(4, 4), replay=True, by_layer=by_layer)
+        engine = Engine(LocalExecutor(model, options))
         script: list[list[Command]] = [[Add(request(n, 5 + 9 * n, 9, n, 1)) for n in range(3)]]
         records.append(play(engine, script))
     assert records[0].tokens == records[1].tokens

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
@@ -35,16 +36,10 @@ def check(
 ) -> Watch:
     """Compare the output of a script with and without replay; check that all pages return."""
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
+    count = pages_of(MODELS[name].layout, pages, stored)
+    options = EngineOptions(count, limits, kv_eviction=0.5)
     plain, replayed = (
-        Engine(
-            LocalExecutor(
-                MODELS[name],
-                pages=pages_of(MODELS[name].layout, pages, stored),
-                limits=limits,
-                replay=replay,
-            ),
-            kv_eviction=0.5,
-        )
+        Engine(LocalExecutor(MODELS[name], replace(options, replay=replay)))
         for replay in (False, True)
     )
     expected = play(plain, script)
@@ -92,14 +87,9 @@ def test_passes_without_evicted_prompts_log_no_queries() -> None:
 
 def test_queries_of_dropped_prompts_are_forgotten() -> None:
     """A prompt is cancelled after a chunk with some of the last queries."""
-    engine = Engine(
-        LocalExecutor(
-            MODELS["dense"],
-            pages=PageCount(64),
-            limits=Limits(max_running=4, max_waiting=4, step_tokens=16, chunk_tokens=16),
-        ),
-        kv_eviction=0.5,
-    )
+    limits = Limits(max_running=4, max_waiting=4, step_tokens=16, chunk_tokens=16)
+    options = EngineOptions(PageCount(64), limits, kv_eviction=0.5)
+    engine = Engine(LocalExecutor(MODELS["dense"], options))
     steps = executor_of(engine).steps
     assert isinstance(steps, DirectSteps)
     engine.step([Add(request(0, 161, 8, 0, 1))])

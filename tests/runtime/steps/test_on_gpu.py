@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runtime.attention.base import SequenceSlice
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
@@ -89,7 +90,7 @@ def test_graph_of_a_mixed_pass_gives_the_same_bits_as_its_launches(
 def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
     """Prompts join a running batch; choices, penalties and log probabilities are sampled."""
     limits = Limits(max_running=12, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    engine = Engine(LocalExecutor(model, pages=PageCount(300), limits=limits, replay=True))
+    engine = Engine(LocalExecutor(model, EngineOptions(PageCount(300), limits, replay=True)))
     engine.warm_up()
     samplings = [
         SamplingParams(),
@@ -110,7 +111,7 @@ def test_all_requests_of_a_mixed_batch_complete(model: Model) -> None:
 
 def test_other_stream_reads_a_chunk_after_its_event(model: Model) -> None:
     limits = Limits(max_running=4, max_waiting=4, step_tokens=128, chunk_tokens=128)
-    engine = Engine(LocalExecutor(model, pages=PageCount(60), limits=limits, replay=True))
+    engine = Engine(LocalExecutor(model, EngineOptions(PageCount(60), limits, replay=True)))
     engine.warm_up()
     for plane in executor_of(engine).cache.planes:
         plane.fill_(torch.nan)

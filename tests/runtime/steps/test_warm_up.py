@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.kv.windowed import PageEncoder
 from runtime.models.build import build_model
@@ -24,7 +25,8 @@ LIMITS = Limits(max_running=5, max_waiting=8, step_tokens=64, chunk_tokens=32)
 
 def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     model = tiny_model()
-    warm, cold = (Engine(LocalExecutor(model, pages=PageCount(8), limits=LIMITS)) for _ in range(2))
+    options = EngineOptions(PageCount(8), LIMITS)
+    warm, cold = (Engine(LocalExecutor(model, options)) for _ in range(2))
     progress: list[tuple[str, int]] = []
     cache = executor_of(warm).cache
     encoder = PromptPageEncoder(model, cache)
@@ -38,10 +40,8 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
 @pytest.mark.parametrize("replay", [False, True])
 def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> None:
     model = build_model(tiny_checkpoint(), kv_format="int4")
-    warm, cold = (
-        Engine(LocalExecutor(model, pages=PageCount(20, 10), limits=LIMITS, replay=replay))
-        for _ in range(2)
-    )
+    options = EngineOptions(PageCount(20, 10), LIMITS, replay=replay)
+    warm, cold = (Engine(LocalExecutor(model, options)) for _ in range(2))
     encode = PageEncoder.encode
     counts = []
 
@@ -59,7 +59,7 @@ def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> 
 
 def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    engine = Engine(LocalExecutor(model, pages=PageCount(8), limits=LIMITS))
+    engine = Engine(LocalExecutor(model, EngineOptions(PageCount(8), LIMITS)))
     monkeypatch.setattr(model, "forward", None)
     engine.warm_up(silent)
 

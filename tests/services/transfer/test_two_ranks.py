@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.engine import Computed, Engine, LocalExecutor, Ranks
-from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import Books, SegmentCodecs
 from services.transfer.local_endpoint import LocalEndpoint
@@ -28,7 +29,6 @@ from tests.runtime.two_ranks import (
     RANKS,
     Pair,
     RemoteExecutor,
-    Sizes,
     two_rank_workers,
     whole_executor,
 )
@@ -49,8 +49,10 @@ from tests.services.workers import (
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 TOKENS, OUTPUTS = 100, 20
-PAGES = 64
-SIZES = Sizes(PAGES, Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=CHUNK))
+OPTIONS = EngineOptions(
+    pages=PageCount(64),
+    limits=Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=CHUNK),
+)
 SLOTS = 3
 
 
@@ -78,7 +80,7 @@ class RankedWorker:
 
     @classmethod
     def of_one(cls) -> "RankedWorker":
-        executor = whole_executor(SIZES)
+        executor = whole_executor(OPTIONS)
         return cls(Ranked(Engine(executor), executor))
 
     @classmethod
@@ -105,7 +107,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ra
         partial(start_endpoint, theirs, f"second-{number}")
         for number, (_, theirs) in enumerate(pipes)
     ]
-    with two_rank_workers(str(tmp_path / "rendezvous"), SIZES, *starts) as pairs:
+    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, *starts) as pairs:
         twos = [RankedWorker.of_two(pair, own) for pair, (own, _) in zip(pairs, pipes, strict=True)]
         yield ones + twos
 

@@ -198,7 +198,7 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     share = (had + 3 * GIB) / total
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share, slot_bytes=1 << 20)
     worker = load_worker(settings, decodes=True)
-    logits = worker.sizes.max_running * CONFIG.vocab_size
+    logits = worker.sizes.limits.max_running * CONFIG.vocab_size
     left = 3 * GIB - RESERVE - ROW_BYTES * logits - worker.sizes.slab_bytes
     assert 0.95 * left < sum(plane.nbytes for plane in worker.executor.cache.planes) <= left
     assert torch.cuda.memory_reserved() - had <= 3 * GIB

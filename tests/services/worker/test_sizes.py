@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.core.limits import Limits
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from services.decode.settings import DecodeSettings
@@ -30,12 +31,12 @@ def sizes(codecs: SegmentCodecs, gpu: int, *, decodes: bool, **given: int) -> Wo
 @pytest.mark.parametrize("decodes", [False, True])
 def test_cpu_sizes_do_not_depend_on_the_role(codecs: SegmentCodecs, decodes: bool) -> None:
     chosen = sizes(codecs, 0, decodes=decodes)
-    assert chosen == WorkerSizes(64, 512, 512, slots=16, slot_bytes=4 << 20)
+    assert chosen == WorkerSizes(Limits(64, 256, 512, 512), slots=16, slot_bytes=4 << 20)
 
 
 def test_chunks_of_all_roles_are_equal_on_a_gpu(codecs: SegmentCodecs) -> None:
-    prefill = sizes(codecs, 140 * GIB, decodes=False)
-    decode = sizes(codecs, 140 * GIB, decodes=True)
+    prefill = sizes(codecs, 140 * GIB, decodes=False).limits
+    decode = sizes(codecs, 140 * GIB, decodes=True).limits
     assert prefill.chunk_tokens == decode.chunk_tokens == 1024
     assert prefill.step_tokens == decode.step_tokens == 1024
     assert (prefill.max_running, decode.max_running) == (64, 256)
@@ -67,6 +68,6 @@ def test_slot_holds_a_page_of_a_layer_on_any_gpu(codecs: SegmentCodecs) -> None:
 def test_given_sizes_are_kept(codecs: SegmentCodecs) -> None:
     given = {"max_running": 5, "step_tokens": 96, "slot_bytes": 1 << 20, "slots": 3}
     chosen = sizes(codecs, 140 * GIB, decodes=True, **given)
-    assert chosen == WorkerSizes(5, 96, 96, slots=3, slot_bytes=1 << 20)
-    assert sizes(codecs, 0, decodes=True, step_tokens=100).chunk_tokens == 96
-    assert sizes(codecs, 0, decodes=True, chunk_tokens=64).chunk_tokens == 64
+    assert chosen == WorkerSizes(Limits(5, 256, 96, 96), slots=3, slot_bytes=1 << 20)
+    assert sizes(codecs, 0, decodes=True, step_tokens=100).limits.chunk_tokens == 96
+    assert sizes(codecs, 0, decodes=True, chunk_tokens=64).limits.chunk_tokens == 64

@@ -24,7 +24,6 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
     codebooks: bool, slot_bytes: int, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(codebooks=codebooks)
-    loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=CHUNK))
     planes = loaded.executor.cache.planes
     for plane in planes:
         plane.normal_()
@@ -46,7 +45,6 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
 
 def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(codebooks=True)
-    loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=CHUNK))
     warm_up_codec(loaded, Slab(1, SLOT_BYTES))
 
     def refused(*_: object) -> codec.PagedCodec:
@@ -71,7 +69,8 @@ def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) ->
     """``fitting``: tokens of all layers of the widest compressed planes that fit a slot."""
     loaded = load(kv_format="int4")
     chunk = 8 * PAGE_SIZE
-    loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=chunk))
+    limits = replace(loaded.sizes.limits, step_tokens=chunk, chunk_tokens=chunk)
+    loaded = replace(loaded, sizes=replace(loaded.sizes, limits=limits))
     layout, bound = loaded.executor.cache.layout, loaded.codecs.max_frame_bytes
     capacity = max(loaded.codecs.min_slot_bytes, bound(1, CONFIG.num_layers, fitting))
     prepared = {

@@ -16,6 +16,7 @@ sys.modules["triton"] = None  # an import raises ImportError
 import services.decode.service, services.prefill.service
 import services.offline.calibrate, services.offline.compress
 from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, LocalExecutor
 from runtime.models.build import build_model
@@ -23,7 +24,7 @@ from tests.runtime.tiny import tiny_checkpoint
 
 for kv_format in sys.argv[1:]:
     model = build_model(tiny_checkpoint(), kv_format=kv_format)
-    engine = Engine(LocalExecutor(model, pages=model.layout.plan.each(16), limits=Limits(4, 4)))
+    engine = Engine(LocalExecutor(model, EngineOptions(model.layout.plan.each(16), Limits(4, 4))))
     output = engine.step([Add(Request("a", (1, 2, 3), 3, SamplingParams(), max_tokens=4))])
     while engine.has_work:
         output = engine.step([])
