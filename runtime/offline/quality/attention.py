@@ -17,6 +17,7 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv.compressed import SINK_PAGES, CompressedFormat, CompressedLayer, first_recent
+from runtime.kv.dense import DenseLayer
 from runtime.kv.format import KVFormat, Plane
 from runtime.kv.windowed import compressed_cache
 
@@ -85,20 +86,14 @@ class TeacherForced(KVFormat):
         return TeacherForcedLayer(self._compressed, index, window=self._window)
 
 
-class TeacherForcedLayer:
-    """One layer of `TeacherForced`."""
+class TeacherForcedLayer(DenseLayer):
+    """One layer of `TeacherForced`; it writes K and V as format `dense` does."""
 
     def __init__(self, compressed: CompressedFormat | None, index: int, *, window: bool) -> None:
+        super().__init__(ReferenceAttention())
         self._compressed = compressed
         self._index = index
         self._window = window
-        self._exact = ReferenceAttention()
-
-    def append(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
-    ) -> Tensor:
-        k_pages, v_pages = planes
-        return self._exact.write(qkv, rope, k_pages, v_pages, batch)
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """Return the attention of every query over stored and exact pages, `[n, heads * dim]`.
