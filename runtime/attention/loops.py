@@ -104,7 +104,7 @@ def attend(
     """
     kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
     group = q.shape[1] // kv_heads
-    queries = np.empty((dim, LANES), np.float32)  # scaled
+    queries = np.empty((dim, LANES), np.float32)  # queries times `scale`
     acc = np.empty((dim, LANES), np.float32)
     weights = np.empty((size, LANES), np.float32)  # scores, then exp(score - m)
     keys, values = np.empty((size, dim), np.float32), np.empty((size, dim), np.float32)
@@ -113,7 +113,7 @@ def attend(
     position = np.empty(LANES, np.int32)
     for s in range(len(lengths)):
         rows = (starts[s + 1] - starts[s]) * group
-        before = lengths[s] - (starts[s + 1] - starts[s])  # tokens before the new ones
+        before = lengths[s] - (starts[s + 1] - starts[s])  # number of tokens before the new ones
         for h in range(kv_heads):
             for block in range(0, rows, LANES):
                 for r in range(LANES):
@@ -192,7 +192,7 @@ def attend_one(
     kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
     group = q.shape[1] // kv_heads
     strips = (dim + LANES - 1) // LANES  # dimensions are split into strips of LANES
-    queries = np.empty((group, dim), np.float32)  # scaled
+    queries = np.empty((group, dim), np.float32)  # queries times `scale`
     keys = np.empty((dim, LANES), np.float32)
     values = np.zeros((strips, size, LANES), np.float32)
     scores = np.empty((group, LANES), np.float32)  # scores, then exp(score - m)

@@ -52,8 +52,8 @@ class ReferenceAttention:
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         for sequence, length in enumerate(lengths):
             rows = slice(starts[sequence], starts[sequence + 1])
-            before = length - (rows.stop - rows.start)  # tokens before the new ones
-            skipped = self._skipped(before) // page_size  # pages
+            before = length - (rows.stop - rows.start)  # number of tokens before the new ones
+            skipped = self._skipped(before) // page_size  # number of pages not attended to
             first = skipped * page_size
             pages = batch.page_table[sequence, skipped:].long()
             # [p, kv_head, slot, dim] -> [kv_head, t, dim], without slots beyond the length

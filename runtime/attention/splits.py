@@ -57,7 +57,8 @@ class Splits:
         self._group = heads // kv_heads
         self._kv_heads = kv_heads
         self._dim = dim
-        self._buffers: dict[int, SplitBuffers] = {}  # by number of sequences, a power of two
+        # Keys are numbers of sequences, powers of two.
+        self._buffers: dict[int, SplitBuffers] = {}
 
     def of(self, sequences: int, device: torch.device) -> SplitBuffers:
         """Return buffers for at least this number of sequences."""

@@ -39,7 +39,8 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 METADATA = "headrace.json"
-FORMAT = 2  # 2: model_hash is a tree hash, see `runtime.checkpoint.hashing`
+FORMAT = 2
+"""Format version. Since 2, ``model_hash`` is a tree hash; see `runtime.checkpoint.hashing`."""
 
 
 def canonical_hash(checkpoint: Checkpoint) -> str:

@@ -1,4 +1,4 @@
-"""The project that wrote a checkpoint, by the names of its tensors.
+"""Detection of the project that wrote a checkpoint, from the names of its tensors.
 
 Servers read none of the factorized formats below. `runtime.offline.convert` converts them.
 """
@@ -12,14 +12,21 @@ from runtime.errors import CheckpointError
 
 
 class SourceFormat(StrEnum):
-    """Formats that `runtime.offline.convert` reads. The comments show how each names the factors of
-    q."""
+    """Formats that `runtime.offline.convert` reads.
 
-    DENSE = "dense"  # q_proj
-    SVD_LLM = "svd-llm"  # q_u_proj, q_v_proj
-    SVD_LLM_V2 = "svd-llm-v2"  # q_proj.u_proj, q_proj.v_proj
-    LINEAR_PAIR = "dobi-svd or asvd"  # q_proj.ALinear, q_proj.BLinear, in either order
-    BASIS_SHARING = "basis-sharing"  # q_proj is U, q_basis is V, shared by layers
+    Attributes:
+        DENSE: no factor pairs; the linear of q is ``q_proj``.
+        SVD_LLM: U and V of q are ``q_u_proj`` and ``q_v_proj``.
+        SVD_LLM_V2: U and V of q are ``q_proj.u_proj`` and ``q_proj.v_proj``.
+        LINEAR_PAIR: U and V of q are ``q_proj.ALinear`` and ``q_proj.BLinear``, or the reverse.
+        BASIS_SHARING: U of q is ``q_proj``, and V ``q_basis``, which layers share.
+    """
+
+    DENSE = "dense"
+    SVD_LLM = "svd-llm"
+    SVD_LLM_V2 = "svd-llm-v2"
+    LINEAR_PAIR = "dobi-svd or asvd"
+    BASIS_SHARING = "basis-sharing"
 
 
 PROJECTION = r"(?P<projection>q|k|v|o|gate|up|down)"

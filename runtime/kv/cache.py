@@ -19,7 +19,7 @@ from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.sizes import PageBytes
 
 _ALIGNMENT = 16
-"""Alignment of the planes in a page of a block, in bytes: that of the widest loads of kernels."""
+"""Alignment of the planes in a page of a block, in bytes: the width of the widest loads."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class CacheTensor:
     """One tensor of a cache, `[page, kv_heads, page_size, dim]`: a plane of a layer, or a block.
 
     A *block* contains several planes. A page of it has that page of each plane, one after the
-    other. Its ``dim`` only follows from the number of bytes.
+    other. Its ``dim`` is computed from the number of bytes.
 
     Attributes:
         layer: index of the layer.

@@ -73,7 +73,7 @@ class CompressedLayer(ABC):
         planes: tuple[Tensor, ...],  # noqa: ARG002
         batch: Batch,  # noqa: ARG002
     ) -> Tensor | None:
-        """Return the attention of prompts, `[n, heads * dim]`; None to attend K and V exactly.
+        """Return the attention of prompts, `[n, heads * dim]`; None to use ``planes``.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.

@@ -88,8 +88,10 @@ def key_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
     # [w, kv_heads * group, dim] -> [kv_heads, w, group, dim] -> [kv_heads, w * group, dim]
     by_head = scaled.view(count, kv_heads, group, dim).transpose(0, 1).flatten(1, 2)
     row = torch.arange(count * group, device=keys.device) // group
-    later = torch.arange(count, device=keys.device) > row[:, None]  # of the last w tokens
-    each = max(1, MAX_ELEMENTS // (tokens * max(dim, count * group)))  # KV heads at a time
+    # Which of the last w tokens are later than each query.
+    later = torch.arange(count, device=keys.device) > row[:, None]
+    # Number of KV heads that are computed together.
+    each = max(1, MAX_ELEMENTS // (tokens * max(dim, count * group)))
     found = []
     for first in range(0, kv_heads, each):
         own = slice(first, first + each)
@@ -136,5 +138,5 @@ def compact(
     target_pages, target_slots = pages[target // size], target % size
     for planes, page, slot in zip(layers, sources, slots, strict=True):
         for plane in planes:
-            moved = plane[page, head, slot]  # a copy, [heads, count, dim]
+            moved = plane[page, head, slot]  # [heads, count, dim], a copy
             plane[target_pages, head, target_slots] = moved

@@ -55,7 +55,7 @@ class LayerInputs:
     Attributes:
         planes: further kernel arguments, such as bases. They follow the compressed planes in the
             argument ``planes``.
-        costs: bytes of a stored token of each KV head; empty if all KV heads are alike.
+        costs: bytes of a compressed token of each KV head; empty if all KV heads are alike.
     """
 
     planes: tuple[Tensor | int, ...] = ()
@@ -78,7 +78,8 @@ class CompressedPageKernels:
         self._dim = config.head_dim
         self._source = source
         self._width = max(16, triton.next_power_of_2(self._dim))
-        self._results: list[tuple[Tensor, Tensor, Tensor]] = []  # the largest last
+        # See `_split_buffers`. The last ones are the largest.
+        self._results: list[tuple[Tensor, Tensor, Tensor]] = []
         self.inputs = LayerInputs()
         self._costs = _Costs()
 
@@ -144,19 +145,19 @@ class CompressedPageKernels:
         """
         k_pages, v_pages = planes[:_KV]
         table = batch.page_table
-        stored = _compressed_table(batch)
+        compressed = _compressed_table(batch)
         source = self._source.encode
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
-            k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, planes[_KV:] + self.inputs.planes,
+            k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
+            compressed, compressed.stride(0), batch.lengths, planes[_KV:] + self.inputs.planes,
             offsets, **self._encoding(planes[_KV:], k_pages.shape[2]), WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
             num_stages=source.stages, enable_fp_fusion=False,
         )  # fmt: skip
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Return attention of a decode batch over both kinds of pages, `[n, heads * dim]`.
+        """Return the attention of a decode batch over both kinds of pages, `[n, heads * dim]`.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.
@@ -165,14 +166,16 @@ class CompressedPageKernels:
         if not len(q):
             return out
         k_pages, v_pages = planes[:_KV]
-        table, stored, source = batch.page_table, _compressed_table(batch), self._source
+        source = self._source
+        table = batch.page_table
+        compressed = _compressed_table(batch)
         sequences, group = len(q), self._heads // self._kv_heads
         fragments = source.fragments_for(q, k_pages, group)
         if fragments is None:
             programs = decode_programs(q.device, source.programs)
         else:
-            exact = triton.next_power_of_2(sequences) * self._kv_heads
-            programs = fragments.stored_programs(q.device, exact)
+            full_precision = triton.next_power_of_2(sequences) * self._kv_heads
+            programs = fragments.compressed_programs(q.device, full_precision)
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         results = self._split_buffers(2 * (programs + sequences * self._kv_heads), q.device)
@@ -189,8 +192,9 @@ class CompressedPageKernels:
             "MIN_COST": self._costs.least, "SPLITS": splits,
         }  # fmt: skip
         arguments = (
-            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
-            stored.stride(0), batch.lengths, sequences, *results, _LOG2_E / math.sqrt(self._dim),
+            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs,
+            compressed, compressed.stride(0), batch.lengths, sequences, *results,
+            _LOG2_E / math.sqrt(self._dim),
         )  # fmt: skip
         grid = (sequences * self._kv_heads + programs,)
         if fragments is not None:
@@ -202,7 +206,7 @@ class CompressedPageKernels:
         else:
             windowed_decode_kernel[grid](
                 *arguments, self._costs.prefix, **constants, **of_splits, ATTEND=source.attend,
-                STRIDES=page_strides(planes[_KV:]), EXACT_BLOCK=source.exact_tile,
+                STRIDES=page_strides(planes[_KV:]), EXACT_BLOCK=source.full_precision_tile,
                 ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,

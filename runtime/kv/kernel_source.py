@@ -39,17 +39,21 @@ class FragmentSource:
     dims: tuple[int, ...] = (64, 128)
     hopper_only: bool = False
 
-    def stored_programs(self, device: torch.device, exact: int) -> int:
-        """Return the number of programs for compressed tiles, besides ``exact`` programs.
+    def compressed_programs(self, device: torch.device, full_precision: int) -> int:
+        """Return the number of programs for compressed tiles.
 
-        Programs of one warp all run at once, if that leaves at least half of the GPU for stored
-        tiles: exact programs come first, and those that wait for them would end last. Programs of
-        several warps do wait: there are fewer of them, and exact ones end soon.
+        Programs for full-precision tokens start first. If programs have one warp, all of them run
+        at once, as long as that leaves half of the GPU for compressed tiles: programs that started
+        later would end last. Programs of several warps do start later, because there are fewer of
+        them and those for full-precision tokens are short.
+
+        Args:
+            full_precision: number of programs for full-precision tokens.
         """
         programs = decode_programs(device, self.programs)
         if self.warps > 1:
             return programs
-        return max(programs - exact, programs // 2)
+        return max(programs - full_precision, programs // 2)
 
     def supports(self, q: Tensor, k_pages: Tensor, group: int) -> bool:
         """Return whether the kernel can attend with ``group`` queries to each KV head."""
@@ -93,7 +97,7 @@ class KernelSource:
         encode: encoding of pages.
         attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
         tile: tokens of a compressed tile, a power of two.
-        exact_tile: exact tokens per iteration.
+        full_precision_tile: full-precision tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
         registers: maximum number of registers of a thread of attention; None for no limit.
@@ -111,7 +115,7 @@ class KernelSource:
     attend: JITFunction
     finish: JITFunction
     tile: int
-    exact_tile: int = 32
+    full_precision_tile: int = 32
     warps: int = 2
     stages: int = 3
     programs: int = PROGRAMS

@@ -25,13 +25,15 @@ class LayersEncoder:
             inputs = (*planes, *kernels.inputs.planes)
             groups.setdefault(tuple(map(_kind, inputs)), []).append((kernels, planes))
         self._launches = [(*group[0], _offsets(group)) for group in groups.values()]
-        self._layers = layers  # holds the tensors whose addresses are used
+        self._layers = layers  # a reference to the tensors whose addresses are used
 
     def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
         """Encode pages; see `runtime.kv.windowed.PageEncoder.encode`."""
         for kernels, planes, offsets in self._launches:
-            keys, values, *stored = planes
-            kernels.encode(keys, values, tuple(stored), targets, sources, first_positions, offsets)
+            keys, values, *compressed = planes
+            kernels.encode(
+                keys, values, tuple(compressed), targets, sources, first_positions, offsets
+            )
 
     def encode_leaving(self, batch: Batch) -> None:
         """Encode pages that leave windows; see `CompressedPageKernels.encode_leaving`."""
@@ -40,7 +42,7 @@ class LayersEncoder:
 
 
 def _kind(x: Tensor | int) -> Hashable:
-    """Return what one launch requires to be equal in all of its layers."""
+    """Return the properties of an argument that must be equal in all layers of a launch."""
     if isinstance(x, int):
         return x
     return x.dtype, x.shape, x.stride(), x.data_ptr() % (_ALIGNED * x.element_size())

@@ -109,8 +109,8 @@ def _windowed(
     by_halves: bool = False,
 ) -> WindowedFormat:
     """Create a compressed format over full-precision pages of `dense`."""
-    exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
-    return WindowedFormat(exact, COMPRESSED[name](config))
+    dense = DenseFormat.create(config, device, dtype, by_halves=by_halves)
+    return WindowedFormat(dense, COMPRESSED[name](config))
 
 
 _BUILT_IN: dict[str, KVFormatFactory] = {
@@ -145,8 +145,8 @@ def create_format(
     check_name(spec)
     if is_calibrated(spec):
         compressed = calibrated_format(spec, config, model_hash, device)
-        exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
-        return WindowedFormat(exact, compressed)
+        dense = DenseFormat.create(config, device, dtype, by_halves=by_halves)
+        return WindowedFormat(dense, compressed)
     factory = _plug_in(spec) if ":" in spec else _BUILT_IN[spec]
     kv_format = factory(config, device, dtype, by_halves=by_halves)
     if isinstance(kv_format, KVFormat):

@@ -44,8 +44,8 @@ def compressed_cache(
 class WindowedLayer:
     """One layer of a `WindowedFormat`; a `LayerKV` with planes for K, V and compressed pages."""
 
-    def __init__(self, exact: DenseLayer, compressed: CompressedLayer) -> None:
-        self._exact = exact
+    def __init__(self, dense: DenseLayer, compressed: CompressedLayer) -> None:
+        self._dense = dense
         self._compressed = compressed
         self._reference = ReferenceAttention()
 
@@ -53,7 +53,7 @@ class WindowedLayer:
         self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
-        q = self._exact.append(qkv, rope, planes[:_KV], batch)
+        q = self._dense.append(qkv, rope, planes[:_KV], batch)
         self.encode_leaving(planes, batch.decode if isinstance(batch, MixedBatch) else batch)
         return q
 
@@ -71,7 +71,7 @@ class WindowedLayer:
         table = compressed_table(batch)
         if table is None:
             found = self._compressed.attend_prompt(q, planes[:_KV], batch)
-            return self._exact.attend(q, planes[:_KV], batch) if found is None else found
+            return self._dense.attend(q, planes[:_KV], batch) if found is None else found
         if kernels := self.kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
@@ -118,7 +118,8 @@ class WindowedLayer:
         sources, targets, first = [], [], []
         for index, length in enumerate(batch.lengths.tolist()):
             page = first_recent(length, page_size) - 1
-            if page >= first_recent(length - 1, page_size):  # it was recent one token ago
+            was_recent = page >= first_recent(length - 1, page_size)
+            if was_recent:
                 sources.append(batch.page_table[index, page])
                 targets.append(table[index, page])
                 first.append(page * page_size)
@@ -154,25 +155,26 @@ class WindowedLayer:
 class WindowedFormat(KVFormat):
     """Implements `KVFormat` with a compressed format."""
 
-    def __init__(self, exact: DenseFormat, compressed: CompressedFormat) -> None:
-        self._exact = exact
+    def __init__(self, dense: DenseFormat, compressed: CompressedFormat) -> None:
+        self._dense = dense
         self._compressed = compressed
         self.name = compressed.name
         self.version = compressed.version
         self.artifact_hash = compressed.artifact_hash
         self.keeps_rope = compressed.keeps_rope
-        self.graph_safe = exact.graph_safe and compressed.fused
+        self.graph_safe = dense.graph_safe and compressed.fused
 
     @property
     def kernels(self) -> str:
-        return f"{self._exact.kernels}+{self.name}-{self.version}"
+        return f"{self._dense.kernels}+{self.name}-{self.version}"
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         full_precision = (
-            replace(plane, group=FULL_PRECISION) for plane in self._exact.planes(layer, page_size)
+            replace(plane, group=FULL_PRECISION) for plane in self._dense.planes(layer, page_size)
         )
+        # The names differ from those of K and V, because formats may call their planes so, too.
         compressed = (
-            replace(plane, name=f"{plane.name}_stored", group=COMPRESSED)  # not `k` and `v`
+            replace(plane, name=f"{plane.name}_stored", group=COMPRESSED)
             for plane in self._compressed.planes(layer, page_size)
         )
         return (*full_precision, *compressed)
@@ -181,7 +183,7 @@ class WindowedFormat(KVFormat):
         return self._layer(index)
 
     def encoder(self, layers: Sequence[tuple[Tensor, ...]]) -> "PageEncoder":
-        """Return what encodes the pages of a cache.
+        """Return the encoder of the pages of a cache.
 
         Args:
             layers: planes of each layer.
@@ -207,7 +209,7 @@ class WindowedFormat(KVFormat):
         ]
 
     def _layer(self, index: int) -> WindowedLayer:
-        return WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+        return WindowedLayer(self._dense.layer(index), self._compressed.layer(index))
 
 
 class PageEncoder:

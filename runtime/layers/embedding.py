@@ -1,4 +1,4 @@
-"""Token embeddings, on the CPU in fp32 from the memory of the LM head where both are equal."""
+"""Token embeddings. On the CPU in fp32, they share memory with the LM head if both are equal."""
 
 from collections.abc import Callable
 from functools import partial

@@ -22,7 +22,8 @@ Source = Floats | Halves | tuple[Bytes, Floats, Floats]
 A block is a right-hand operand of `runtime.cpu.tiles.accumulate`.
 """
 
-_SUMS = 16  # number of partial sums in `rms_norm`
+_SUMS = 16
+"""Number of partial sums in `rms_norm`."""
 _f, _u = np.float32, np.uint32
 
 

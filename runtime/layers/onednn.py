@@ -16,7 +16,7 @@ from runtime.layers.stored_weight import StoredWeight, blocked
 _TYPICAL_ROWS = 64
 """Number of input rows that oneDNN packs weights for. Any from 8 to 256 is equally fast."""
 _COLUMNS = 16
-"""oneDNN pads the columns of a packed weight to a multiple of this number."""
+"""Multiple to which oneDNN pads the columns of a packed weight."""
 _PART_ELEMENTS = 1 << 21
 """Maximum elements of a weight that are expanded at once (8 MiB)."""
 
@@ -52,9 +52,9 @@ def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
 
 
 class _Buffer:
-    """Memory for one weight at a time, used by all weights of a shape.
+    """Memory for one expanded weight. All weights of a shape share it.
 
-    The layout is found with distinct values, since a weight may have equal ones.
+    A weight of distinct values shows the layout.
     """
 
     def __init__(self, shape: torch.Size) -> None:
@@ -78,7 +78,7 @@ _BUFFERS: WeakValueDictionary[torch.Size, _Buffer] = WeakValueDictionary()
 class ExpandedWeight:
     """A stored weight that is expanded to oneDNN's layout for each product.
 
-    Only into blocks: into other layouts it takes several times as long.
+    Weights are expanded into blocks only, because other layouts take several times as long.
 
     Args:
         parts: the first block and the buffer of each part of the weight, in order of rows.

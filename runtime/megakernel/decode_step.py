@@ -63,9 +63,9 @@ def _megakernel_step(model: GemmModel, batch: Batch, cache: PagedCache) -> Calla
     if not isinstance(kv_format, WindowedFormat):
         return DecodeStep(weights, cache.planes, rope, batch, programs=programs).launch
     layers = [cache.layer(index) for index in range(model.config.num_layers)]
-    exact = [plane for planes in layers for plane in planes[:2]]  # K and V
+    full_precision = [plane for planes in layers for plane in planes[:2]]  # K and V
     attend = kv_format.decode_attention(layers, batch)
-    step = DecodeStep(weights, exact, rope, batch, attend=attend, programs=programs)
+    step = DecodeStep(weights, full_precision, rope, batch, attend=attend, programs=programs)
     encoder = kv_format.encoder(layers)
 
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""The hash by which two workers compare the kernels that compute their results."""
+"""Hash of the kernels that compute results, which two workers compare."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from runtime.models.model import Model
 
 
 def kernel_plan_hash(model: Model) -> str:
-    """Return the hash of all that determines results, except the weights and the KV format.
+    """Return the hash of everything that determines results, except weights and KV format.
 
     If it differs, results may not be bitwise identical. The handshake compares the weights and
     the KV format separately.

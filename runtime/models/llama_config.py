@@ -41,7 +41,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "transformers_weights": (),
 }
-"""Keys that change the computation of some architectures: their values without effect."""
+"""Values without effect, by key, for keys that change the computation of some architectures."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ _WORDS, _REALS = 6, 6
 number of its fp64 parameters (temperature, min-p, top-p, and repetition, frequency and presence
 penalty).
 """
-_IN_PROMPT, _SUPPRESSED = 1, 2  # flags of a token
+_IN_PROMPT, _SUPPRESSED = 1, 2
+"""Flags of a token."""
 
 
 class DeviceSampler:
@@ -96,7 +97,8 @@ class DeviceSampler:
         self.logprobs = zeros(rows, 1, dtype=torch.float32)
         self.top_logprobs = zeros(rows, top, dtype=torch.float32)
         self.top_tokens = zeros(rows, top)
-        self._parameters = zeros(_WORDS + _REALS, rows)  # fp64 values stored as int64 bits
+        # int64; rows from _WORDS on hold the bits of fp64 values.
+        self._parameters = zeros(_WORDS + _REALS, rows)
         self._greedy = self._parameters[0]
         self._top_k = self._parameters[1, :, None]
         self._min_tokens = self._parameters[2]
@@ -215,8 +217,8 @@ class _LogitsProcessor:
         self._bias = bias
         self.outputs = outputs
         self._flags = flags
-        self._penalties = penalties  # repetition, frequency, presence
-        self._biased: set[int] = set()  # rows with a non-zero bias
+        self._penalties = penalties
+        self._biased: set[int] = set()  # rows with a bias other than 0
 
     def load(self, number: int, row: SamplingRow) -> None:
         """Load bias, token counts and flags of a row, if its logits are processed.

@@ -209,7 +209,8 @@ def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
     values, indices = logits.topk(min(_CANDIDATES, vocab), dim=-1)
     picks, resolved = _pick(_masses(values, logits, parameters), parameters, vocab)
     picked = values.gather(1, picks[:, None])  # [m, 1]
-    rank = picks[:, None] - (values > picked).sum(dim=-1, keepdim=True)  # among equal logits
+    # Rank of the pick among tokens with the same logit.
+    rank = picks[:, None] - (values > picked).sum(dim=-1, keepdim=True)
     equal = torch.where(values == picked, indices, vocab - 1).sort(dim=-1).values
     # Only some of the tokens with the least logit of the candidates may be among them.
     complete = (picked > values[:, -1:]) | (values.shape[-1] == vocab)

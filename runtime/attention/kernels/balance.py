@@ -65,7 +65,7 @@ def head_of_tile(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
         tiles, ends: see `divide`.
     """
     sequence = tl.sum((ends <= tile).to(tl.int32), axis=0)
-    count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # of one KV head
+    count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # tiles of one KV head
     before = tl.sum(tl.where(s == sequence, ends, 0), axis=0) - count * KV_HEADS
     kv_head = (tile - before) // count
     return sequence, kv_head, before + kv_head * count, count

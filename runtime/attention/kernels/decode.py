@@ -53,14 +53,14 @@ def attend_tiles(
     head_stride, table, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend over exact keys ``begin`` to ``end`` of one KV head, multiples of BLOCK.
+    """Attend over full-precision keys ``begin`` to ``end`` of one KV head, multiples of BLOCK.
 
     Args:
         queries: `[ROWS, WIDTH]`.
         acc: fp32 `[ROWS, WIDTH]`, unnormalized output over the keys attended so far.
         m, l: fp32 `[ROWS]`, maximum and sum of the online softmax over them.
-        length: number of exact keys of the sequence.
-        gap: positions after the first page that are not exact keys, a multiple of PAGE.
+        length: number of full-precision keys of the sequence.
+        gap: positions after the first page that are not full-precision keys, a multiple of PAGE.
         table: pointer to the page table of the sequence.
 
     Returns:
@@ -113,7 +113,8 @@ def decode_kernel(
         MERGED: splits that are merged per iteration.
     """
     s = tl.arange(0, SEQUENCES)
-    tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)  # of each KV head
+    # Tiles of one KV head of each sequence.
+    tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)
     ends, programs, each, extra = divide(tiles, tl.num_programs(0), KV_HEADS, MIN_TILES)
     program = tl.program_id(0)
     if program >= programs:

@@ -27,8 +27,8 @@ class FdcOptions:
             alone (ablation).
         prc: whether K is projected after RoPE. Without (ablation "FDC/PRC", section 6.6), K is
             projected before RoPE to its own best basis, and attention has to restore it.
-        compressed_prefill: whether prompts attend with projected queries and keys, too, over exact
-            values. It needs ``prc``.
+        compressed_prefill: whether prompts attend with projected queries and keys, too, but with
+            values that are not projected. It needs ``prc``.
     """
 
     removal_rate: float = 0.2

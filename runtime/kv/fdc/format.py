@@ -35,7 +35,7 @@ class FdcLayer(CompressedLayer):
         k_ranks, v_ranks: rank of each head. Columns of the bases beyond it are 0.
         rotation: RoPE of the model if K is projected before RoPE, else None.
         format_kernels: returns the Triton kernels, or None if they do not run on a device.
-        prefill: prefill attention with projected queries and keys; None for exact prefill.
+        prefill: prefill attention with projected queries and keys; None for the usual prefill.
     """
 
     k_basis: Tensor
@@ -76,11 +76,11 @@ class FdcLayer(CompressedLayer):
         return keys, project_pages(v.float(), self.v_basis.mT)
 
     def attend_prompt(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor | None:
-        """Attend with the projected queries and keys of prompts; None if prefill is exact.
+        """Attend with the projected queries and keys of prompts; None without ``prefill``.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.
-            planes: exact K and V of the layer.
+            planes: full-precision K and V of the layer.
         """
         if self.prefill is None:
             return None

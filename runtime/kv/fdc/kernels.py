@@ -2,7 +2,7 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Encoding and attention of the format `fdc` in Triton; see its README for the maths.
 
-After the stored planes, both functions get
+After the compressed planes, both functions get
 
 - the bases of K and of V, bf16 `[2, KV_HEADS, DIM, width]`, see `runtime.kv.kernels.latents`;
 - the ranks of K and V in units of RANK_MULTIPLE, int32 `[2, KV_HEADS]`. Rows are therefore known to

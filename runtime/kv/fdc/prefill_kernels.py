@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Prefill attention on projected queries and keys in Triton; values are exact.
+"""Prefill attention on projected queries and keys in Triton; values are not projected.
 
-Latents of keys, bf16 `[page, KV_HEADS, PAGE, K_WIDTH]`, have the page ids of the exact pages. Rows
-are placed as in stored pages, see `runtime.kv.fdc.rows`.
+Latents of keys, bf16 `[page, KV_HEADS, PAGE, K_WIDTH]`, have the page ids of the full-precision
+pages. Rows are placed as in compressed pages, see `runtime.kv.fdc.rows`.
 """
 
 import triton

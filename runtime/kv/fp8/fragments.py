@@ -187,7 +187,7 @@ def attend(
     lane, g, t = lane_numbers()
     queries, factor = fp16_queries(q + gl.minimum(g, GROUP - 1) * DIM, t, DIM)
     acc, m, l = no_tokens(lane, DIM // 16)
-    top = lane * 0  # biased
+    top = lane * 0  # the largest scale so far, as a biased exponent
     row = kv_head * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, PAGES * PAGE):

@@ -50,15 +50,18 @@ def write_fp8(
 
     Args:
         x: fp32 `[ROWS, WIDTH]`; columns beyond DIM are 0.
-        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        page: int64 `[ROWS]`, compressed page of each vector.
+        row: int32 `[ROWS]`, row of each vector in its page.
         codes: fp8 plane, `[page, row, DIM]`.
         scales: uint8 plane, `[page, row]`.
     """
     E5M2: tl.constexpr = codes.dtype.element_ty == tl.float8e5
-    TOP: tl.constexpr = 16 if E5M2 else 9  # 0.875 * 2**TOP is the largest number
+    # The largest number of the dtype is 0.875 * 2**TOP.
+    TOP: tl.constexpr = 16 if E5M2 else 9
     largest = tl.max(magnitude_bits(x), axis=1)
     finite = largest < INFINITE
-    above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)  # above 0.875 * 2**exponent
+    # Whether the largest magnitude is above 0.875 times the next power of two.
+    above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     biased = tl.maximum((largest >> 23).to(tl.int32) + 1 - TOP + above, 1)
     biased = tl.where(largest == 0, 127 - TOP, biased)
     inverse = power_of_two(254 - tl.where(finite, biased, 0))
@@ -165,7 +168,7 @@ def attend(
     even, m, l = no_keys(queries.shape[0], queries.shape[1] // 2)
     odd = tl.zeros_like(even)
     q, factor = fp16_queries(queries)
-    top = 0  # biased
+    top = 0  # the largest scale so far, as a biased exponent
     d = tl.arange(0, queries.shape[1])[None, :]
     for first in range(begin, end, BLOCK):
         t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)

@@ -286,7 +286,8 @@ def attend(
     scale *= factor
     sums = bias_products(queries, lane)
     acc, m, l = no_tokens(lane, DIM // 16)
-    of_low, of_high = l, l  # sums of weights times scales
+    # Sums of weights times scales, which start at 0 as `l` does.
+    of_low, of_high = l, l
     STEP: gl.constexpr = PAGES * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, STEP):

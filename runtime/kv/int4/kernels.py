@@ -71,7 +71,8 @@ def write_int4(
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        page: int64 `[ROWS]`, compressed page of each vector.
+        row: int32 `[ROWS]`, row of each vector in its page.
         codes: uint8 plane, `[page, row, DIM / 2]`.
         scales: bf16 plane, `[page, row, 2]`.
     """
@@ -193,7 +194,7 @@ def attend(
     sums = tl.zeros((BLOCK, queries.shape[0]), tl.float32)
     for first in range(begin, end, BLOCK):
         t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
-        used = t < count  # others read page 0
+        used = t < count  # unused lanes read page 0
         keys = byte_pairs_at(k, page, row, None, STRIDES[0], DIM // 2, DIM // 4)
         values = byte_pairs_at(v, page, row, None, STRIDES[1], DIM // 2, DIM // 4)
         k_scales = words_at(k_scale, page, row, used, STRIDES[2], 4)

@@ -99,7 +99,7 @@ class Int4Format(QuantizedFormat):
             kernels.attend,
             kernels.finish,
             tile=32,
-            exact_tile=16,
+            full_precision_tile=16,
             warps=1,
             programs=8,
             rows=8,

@@ -173,7 +173,7 @@ def attend(
     scale *= factor
     bias = bias_products(queries, lane)
     acc, m, l = no_tokens(lane, DIM // 16)
-    sums = l  # of weights times norms
+    sums = l  # sums of weights times norms, which start at 0 as `l` does
     STEP: gl.constexpr = PAGES * PAGE
     pages = pages_of_tile(table, begin, count, PAGES)
     for first in range(begin, end, STEP):

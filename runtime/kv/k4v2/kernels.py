@@ -42,7 +42,8 @@ def write_values(
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        page: int64 `[ROWS]`, compressed page of each vector.
+        row: int32 `[ROWS]`, row of each vector in its page.
         packed: uint8 plane, `[page, row, DIM / 4]`.
         norms: bf16 plane, `[page, row]`.
     """
@@ -156,7 +157,7 @@ def attend(
     for first in range(begin, end, BLOCK):
         t, page, row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 1)
         pair, pair_page, pair_row = rows_at(first, kv_head, count, table, PAGE, BLOCK, 2)
-        used = t < count  # others read page 0
+        used = t < count  # unused lanes read page 0
         keys = byte_pairs_at(k, page, row, None, STRIDES[0], DIM // 2, DIM // 4)
         values = byte_pairs_at(v, page, row, None, STRIDES[1], DIM // 4, DIM // 8)
         k_scales = words_at(k_scale, page, row, used, STRIDES[2], 4)

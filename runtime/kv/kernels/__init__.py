@@ -1,1 +1,1 @@
-"""Triton kernels over stored pages that the compressed formats share."""
+"""Triton kernels over compressed pages that the compressed formats share."""

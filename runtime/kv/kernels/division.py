@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Division of stored tiles over programs, by cost or by a fixed number.
+"""Division of compressed tiles over programs, by cost or by a fixed number.
 
 Tiles are numbered as in `runtime.attention.kernels.balance`. With **costs**, a program has the
 tiles that begin in its interval of the cost of the whole batch. Programs are then balanced up to
@@ -45,12 +45,13 @@ def tile_at(cost, tiles, costs, KV_HEADS: tl.constexpr):
         tiles: see `divide_costs`.
     """
     s = tl.arange(0, tiles.shape[0])
-    ends = tl.cumsum(tiles, axis=0)  # of one KV head
+    # `ends` counts tiles of one KV head. `own` is 0 after the last sequence.
+    ends = tl.cumsum(tiles, axis=0)
     whole = tl.load(costs + KV_HEADS)
     sequence = tl.sum((ends * whole <= cost).to(tl.int32), axis=0)
     before = tl.max(tl.where(s < sequence, ends, 0), axis=0)
     cost -= before * whole
-    own = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # 0 after the last sequence
+    own = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)
 
     h = tl.arange(0, power_of_2(KV_HEADS))
     after = tl.load(costs + h + 1, mask=h < KV_HEADS, other=0)
@@ -71,7 +72,8 @@ def splits_by_cost(
     begin = tl.max(tl.where(s < sequence, cost_ends, 0), axis=0) + count * passed
     last = begin + (count - 1) * of_tile
     first = program_of(begin, each, extra)
-    previous = (kv_head + KV_HEADS - 1) % KV_HEADS  # the KV head of the tile before, if any
+    # The KV head before this one; the tile before `begin` is its last.
+    previous = (kv_head + KV_HEADS - 1) % KV_HEADS
     of_previous = tl.load(costs + previous + 1) - tl.load(costs + previous)
     follows = begin - of_previous >= interval_begin(first, each, extra)
     return first, program_of(last, each, extra) - first + 1, follows.to(tl.int32)
@@ -84,7 +86,8 @@ def split_interval(
     """Return the interval of a program if SPLITS programs share each KV head; it may be empty."""
     s = tl.arange(0, tiles.shape[0])
     sequence = program // (SPLITS * KV_HEADS)
-    count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # 0 after the last sequence
+    # Tiles of one KV head; 0 after the last sequence.
+    count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)
     before = tl.sum(tl.where(s == sequence, ends, 0), axis=0) - count * KV_HEADS
     head_begin = before + program // SPLITS % KV_HEADS * count
     chunk = tl.cdiv(count, SPLITS)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Encoding of exact pages into stored pages.
+"""Encoding of full-precision pages into compressed pages.
 
 A program encodes HEADS KV heads of some pages. Each format contributes one function::
 
@@ -11,13 +11,14 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
 - k_pages, v_pages: bf16 K (after RoPE) and V.
 - k_at, v_at: int64 `[TOKENS]`, offset of each token in them, of KV head 0.
 - k_stride, v_stride: strides of KV heads.
-- page: int64 `[TOKENS]`, stored page of each token; slot: int32 `[TOKENS]`, its slot in the page.
+- page: int64 `[TOKENS]`, compressed page of each token.
+- slot: int32 `[TOKENS]`, slot of each token in its page.
 - position: int32 `[TOKENS]`; undefined if positions are not known.
 - head: first KV head to encode.
-- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, each page of
-  which is contiguous, and then other inputs of the format.
-- K_WIDTH, V_WIDTH: widths of the first two stored planes.
-- STRIDES: for each stored plane, elements from a page to the next one.
+- planes: pointers to the compressed planes of the layer, `[page, KV_HEADS, PAGE, width]` with
+  contiguous pages, and then other inputs of the format.
+- K_WIDTH, V_WIDTH: widths of the first two compressed planes.
+- STRIDES: for each compressed plane, elements from a page to the next one.
 
 What a program stores for a token depends on this token alone, and not on the number of tokens and
 heads of the program. Formats of codes store the bits of their reference.
@@ -72,7 +73,7 @@ def tiles_at(pages, at, stride, head, DIM: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def plane_rows(page, slot, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Return the stored page, int64, and the row in it, int32, of each vector of `vectors_at`."""
+    """Return the page, int64, and the row in it, int32, of each vector of `vectors_at`."""
     COUNT: tl.constexpr = HEADS * page.shape[0]
     heads = head + tl.arange(0, HEADS)[:, None]
     pages = tl.broadcast_to(page[None, :], (HEADS, page.shape[0]))
@@ -113,7 +114,7 @@ def encode_kernel(
         keys, values: bf16 `[…, KV_HEADS, PAGE, DIM]`; the last stride is 1.
         k_strides, v_strides: their first three strides.
         sources: int64 `[pages]`, pages of ``keys`` and ``values``; None for the first ones.
-        targets: int64 `[pages]`, stored pages.
+        targets: int64 `[pages]`, compressed pages.
         positions: int64 `[pages]`, position of the first token of each; None if not known.
         planes: see the head of this file.
         offsets: int64 `[layers, 2 + len(planes)]`, distance of ``keys``, ``values`` and each of
@@ -155,15 +156,15 @@ def encode_leaving_kernel(
 
     Args:
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, of equal strides.
-        page_table: int32 `[sequences, pages]`, exact pages, row stride ``table_stride``.
-        stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
+        page_table: int32 `[sequences, pages]`, full-precision pages, row stride ``table_stride``.
+        stored_table: int32 `[sequences, pages]`, compressed pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`.
         offsets: see `encode_kernel`.
     """
     if offsets is not None:
         k_pages, v_pages, planes = of_layer(k_pages, v_pages, planes, offsets, tl.program_id(2))
     sequence = tl.program_id(0)
-    old = tl.load(lengths + sequence) - WINDOW  # tokens before the window
+    old = tl.load(lengths + sequence) - WINDOW  # number of tokens before the window
     index = old // PAGE - 1
     if (old % PAGE == 0) & (index >= SINK_PAGES):
         source = tl.load(page_table + sequence * table_stride + index).to(tl.int64)

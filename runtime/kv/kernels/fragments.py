@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 NO_SCORE = gl.constexpr(-3e38)
-"""Score of a token that is left out where a warp may have no others: -inf would give NaN."""
+"""Score of masked tokens if all tokens of a warp may be masked, where -inf would give NaN."""
 PAGE = gl.constexpr(16)
 _LOAD16 = gl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD8 = gl.constexpr("ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];")
@@ -277,7 +277,7 @@ def as_operand(weights, first, second, FP16: gl.constexpr):
 
 @gluon.jit
 def pages_of_tile(table, first, count, PAGES: gl.constexpr):
-    """Return the ids of the PAGES stored pages from token ``first`` on.
+    """Return the ids of the PAGES compressed pages from token ``first`` on.
 
     In place of pages from ``count`` tokens on, the last one before is returned: what other pages
     hold may be NaN, also when multiplied by a weight of 0.

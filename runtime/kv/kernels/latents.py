@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Projections onto low-rank bases in Triton, for the formats `fdc`, `palu` and `shard`.
 
-Bases are stored as bf16, `[2, …]`: the basis rounded to bf16, and what the rounding took away.
+Bases are stored as bf16, `[2, …]`: the basis rounded to bf16, and the rounding error, also in bf16.
 Encoding multiplies by both, which is as exact as fp32 up to the order of sums. Attention uses the
 first only.
 """

@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Attention of one new token per sequence over its stored and exact pages, in two launches.
+"""Attention of one new token per sequence over pages of both kinds, in two launches.
 
-`windowed_decode_kernel` computes splits of the result: one program for the exact tokens of each KV
-head of each sequence, and further programs for the stored tokens of all of them. Exact tokens are
-those of the first pages (sinks) and of the window; they are numbered without the gap between the
-two. Stored tokens are divided into tiles of BLOCK tokens of one KV head. Programs have equal
-numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of equal cost, see
-`runtime.kv.kernels.division`. `merge_windowed_kernel` merges the splits of each query head.
+`windowed_decode_kernel` computes splits of the result: one program for the full-precision tokens of
+each KV head of each sequence, and further programs for the compressed tokens of all of them.
+Full-precision tokens are those of the first pages (sinks) and of the window; they are numbered
+without the gap between the two. Compressed tokens are divided into tiles of BLOCK tokens of one KV
+head. Programs have equal numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of
+equal cost, see `runtime.kv.kernels.division`. `merge_windowed_kernel` merges the splits of each
+query head.
 
-A format contributes two functions. The first one attends over stored tiles of one KV head::
+A format contributes two functions. The first one attends over compressed tiles of one KV head::
 
     ATTEND(
         queries, kv_head, begin, end, count, planes, table, scale,
@@ -17,12 +18,13 @@ A format contributes two functions. The first one attends over stored tiles of o
     )
 
 - queries: `[STORED_ROWS, WIDTH]`, bf16 or fp32.
-- begin, end: stored tokens, multiples of BLOCK; ``count``: number of stored tokens of the sequence.
-- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, each page of
-  which is contiguous, and then other inputs of the format.
-- table: pointer to the page id of the first stored page of the sequence.
+- begin, end: compressed tokens, multiples of BLOCK.
+- count: number of compressed tokens of the sequence.
+- planes: pointers to the compressed planes of the layer, `[page, KV_HEADS, PAGE, width]` with
+  contiguous pages, and then other inputs of the format.
+- table: pointer to the page id of the first compressed page of the sequence.
 - K_WIDTH, V_WIDTH: widths of the first two planes.
-- STRIDES: for each stored plane, elements from a page to the next one.
+- STRIDES: for each compressed plane, elements from a page to the next one.
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. ``acc`` is
 a sum of V as stored, `[STORED_ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH.
@@ -52,7 +54,7 @@ from runtime.kv.kernels.division import (
 def stored_tokens(
     length, PAGE: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr
 ):  # fmt: skip
-    """Return the number of stored tokens of a sequence; see `runtime.pages.window.first_recent`."""
+    """Return the number of compressed tokens; see `runtime.pages.window.first_recent`."""
     return tl.maximum((length - WINDOW) // PAGE - SINK_PAGES, 0) * PAGE
 
 
@@ -60,12 +62,12 @@ def stored_tokens(
 def rows_at(
     first, kv_head, count, table, PAGE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return every STEP-th stored token from ``first`` on, and where it is stored.
+    """Return every STEP-th compressed token from ``first`` on, and where it is stored.
 
     A page of a plane has ``KV_HEADS * PAGE`` rows of ``width`` elements.
 
     Returns:
-        Tokens, int32; their stored pages, int64; and their rows in these pages, int32. All are
+        Tokens, int32; their compressed pages, int64; and their rows in these pages, int32. All are
         `[BLOCK / STEP]`. Tokens from ``count`` on have page 0.
     """
     t = first + tl.arange(0, BLOCK // STEP) * STEP
@@ -116,11 +118,11 @@ def divide_stored(
     BLOCK: tl.constexpr, SEQUENCES: tl.constexpr, MIN_TILES: tl.constexpr, MIN_COST: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Divide the stored tiles of a batch over at most PROGRAMS programs.
+    """Divide the compressed tiles of a batch over at most PROGRAMS programs.
 
     Returns:
-        Number of stored tiles of a KV head of each sequence, the tile after each sequence, and the
-        cost up to the end of each sequence, all `[SEQUENCES]`; the number of programs with an
+        Number of compressed tiles of a KV head of each sequence, the tile after each sequence, and
+        the cost up to the end of each sequence, all `[SEQUENCES]`; the number of programs with an
         interval; and ``each`` and ``extra``, see `balance.interval_begin`.
     """
     s = tl.arange(0, SEQUENCES)
@@ -143,21 +145,23 @@ def windowed_decode_kernel(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr, SEQUENCES: tl.constexpr,
     MIN_TILES: tl.constexpr, MIN_COST: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
+    """Attend over an interval of compressed tiles, or the full-precision tokens of one KV head.
 
-    Grid `(sequences * KV_HEADS + PROGRAMS,)`; the first programs have exact tokens.
+    Grid `(sequences * KV_HEADS + PROGRAMS,)`; the first programs have full-precision tokens.
 
     Args:
         q: `[sequences, KV_HEADS * GROUP, DIM]`, bf16 or fp32.
-        k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, exact pages, of equal strides.
-        page_table: int32 `[sequences, pages]`, exact pages, row stride ``table_stride``.
+        k_pages, v_pages: full-precision pages, bf16 `[page, KV_HEADS, PAGE, DIM]`, of equal
+            strides.
+        page_table: int32 `[sequences, pages]`, full-precision pages, row stride ``table_stride``.
         planes, K_WIDTH, V_WIDTH, STRIDES: see the head of this file.
-        stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
+        stored_table: int32 `[sequences, pages]`, compressed pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`, tokens of each sequence, including the new one.
         split_acc: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP, WIDTH]`, unnormalized results,
-            written. There are two splits for each program with stored tiles: the tiles with which
-            its interval begins, and those with which it ends. Then there are two splits for each KV
-            head: its stored tokens, if they are in one interval, and its exact tokens.
+            written. There are two splits for each program with compressed tiles: the tiles with
+            which its interval begins, and those with which it ends. Then there are two splits for
+            each KV head: its compressed tokens, if they are in one interval, and its full-precision
+            tokens.
         split_m, split_l: fp32 `[2 (PROGRAMS + sequences * KV_HEADS), GROUP]`, maximum and sum of
             the online softmax of each split, written.
         scale: log2(e) / sqrt(DIM).
@@ -165,12 +169,13 @@ def windowed_decode_kernel(
         ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
         STORED_ROWS: power of two, at least GROUP; 8 or more in formats whose tokens are rows of
             matmuls, otherwise 16 or more.
-        BLOCK, EXACT_BLOCK: tokens of a stored tile, and of an iteration over exact tokens.
+        BLOCK: tokens of a compressed tile.
+        EXACT_BLOCK: full-precision tokens per iteration.
         SEQUENCES: power of two, at least ``sequences``.
         MIN_TILES: minimum number of tiles of an interval.
         costs, MIN_COST: see `runtime.kv.kernels.division`; without ``costs``, all tiles cost the
             same.
-        PROGRAMS: number of programs for stored tiles.
+        PROGRAMS: number of programs for compressed tiles.
         SPLITS: if positive, the tiles of each KV head are divided over this number of programs,
             whatever their number. This is the usual kernel without balancing (ablation).
     """

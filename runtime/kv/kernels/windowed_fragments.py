@@ -91,11 +91,11 @@ def attend_exact(
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SINK_PAGES: gl.constexpr,
     WARPS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Attend over the exact tokens of one KV head, which are numbered without the gap.
+    """Attend over the full-precision tokens of one KV head, which are numbered without the gap.
 
     Args:
-        end: number of exact tokens.
-        gap: number of stored tokens, which follow the first SINK_PAGES pages.
+        end: number of full-precision tokens.
+        gap: number of compressed tokens, which follow the first SINK_PAGES pages.
         head_offset: elements from a page to slot 0 of the KV head.
         table: pointer to the page table of the sequence.
     """
@@ -136,7 +136,7 @@ def windowed_fragments_kernel(
     MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr, STRIDES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
+    """Attend over an interval of compressed tiles, or the full-precision tokens of one KV head.
 
     The arguments are those of `windowed_decode_kernel`, with bf16 ``q``.
 

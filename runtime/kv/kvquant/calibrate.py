@@ -25,15 +25,15 @@ from runtime.kv.kvquant.levels import LEVELS, fit_levels
 
 VERSION = 1
 LATENT_FORMATS = "fdc", "palu"
-"""Formats whose stored K and V can be quantized."""
+"""Formats whose latents can be quantized."""
 OPTION = "kvquant"
-"""Option of an artifact that contains the options of the codes."""
+"""Key under which the options of an artifact contain those of the codes."""
 _ROPE = "after", "before"
 _LEAST_SCALE = 1e-12
 _POSITIONS = 4
-"""Positions over which the importance of K is averaged."""
+"""Number of positions over which the importance of K is averaged."""
 _ROUNDS = 3
-"""Fits of the levels of K; each leaves out the outliers of the previous levels."""
+"""Number of fits of the levels of K. Each ignores the outliers of the previous fit."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Encoding and attention of the format `palu` in Triton; see its README for the maths.
 
-After the stored planes, all functions get
+After the compressed planes, all functions get
 
 - the basis of K, bf16 `[2, groups, GROUP * DIM, GROUP * K_WIDTH]`, and the one of V, bf16 `[2,
   KV_HEADS, DIM, V_WIDTH]`, see `runtime.kv.kernels.latents`;
@@ -41,7 +41,7 @@ def encode(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """See `runtime.kv.kernels.encode`. A head has its share of the latents of K of its group."""
+    """See `runtime.kv.kernels.encode`. Each head stores a part of the K latents of its group."""
     k, v, k_basis, v_basis, cos, sin, group = planes
     tl.static_assert(HEADS == 1)
     HALF: tl.constexpr = DIM // 2
@@ -50,7 +50,8 @@ def encode(
     angle = position[:, None] * HALF + d
     c = tl.load(cos + angle)  # [TOKENS, HALF]
     s = tl.load(sin + angle)
-    norm = c * c + s * s  # of YaRN
+    # Rotate back: divide by the square of YaRN's factor, which both tables include.
+    norm = c * c + s * s
     c /= norm
     s /= norm
     first_head = head // group * group
@@ -141,7 +142,8 @@ def attend_groups(
         at = (SINK_PAGES * PAGE + first) * HALF + d
         tile_c = tl.load(cos + at)
         tile_s = tl.load(sin + at)
-        length = tl.sqrt(tile_c * tile_c + tile_s * tile_s)  # of YaRN, which `c` and `s` include
+        # `c` and `s` include YaRN's factor, so that the angles of the tile must not.
+        length = tl.sqrt(tile_c * tile_c + tile_s * tile_s)
         tile_c = (tile_c / length)[None, :]
         tile_s = (tile_s / length)[None, :]
         dtype: tl.constexpr = queries.dtype

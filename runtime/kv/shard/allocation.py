@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from runtime.errors import KVFormatError
 
 DROP_PENALTY = 4.0
-"""Factor on the error of dropped groups: a lost direction costs more than noise of its energy."""
+"""Factor on the error of dropped groups, which harms attention more than noise of equal energy."""
 ERRORS = {2: 0.1188, 4: 0.0141, 6: 0.00122, 8: 0.000103}
 """Mean squared error of a code of N(0, 1) by its bits, with the steps of `codes.STEPS`."""
 _FIRST = 4
-"""Least bits of the first group. Codes of 2 bits have no value for coefficients not finite."""
+"""Minimum bits of the first group: codes of 2 bits cannot mark coefficients that are not finite."""
 
 
 def allocate(variances: Sequence[float], budget: int) -> list[int]:

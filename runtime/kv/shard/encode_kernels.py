@@ -29,7 +29,7 @@ def encode(
     k, v, v_norm, _, _, _, columns, mean, scales, cos, sin, _, _, _ = planes
     BYTES: tl.constexpr = power_of_2(K_WIDTH)
     OWN: tl.constexpr = HEADS * BYTES * 2
-    ROW: tl.constexpr = KV_HEADS * BYTES * 2  # of `columns`
+    ROW: tl.constexpr = KV_HEADS * BYTES * 2  # elements of a row of `columns`
     i = tl.arange(0, DIM // 2)
     own = position[:, None] * (DIM // 2) + i[None, :]
     cos = tl.load(cos + own)  # [TOKENS, DIM / 2]
@@ -63,7 +63,8 @@ def encode(
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
     values = hadamard_tiles(values)
     write_values(values, page, row, v, v_norm, STRIDES[1], STRIDES[2], DIM)
-    tl.debug_barrier()  # threads write the norms of others
+    # Wait: the thread that overwrites a norm may be another one than that which wrote it.
+    tl.debug_barrier()
     finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), row.shape)
     nan = tl.full(row.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True)
     tl.store(v_norm + page * STRIDES[2] + row, nan, mask=~finite)

@@ -7,9 +7,9 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.shard.decoder import KeyDecoder
 
 TILE = 64
-"""Tokens of a stored tile."""
+"""Tokens of a compressed tile."""
 REACH = 8 * TILE
-"""Tokens that are rotated relative to the same position."""
+"""Number of consecutive tokens that are rotated relative to one position."""
 TOKEN, DIMS = 96, 128
 """Bytes of K of a token, and dimensions of a head, that the kernel supports."""
 STEPS = 2 * TOKEN // 32

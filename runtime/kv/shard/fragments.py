@@ -291,12 +291,13 @@ def attend(
     angles += (warp * HALF * 32 + lane) * 8
     q += gl.minimum(g, GROUP - 1) * DIM
     up, down = fp16_scale(load_queries(q, t))
-    up, down = up * 0.25, down * 4  # rotated queries are larger, also by the factor of YaRN
+    # Rotated queries are larger, by the rotation and by YaRN's factor.
+    up, down = up * 0.25, down * 4
     position = (SINK_PAGES * PAGE + begin) * (DIM // 2)
     queries = rotated_queries(q, cos + position, sin + position, up, t)
     scale = scale * gl.load(units + kv_head) * down
     acc, m, l = no_tokens(lane, DIM // 16)
-    sums = l  # of weights times norms
+    sums = l  # sums of weights times norms, which start at 0 as `l` does
     row = kv_head * PAGE
     page = own_page(table, begin, count, warp)
     codes, values, norms = load_page(planes, page, row, g, t, STRIDES, DIM)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention of the format `shard` in Triton; see its README for the maths.
 
-``planes`` are the stored planes and then these tensors:
+``planes`` are the compressed planes and then these tensors:
 
 - weights, offsets: see `decoder.KeyDecoder.kernel_inputs`.
 - units: fp32 `[KV_HEADS + 1]`, factor of the scores of each KV head; the factor of YaRN.
@@ -219,10 +219,12 @@ def attend(
     back = largest * tl.load(units + kv_head) * scale
     # Tables are loaded for each query, so that a thread has consecutive elements.
     each = tl.broadcast_to(half[None, :], (ROWS, DIM // 2))
-    own = (SINK_PAGES * PAGE + begin) * (DIM // 2) + each  # position of the first token
+    # Rotate the queries to the position of the first token.
+    own = (SINK_PAGES * PAGE + begin) * (DIM // 2) + each
     q1, q2 = rotated(q1, q2, tl.load(cos + own), -tl.load(sin + own))
     factor = tl.load(units + KV_HEADS)
-    turn_cos = factor * tl.load(cos + BLOCK * (DIM // 2) + each)  # from tile to tile
+    # Angles from a tile to the next one.
+    turn_cos = factor * tl.load(cos + BLOCK * (DIM // 2) + each)
     turn_sin = -factor * tl.load(sin + BLOCK * (DIM // 2) + each)
     steps = tl.arange(0, BLOCK)[:, None] * (DIM // 2) + half[None, :]
     tile_cos = tl.load(cos + steps).to(tl.float16)
@@ -239,13 +241,14 @@ def attend(
         chunk = weights_at(weights, kv_head, BYTES - REST, DIM, BYTES, REST)
         chunks += (chunk,)  # type: ignore[assignment]
 
-    acc, _, _ = no_keys(DIM, ROWS)  # transposed
+    acc, _, _ = no_keys(DIM, ROWS)  # transposed: [DIM, ROWS]
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK, ROWS), tl.float32)
     token = tl.arange(0, BLOCK)  # tiles begin with a page
     slot = token % PAGE
     for first in range(begin, end, BLOCK):
-        used = token < count - first  # others read page 0; their scores and norms are masked
+        # Unused lanes read page 0. Their scores and norms are masked.
+        used = token < count - first
         page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0).to(tl.int64)
         k_rows = page * STRIDES[0] + slot * TOKEN
         product = tl.zeros((BLOCK, DIM), tl.float32)

@@ -2,7 +2,7 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Encoding and attention of `stream8` and `stream4` in Triton; see the README for the maths.
 
-``planes`` are the stored planes, then the levels, bf16 `[2 ** bits]`, and the edges between them,
+``planes`` are the compressed planes, the levels, bf16 `[2 ** bits]`, and the edges between them,
 fp32 `[2 ** bits - 1]`.
 """
 
@@ -41,7 +41,8 @@ def write_codes(
 
     Args:
         y: Hadamard-transformed vectors, fp32 `[ROWS, DIM]`.
-        page: int64 `[ROWS]`, stored page of each vector; row: int32 `[ROWS]`, its row in the page.
+        page: int64 `[ROWS]`, compressed page of each vector.
+        row: int32 `[ROWS]`, row of each vector in its page.
         codes: uint8 plane, `[page, row, DIM * BITS / 8]`.
         norms: bf16 plane, `[page, row]`.
     """
@@ -50,7 +51,7 @@ def write_codes(
     norm = round_to_bf16(tl.sqrt_rn(tl.where(finite, squared, 0.0)))
     unit = (widened(norm) * DIM**-0.5)[:, None]
     scaled = tl.where(unit > 0, tl.div_rn(y, tl.where(unit > 0, unit, 1.0)), 0.0)
-    found = tl.zeros(y.shape, tl.int32)  # the number of edges below
+    found = tl.zeros(y.shape, tl.int32)  # number of edges below each element
     for bit in tl.static_range(BITS - 1, -1, -1):
         below = tl.load(edges + found + ((1 << bit) - 1)) < scaled
         found += below.to(tl.int32) << bit

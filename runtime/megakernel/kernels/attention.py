@@ -114,13 +114,13 @@ def merge(
     g = row + gl.arange(0, 8, PER_HEAD) + opaque_zero()
     d = gl.expand_dims(gl.arange(0, MAX_DIM, gl.SliceLayout(0, RESULT)), 0)
     valid = (gl.expand_dims(g, 1) < GROUP) & (d < DIM)
-    part = messages.splits + (item // SPLITS * GROUP + g) * (SPLITS * (MAX_DIM + 2))
+    address = messages.splits + (item // SPLITS * GROUP + g) * (SPLITS * (MAX_DIM + 2))
     split = item % SPLITS + opaque_zero()  # triton 3.6 cannot compile a branch that is never taken
     if split > 0:
-        part += split * (MAX_DIM + 2)
-        send_fp32(part + MAX_DIM, m, flag, g < GROUP)
-        send_fp32(part + MAX_DIM + 1, l, flag, g < GROUP)
-        send_fp32(gl.expand_dims(part, 1) + d, acc, flag, valid)
+        address += split * (MAX_DIM + 2)
+        send_fp32(address + MAX_DIM, m, flag, g < GROUP)
+        send_fp32(address + MAX_DIM + 1, l, flag, g < GROUP)
+        send_fp32(gl.expand_dims(address, 1) + d, acc, flag, valid)
     else:
         query = receive_bf16(heads + gl.expand_dims(g, 1) * DIM + d, flag_before, valid, 4, 4)
         key = receive_bf16(new + d, flag_before, d < DIM, 4, 4).to(gl.float32)

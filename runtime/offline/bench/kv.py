@@ -227,8 +227,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     made.add_argument("--layers", type=int, default=4, help="layers that are measured together")
     for name, text in (
-        ("tile", "tokens of a stored tile"),
-        ("exact-tile", "tokens of an exact tile"),
+        ("tile", "tokens of a compressed tile"),
+        ("full-precision-tile", "full-precision tokens per iteration"),
         ("warps", "warps per program"),
         ("stages", "stages of the software pipeline"),
         ("programs", "programs per multiprocessor"),
@@ -244,7 +244,9 @@ def parser() -> argparse.ArgumentParser:
 
 def options_of(args: argparse.Namespace) -> dict[str, int]:
     """Return the fields of `KernelSource` that the arguments set."""
-    fields = "tile", "exact_tile", "warps", "stages", "programs", "registers", "splits"
+    fields = (
+        "tile", "full_precision_tile", "warps", "stages", "programs", "registers", "splits",
+    )  # fmt: skip
     return {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
 
 

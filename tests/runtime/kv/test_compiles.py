@@ -55,7 +55,7 @@ constants = dict(
     SUMS=64 if source.latents else 128, GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128,
     WIDTH=128,
     K_WIDTH=stored[0].shape[2], V_WIDTH=stored[1].shape[2], STRIDES=strides,
-    PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
+    PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.full_precision_tile,
     SEQUENCES=16, MIN_TILES=2, MERGED=16, MIN_COST=16, SPLITS=0,
 ) | ({} if costs else {"costs": None})
 encode = source.encode

@@ -97,14 +97,14 @@ def test_kernel_compiles(
     assert done.stdout == f"{name == 'shard'}\n"
 
 
-@pytest.mark.parametrize(("exact", "programs"), [(8, 1576), (128, 1456), (4096, 792)])
-def test_programs_of_stored_tiles_leave_room_for_those_of_exact_tokens(
-    exact: int, programs: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("full_precision", "programs"), [(8, 1576), (128, 1456), (4096, 792)])
+def test_programs_of_compressed_tiles_leave_room_for_those_of_full_precision_tokens(
+    full_precision: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,584 programs run at once. At least half of them are for stored tiles."""
+    """1,584 programs run at once. At least half of them are for compressed tiles."""
     monkeypatch.setattr(kernel_source, "decode_programs", lambda device, each: 132 * each)
     fragments = _fragments("int4", LLAMA_3_8B)
-    assert fragments.stored_programs(torch.device("cuda"), exact) == programs
+    assert fragments.compressed_programs(torch.device("cuda"), full_precision) == programs
 
 
 def test_ranks_of_shard_that_the_kernel_does_not_support() -> None:

@@ -68,15 +68,15 @@ def attended(
         warps = getattr(source, "WARPS", 1)
         if warps > 1:  # one after another, so that copies have to be complete before
             copy_weights(memory, source, planes)
-        parts = []
+        results = []
         for memory.warp in range(warps):
             acc, m, sums = source.attend(
                 queries, KV_HEAD, begin, -(-count // TILE) * TILE, count, planes, table,
                 lanes(scale, "float32"), lanes(0, "int32"), *q.shape, page_strides(cache.layer(0)),
             )  # fmt: skip
             totals = [modules[0].sum_of_rows(x) for x in sums]
-            parts.append(Part.of(acc, m, totals, source.PARTS, q))
-    return merged(parts)
+            results.append(WarpResult.of(acc, m, totals, source.PARTS, q))
+    return merged(results)
 
 
 def empty_cache(kv_format: QuantizedFormat | ShardFormat, pages: int) -> tuple[PagedCache, Tensor]:
@@ -103,7 +103,7 @@ def copy_weights(memory: Memory, source: Any, planes: tuple[Pointer, ...]) -> No
 
 
 @dataclass(frozen=True)
-class Part:
+class WarpResult:
     """The online softmax of one warp: sums ``[heads, dim]``, and maxima and totals ``[heads]``."""
 
     sums: Tensor
@@ -121,12 +121,12 @@ class Part:
         return cls(rows_of(acc, parts, like), maxima, found)
 
 
-def merged(parts: list[Part]) -> Tensor:
+def merged(results: list[WarpResult]) -> Tensor:
     """Return attention from the results of warps."""
-    most = torch.stack([part.maxima for part in parts]).amax(0)
-    shares = [torch.exp2(part.maxima - most) for part in parts]
-    total = sum(share * part.totals for share, part in zip(shares, parts, strict=True))
-    sums = sum(share[:, None] * part.sums for share, part in zip(shares, parts, strict=True))
+    most = torch.stack([result.maxima for result in results]).amax(0)
+    shares = [torch.exp2(result.maxima - most) for result in results]
+    total = sum(share * result.totals for share, result in zip(shares, results, strict=True))
+    sums = sum(share[:, None] * result.sums for share, result in zip(shares, results, strict=True))
     assert isinstance(sums, Tensor)
     assert isinstance(total, Tensor)
     return sums / total[:, None]
@@ -209,10 +209,12 @@ def test_attention_over_shard(pages: int, begin: int, magnitude: float, factor: 
 
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("config", [LLAMA_3_8B, SMOLLM2_135M])
-@pytest.mark.parametrize(("exact", "gap"), [(1, 0), (37, 0), (85, 48)])
-def test_attention_to_exact_tokens(config: ModelConfig, exact: int, gap: int, warps: int) -> None:
-    """Unused slots have NaN; the stored tokens in the gap are left out."""
-    length = exact + gap
+@pytest.mark.parametrize(("count", "gap"), [(1, 0), (37, 0), (85, 48)])
+def test_attention_to_full_precision_tokens(
+    config: ModelConfig, count: int, gap: int, warps: int
+) -> None:
+    """Unused slots have NaN; the compressed tokens in the gap are left out."""
+    length = count + gap
     pages = -(-length // PAGE)
     k, v = (heavy_tailed(config, pages + 1, seed).clamp(-4, 4) for seed in (4, 5))
     ids = torch.randperm(pages + 1, generator=torch.Generator().manual_seed(1))[:pages]
@@ -227,15 +229,15 @@ def test_attention_to_exact_tokens(config: ModelConfig, exact: int, gap: int, wa
     kernels = "runtime.kv.kernels"
     modules = f"{kernels}.fragments", f"{kernels}.splits", f"{kernels}.windowed_fragments"
     with loaded(memory, *modules) as (common, _, source):
-        parts = []
+        results = []
         for memory.warp in range(warps):
             acc, m, sums = source.attend_exact(
-                queries, exact, gap, keys, values, k.stride(0), KV_HEAD * k.stride(1), table,
+                queries, count, gap, keys, values, k.stride(0), KV_HEAD * k.stride(1), table,
                 lanes(scale / math.log(2), "float32"), *q.shape, PAGE, SINK_PAGES, warps,
             )  # fmt: skip
             totals = [common.sum_of_rows(x) for x in sums]
-            parts.append(Part.of(acc, m, totals, 1, q))
-    found = merged(parts)
+            results.append(WarpResult.of(acc, m, totals, 1, q))
+    found = merged(results)
     kept = [t for t in range(length) if not SINK_PAGES * PAGE <= t < SINK_PAGES * PAGE + gap]
     own_k, own_v = (x[ids, KV_HEAD].flatten(0, 1)[kept].float() for x in (k, v))
     expected = (q.float() @ own_k.T * scale).softmax(-1) @ own_v
