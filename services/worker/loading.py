@@ -112,7 +112,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         path = resolve_model(settings.model)
         model, model_hash = load_model(path, settings, device)
         sizes = _sizes(model, settings)
-        executor = LocalExecutor(model, _options(model, settings, sizes, decodes=decodes))
+        options = _options(model, settings, sizes, decodes=decodes)
+        executor = LocalExecutor(model, options)
         engine = Engine(executor)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine)
@@ -137,8 +138,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=kernel_plan_hash(model),
-            chunk_tokens=sizes.limits.chunk_tokens,
-            kv_eviction=settings.kv_eviction,
+            chunk_tokens=options.limits.chunk_tokens,
+            kv_eviction=options.kv_eviction,
         ),
     )
     return Loaded(
