@@ -37,7 +37,7 @@ def heavy_tailed(config: ModelConfig, pages: int = 16, seed: int = 0) -> Tensor:
     return (centered * (2 / (1 - centered.square())).sqrt()).to(torch.bfloat16)
 
 
-def stored_planes(
+def compressed_planes(
     kv_format: CompressedFormat,
     pages: int,
     fill: int = FILL,
@@ -45,7 +45,7 @@ def stored_planes(
     layer: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
-    """Return the stored planes of a layer of a cache, with every byte equal to ``fill``."""
+    """Return the compressed planes of a layer of a cache, with every byte equal to ``fill``."""
     cache = compressed_cache(kv_format.planes(layer, PAGE), pages, device)
     for tensor in cache.tensors:
         tensor.view(torch.uint8).fill_(fill)
@@ -53,14 +53,14 @@ def stored_planes(
 
 
 def is_unwritten(plane: Tensor) -> bool:
-    """Return whether a plane of `stored_planes` has its first content."""
+    """Return whether a plane of `compressed_planes` has its first content."""
     return bool((plane.contiguous().view(torch.uint8) == FILL).all())
 
 
 def round_trip(kv_format: CompressedFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Encode pages and return their decoded K and V."""
     pages = torch.arange(len(keys))
-    planes = stored_planes(kv_format, len(keys))
+    planes = compressed_planes(kv_format, len(keys))
     layer = kv_format.layer(0)
     layer.encode(keys, values, pages * PAGE, planes, pages)
     return layer.decode(planes, pages, pages * PAGE)

@@ -10,7 +10,7 @@ from runtime.kv.calibration import KVMoments
 from runtime.kv.calibration.moments import SKIPPED
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.rotation import PageRotation
-from tests.runtime.kv.compressed_data import stored_planes
+from tests.runtime.kv.compressed_data import compressed_planes
 from tests.runtime.tiny import CONFIG as TINY
 
 PAGE = 16
@@ -51,9 +51,9 @@ def pages_of(tokens: Tensor) -> Tensor:
 
 
 def round_trip(kv_format: CompressedFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode and decode pages of layer 0 at positions from 16, in scattered stored pages."""
+    """Encode and decode pages of layer 0 at positions from 16, in scattered compressed pages."""
     count = len(keys)
-    planes = stored_planes(kv_format, 2 * count + 1)
+    planes = compressed_planes(kv_format, 2 * count + 1)
     targets = torch.arange(count).flip(0) * 2 + 1
     first = (1 + torch.arange(count)) * PAGE
     kv_format.layer(0).encode(keys, values, first, planes, targets)

@@ -1,4 +1,4 @@
-"""Compile the kernels of formats with stored pages for a Hopper GPU, on a host without one."""
+"""Compile the kernels of formats with compressed pages for a Hopper GPU, on a host without one."""
 
 import subprocess
 import sys

@@ -18,10 +18,10 @@ from tests.runtime.kv.compressed_data import (
     LLAMA_3_8B,
     PAGE,
     SMOLLM2_135M,
+    compressed_planes,
     gaussian,
     round_trip,
     same_bits,
-    stored_planes,
 )
 
 Create = Callable[[ModelConfig], CompressedFormat]
@@ -72,7 +72,7 @@ def test_encode_writes_all_bytes_of_its_targets_and_no_others(create: Create) ->
     targets, others = torch.tensor([6, 0, 3]), torch.tensor([1, 2, 4, 5])
     written = []
     for fill in (0x00, 0xA5):
-        planes = stored_planes(kv_format, 7, fill)
+        planes = compressed_planes(kv_format, 7, fill)
         untouched = tuple(plane[others].clone() for plane in planes)
         kv_format.layer(0).encode(keys, values, targets * PAGE, planes, targets)
         assert same_bits(tuple(plane[others] for plane in planes), untouched)
@@ -86,7 +86,7 @@ def test_pages_have_the_same_bits_alone_and_together(create: Create, config: Mod
     layer = kv_format.layer(0)
     keys, values = gaussian(config, 5, 1), gaussian(config, 5, 2)
     ids = torch.arange(5)
-    together, alone = stored_planes(kv_format, 5), stored_planes(kv_format, 5)
+    together, alone = compressed_planes(kv_format, 5), compressed_planes(kv_format, 5)
     layer.encode(keys, values, ids * PAGE, together, ids)
     for at in (4, 1, 0, 3, 2):
         # A view of one page in another order of dimensions, as some caches have.
@@ -104,7 +104,7 @@ def test_decode_reads_pages_in_the_given_order(create: Create) -> None:
     kv_format = create(SMOLLM2_135M)
     layer = kv_format.layer(0)
     keys, values = gaussian(SMOLLM2_135M, 3, 1), gaussian(SMOLLM2_135M, 3, 2)
-    planes = stored_planes(kv_format, 9)
+    planes = compressed_planes(kv_format, 9)
     targets = torch.tensor([8, 2, 5])
     layer.encode(keys, values, targets * PAGE, planes, targets)
     decoded = layer.decode(planes, targets, targets * PAGE)

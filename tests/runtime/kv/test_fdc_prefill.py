@@ -42,7 +42,7 @@ def queries(dtype: torch.dtype) -> Tensor:
     return random(sum(tokens for _, tokens in PIECES), 4, 64).to(dtype)
 
 
-def test_prompts_attend_exact_keys_by_default() -> None:
+def test_prompts_attend_full_precision_keys_by_default() -> None:
     q = queries(torch.float32)
     got, k, v, batch = attended(random_fdc(CONFIG, (48, 16), DEVICE), q)
     assert torch.equal(got, ReferenceAttention().attend(q, k, v, batch))

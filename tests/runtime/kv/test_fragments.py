@@ -18,7 +18,7 @@ from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
 from runtime.offline.bench.kv_formats import random_shard, shard_artifact
-from tests.runtime.kv.compressed_data import LLAMA_3_8B, stored_planes
+from tests.runtime.kv.compressed_data import LLAMA_3_8B, compressed_planes
 
 _SCRIPT = """
 import importlib, sys
@@ -88,7 +88,7 @@ def test_kernel_compiles(
     fragments = _fragments(name, config)
     assert dim in fragments.dims
     module = name.partition("-")[0]
-    strides = page_strides(stored_planes(_format(name, config), 2))
+    strides = page_strides(compressed_planes(_format(name, config), 2))
     sizes = fragments.tile, fragments.warps, fragments.registers, sequences
     numbers = (*shape, *sizes, *strides)
     command = [sys.executable, "-c", _SCRIPT, module, planes, *map(str, numbers)]

@@ -1,4 +1,4 @@
-"""The Triton kernels of formats with stored pages, compared with the torch reference."""
+"""The Triton kernels of formats with compressed pages, compared with the torch reference."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from tests.runtime.kv.compressed_data import (
     LLAMA_3_8B,
     PAGE,
     SMOLLM2_135M,
+    compressed_planes,
     gaussian,
     heavy_tailed,
     same_bits,
-    stored_planes,
 )
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
@@ -107,7 +107,7 @@ def test_encode_has_the_bits_of_the_reference(
     # A view of pages in another order of dimensions, as some caches have.
     values = keys.flip(0).transpose(1, 2).contiguous().transpose(1, 2)
     targets = torch.tensor([3, 0, 2], device=DEVICE)
-    found, expected = (on_device(stored_planes(kv_format, 5)) for _ in range(2))
+    found, expected = (on_device(compressed_planes(kv_format, 5)) for _ in range(2))
     kernels_of(kv_format).encode(keys, values, found, targets)
     kv_format.encode_reference(keys, values, targets * PAGE, expected, targets)
     assert same_bits(found, expected)
@@ -117,7 +117,7 @@ def test_encode_reads_given_pages(create: Create) -> None:
     kv_format = create(SMALL)
     keys, values = gaussian(SMALL, 6, 1).to(DEVICE), gaussian(SMALL, 6, 2).to(DEVICE)
     sources, targets = (torch.tensor(ids, device=DEVICE) for ids in ([5, 0, 2], [1, 3, 0]))
-    found, expected = (on_device(stored_planes(kv_format, 5)) for _ in range(2))
+    found, expected = (on_device(compressed_planes(kv_format, 5)) for _ in range(2))
     kernels_of(kv_format).encode(keys, values, found, targets, sources)
     arguments = keys[sources], values[sources], targets * PAGE
     kv_format.encode_reference(*arguments, expected, targets)
@@ -126,12 +126,12 @@ def test_encode_reads_given_pages(create: Create) -> None:
 
 @dataclass
 class Sequences:
-    """Decoding sequences of a model over exact and stored pages, and what attention must return.
+    """Decoding sequences of a model over both kinds of pages, and what attention must return.
 
     Attributes:
-        planes: K, V and the stored planes. Slots without a token are NaN, and so are the exact
-            pages of stored tokens.
-        before: the stored planes before the pages that leave the window in this step are encoded.
+        planes: K, V and the compressed planes. Slots without a token are NaN, and so are the
+            full-precision pages of compressed tokens.
+        before: the compressed planes before the pages that leave the window are encoded.
         k, v: fp32 K and V of each sequence as attention reads them, `[pages, kv_heads, PAGE, dim]`.
     """
 
@@ -148,18 +148,20 @@ class Sequences:
         counts = [-(-length // PAGE) for length in lengths]
         total = sum(counts)
         generator = torch.Generator().manual_seed(1)
-        exact_ids, stored_ids = (
+        full_precision_ids, compressed_ids = (
             torch.split(torch.randperm(total, generator=generator) + 1, counts) for _ in range(2)
         )
         batch = Batch.of(
             [
-                SequenceSlice([0], length - 1, exact.tolist(), more_pages=[stored.tolist()])
-                for length, exact, stored in zip(lengths, exact_ids, stored_ids, strict=True)
+                SequenceSlice([0], length - 1, own.tolist(), more_pages=[other.tolist()])
+                for length, own, other in zip(
+                    lengths, full_precision_ids, compressed_ids, strict=True
+                )
             ],
             DEVICE,
         )
-        exact = [torch.full_like(gaussian(config, total + 1), math.nan) for _ in range(2)]
-        stored_planes_ = stored_planes(kv_format, total + 1, 0xFF)
+        full_precision = [torch.full_like(gaussian(config, total + 1), math.nan) for _ in range(2)]
+        compressed_planes_ = compressed_planes(kv_format, total + 1, 0xFF)
         ks, vs = [], []
         for number, length in enumerate(lengths):
             k, v = (
@@ -169,17 +171,17 @@ class Sequences:
             v[-1, :, (length - 1) % PAGE + 1 :] = math.nan
             recent = first_recent(length, PAGE)
             old = torch.arange(SINK_PAGES, recent)
-            targets = stored_ids[number][old]
-            kv_format.encode_reference(k[old], v[old], old * PAGE, stored_planes_, targets)
-            for plane, x in zip(exact, (k, v), strict=True):
-                plane[exact_ids[number]] = x
-                plane[exact_ids[number][old]] = math.nan
+            targets = compressed_ids[number][old]
+            kv_format.encode_reference(k[old], v[old], old * PAGE, compressed_planes_, targets)
+            for plane, x in zip(full_precision, (k, v), strict=True):
+                plane[full_precision_ids[number]] = x
+                plane[full_precision_ids[number][old]] = math.nan
             k, v = k.float(), v.float()
             if len(old):
-                k[old], v[old] = kv_format.decode(stored_planes_, targets, old * PAGE)
+                k[old], v[old] = kv_format.decode(compressed_planes_, targets, old * PAGE)
             ks.append(k.to(DEVICE))
             vs.append(v.to(DEVICE))
-        planes = on_device((*exact, *stored_planes_))
+        planes = on_device((*full_precision, *compressed_planes_))
         return cls(kv_format, batch, planes, ks, vs)
 
     def expected(self, q: Tensor) -> Tensor:

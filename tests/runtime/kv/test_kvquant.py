@@ -1,4 +1,4 @@
-"""Stored pages of kvquant, and of fdc and palu with quantized latents."""
+"""Compressed pages of kvquant, and of fdc and palu with quantized latents."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from runtime.kv.registry import CALIBRATED, from_artifact
 from runtime.kv.rotation import PageRotation
 from runtime.pages.plan import PageCount
 from runtime.pages.sizes import token_bytes
-from tests.runtime.kv.compressed_data import is_unwritten, same_bits, stored_planes
+from tests.runtime.kv.compressed_data import compressed_planes, is_unwritten, same_bits
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -44,7 +44,7 @@ def test_pages_encoded_alone_or_together_are_identical(made: CompressedFormat) -
     keys, values = held_out()
     first = (1 + torch.arange(16)) * PAGE
     layer = made.layer(1)
-    together, alone = (stored_planes(made, 17, layer=1) for _ in range(2))
+    together, alone = (compressed_planes(made, 17, layer=1) for _ in range(2))
     layer.encode(keys, values, first, together, torch.arange(16))
     for page in (7, 0, *range(15, 0, -1)):
         one = slice(page, page + 1)
@@ -61,7 +61,7 @@ def test_encode_writes_all_bytes_of_its_targets_and_no_others(made: CompressedFo
     targets, others = torch.tensor([6, 0, 3]), torch.tensor([1, 2, 4, 5])
     written = []
     for fill in (0, 77):
-        planes = tuple(plane.fill_(fill) for plane in stored_planes(made, 7))
+        planes = tuple(plane.fill_(fill) for plane in compressed_planes(made, 7))
         made.layer(0).encode(keys, values, targets * PAGE, planes, targets)
         assert all((plane[others] == fill).all() for plane in planes)
         written.append(tuple(plane[targets] for plane in planes))
@@ -69,7 +69,7 @@ def test_encode_writes_all_bytes_of_its_targets_and_no_others(made: CompressedFo
 
 
 def test_no_pages_are_encoded(made: CompressedFormat) -> None:
-    planes = stored_planes(made, 2)
+    planes = compressed_planes(made, 2)
     none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0, 4, PAGE, 64, dtype=torch.bfloat16)
     made.layer(0).encode(empty, empty, none, planes, none)
@@ -172,7 +172,7 @@ def test_keys_before_rope_have_the_positions_of_their_page() -> None:
     made = create("kvquant-before")
     keys, values = held_out(2)
     page = torch.arange(2)
-    planes = stored_planes(made, 2)
+    planes = compressed_planes(made, 2)
     made.layer(0).encode(keys, values, page * 96 + 48, planes, page)
     decoded = made.layer(0).decode(planes, page, page * 96 + 48)[0]
     moved = made.layer(0).decode(planes, page, page * 96 + 64)[0]

@@ -196,7 +196,7 @@ def test_calibration_needs_sample_pages_and_a_suitable_head_dimension() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_created_format_has_stored_planes(name: str, tmp_path: Path) -> None:
+def test_created_format_has_compressed_planes(name: str, tmp_path: Path) -> None:
     path = tmp_path / "kv"
     artifact = quantized_calibration(name)
     artifact.save(path)

@@ -18,7 +18,13 @@ from runtime.kv.shard import ShardFormat
 from runtime.offline.bench.kv_formats import random_fdc, random_palu, random_shard
 from runtime.pages.window import WINDOW
 from tests.runtime.device import DEVICE
-from tests.runtime.kv.compressed_data import PAGE, SMOLLM2_135M, gaussian, same_bits, stored_planes
+from tests.runtime.kv.compressed_data import (
+    PAGE,
+    SMOLLM2_135M,
+    compressed_planes,
+    gaussian,
+    same_bits,
+)
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
 
@@ -36,7 +42,7 @@ def calibrated_layers(kv_format: FdcFormat | PaluFormat | ShardFormat, seed: int
     for index in range(SMALL.num_layers):
         kernels = kv_format.layer(index).kernels(DEVICE)
         assert kernels is not None
-        planes = stored_planes(kv_format, 5, layer=index, device=DEVICE)
+        planes = compressed_planes(kv_format, 5, layer=index, device=DEVICE)
         layers.append((kernels, (*exact(SMALL, seed + 2 * index), *planes)))
     return layers
 
@@ -52,7 +58,7 @@ def layers_of(name: str) -> list[Layer]:
         return calibrated_layers(random_shard(SMALL, device=DEVICE), 0)
     kv_format = COMPRESSED[name](SMALL)
     assert isinstance(kv_format, QuantizedFormat)
-    stored = [stored_planes(kv_format, 5, device=DEVICE) for _ in range(3)]
+    stored = [compressed_planes(kv_format, 5, device=DEVICE) for _ in range(3)]
     kernels = kv_format.kernels(DEVICE)
     assert kernels is not None
     return [(kernels, (*exact(SMALL, 2 * index), *planes)) for index, planes in enumerate(stored)]

@@ -14,7 +14,7 @@ from runtime.errors import KVFormatError
 from runtime.kv import fdc, palu, shard, two_bits
 from runtime.kv.calibration import KVMoments
 from runtime.kv.rotation import PageRotation
-from tests.runtime.kv.compressed_data import is_unwritten, stored_planes
+from tests.runtime.kv.compressed_data import compressed_planes, is_unwritten
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -80,7 +80,7 @@ def test_pages_encoded_alone_or_together_are_identical(kv_format: Format) -> Non
     keys, values = pages_of(k), pages_of(v)
     first = (1 + torch.arange(16)) * PAGE
     layer = kv_format.layer(1)
-    together, alone, some = (stored_planes(kv_format, 17, layer=1) for _ in range(3))
+    together, alone, some = (compressed_planes(kv_format, 17, layer=1) for _ in range(3))
     layer.encode(keys, values, first, together, torch.arange(16))
     for page in range(16):
         one = slice(page, page + 1)
@@ -97,7 +97,7 @@ def test_pages_encoded_alone_or_together_are_identical(kv_format: Format) -> Non
 
 
 def test_no_pages_are_encoded(kv_format: Format) -> None:
-    planes = stored_planes(kv_format, 2)
+    planes = compressed_planes(kv_format, 2)
     none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0, 4, PAGE, 64, dtype=torch.bfloat16)
     kv_format.layer(0).encode(empty, empty, none, planes, none)
@@ -236,7 +236,7 @@ def test_palu_rejects_values_with_more_components_than_the_head() -> None:
 
 @pytest.mark.parametrize(("group_heads", "groups"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
 def test_palu_is_exact_if_the_rank_suffices(group_heads: int, groups: int) -> None:
-    """Tolerance: bf16 of the exact keys and of the latents."""
+    """Tolerance: bf16 of the full-precision keys and of the latents."""
     _, k, v = text = low_rank_text(16, before_rope=True)
     options = palu.PaluOptions(removal_rate=1e-4, group_heads=group_heads)
     kv_format = palu.PaluFormat(
@@ -332,7 +332,7 @@ def test_shard_stores_keys_as_nibbles_of_the_joined_heads() -> None:
     kv_format = shard.ShardFormat(CONFIG, replace(made, tensors=tensors))
     keys = torch.zeros(1, 4, PAGE, 64)
     keys[0, 0, :, :8] = torch.tensor([0.5, -0.5, 3.5, -3.5, 9.0, -9.0, 0.2, 1.0])
-    planes = stored_planes(kv_format, 1)
+    planes = compressed_planes(kv_format, 1)
     position = torch.zeros(1, dtype=torch.int64)
     page = keys.bfloat16()
     # No RoPE at position 0: the first token is stored as it is.

@@ -25,7 +25,7 @@ from runtime.offline.bench.kv_formats import random_fdc, random_palu
 from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
-from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
+from tests.runtime.kv.compressed_data import PAGE, compressed_planes, gaussian, same_bits
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
@@ -112,12 +112,12 @@ def test_encode_is_near_the_reference(create: Create, dim: int) -> None:
     values = keys.flip(0).transpose(1, 2).contiguous().transpose(1, 2)
     sources, targets = torch.tensor([2, 0, 1]), torch.tensor([3, 0, 4])
     first = torch.tensor([32, 16, 96])
-    found, expected = on_device(stored_planes(made, 5)), stored_planes(made, 5)  # type: ignore[arg-type]
+    found, expected = on_device(compressed_planes(made, 5)), compressed_planes(made, 5)  # type: ignore[arg-type]
     on = targets.to(DEVICE), sources.to(DEVICE), first.to(DEVICE)
     made.kernels.encode(keys, values, found, *on)
     made.encode_reference(keys.cpu()[sources], values.cpu()[sources], first, expected, targets)
     assert nearly_equal(tuple(plane.cpu() for plane in found), expected)
-    again = on_device(stored_planes(made, 5))  # type: ignore[arg-type]
+    again = on_device(compressed_planes(made, 5))  # type: ignore[arg-type]
     alone = tuple(x[1:2] for x in on)
     made.kernels.encode(keys, values, again, *alone)
     assert same_bits(tuple(x[:1] for x in again), tuple(x[:1] for x in found))
@@ -125,7 +125,7 @@ def test_encode_is_near_the_reference(create: Create, dim: int) -> None:
 
 def test_encode_stores_zeros_beyond_the_ranks() -> None:
     made = fdc(SMALL)
-    found = on_device(stored_planes(made, 1))  # type: ignore[arg-type]
+    found = on_device(compressed_planes(made, 1))  # type: ignore[arg-type]
     page = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     keys = gaussian(SMALL, 1).to(DEVICE)
     made.kernels.encode(keys, keys, found, page, None, page)
@@ -226,7 +226,7 @@ def test_non_finite_tokens_are_stored_as_such() -> None:
     made = fdc(SMALL)
     keys = gaussian(SMALL, 1).to(DEVICE)
     keys[0, 0, 3, 5] = math.nan
-    found = on_device(stored_planes(made, 1))  # type: ignore[arg-type]
+    found = on_device(compressed_planes(made, 1))  # type: ignore[arg-type]
     page = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     made.kernels.encode(keys, keys, found, page, None, page)
     k, _ = made.reference.layer(0).decode(tuple(x.cpu() for x in found), page.cpu(), page.cpu())

@@ -24,7 +24,7 @@ from runtime.offline.bench.kv_formats import random_shard
 from runtime.pages.window import first_recent
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
-from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
+from tests.runtime.kv.compressed_data import PAGE, compressed_planes, gaussian, same_bits
 from tests.runtime.kv.test_kernels import SMALL, WIDE, Sequences, on_device
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
@@ -70,7 +70,7 @@ class Compared:
         return found
 
     def stored(self, pages: int) -> tuple[Tensor, ...]:
-        return stored_planes(self.reference, pages)
+        return compressed_planes(self.reference, pages)
 
     def sequences(self, config: ModelConfig, lengths: list[int]) -> Sequences:
         config = replace(config, context_length=1100)

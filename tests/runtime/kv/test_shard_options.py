@@ -17,7 +17,7 @@ from runtime.kv.shard.allocation import DROP_PENALTY, ERRORS, allocate
 from runtime.kv.shard.codes import STEPS, decode_steps, encode_coefficients, runs_of
 from runtime.kv.shard.commuting import commuting_basis
 from runtime.kv.transforms import hadamard
-from tests.runtime.kv.compressed_data import stored_planes
+from tests.runtime.kv.compressed_data import compressed_planes
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -157,7 +157,7 @@ def test_groups_that_do_not_fill_the_bytes_of_a_head_are_padded() -> None:
     width = made.planes(0, PAGE)[0].shape[2]
     assert 4 * (width - 1) < used <= 4 * width
     _, k, v = decaying(seed=9)
-    planes = stored_planes(made, len(pages_of(k)))
+    planes = compressed_planes(made, len(pages_of(k)))
     pages = torch.arange(len(planes[0]))
     made.layer(0).encode(pages_of(k), pages_of(v), (1 + pages) * PAGE, planes, pages)
     joined = planes[0].transpose(1, 2).flatten(2)
@@ -217,7 +217,7 @@ def test_pages_with_codebooks_do_not_depend_on_other_pages() -> None:
     _, k, v = decaying(seed=9)
     keys, values = pages_of(k)[:5], pages_of(v)[:5]
     together = round_trip(made, keys, values)
-    planes = stored_planes(made, 1, layer=1)
+    planes = compressed_planes(made, 1, layer=1)
     page = torch.zeros(1, dtype=torch.int64)
     made.layer(1).encode(keys[2:3], values[2:3], page + 3 * PAGE, planes, page)
     alone = made.layer(1).decode(planes, page, page + 3 * PAGE)

@@ -11,7 +11,7 @@ from runtime.config import ModelConfig
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.stream import reference
 from runtime.kv.stream.levels import lloyd_max
-from tests.runtime.kv.compressed_data import stored_planes
+from tests.runtime.kv.compressed_data import compressed_planes
 from tests.runtime.kv.lowrank import CONFIG, PAGE, relative_error, round_trip
 
 LLAMA = replace(CONFIG, head_dim=128, num_kv_heads=8)
@@ -85,7 +85,7 @@ def test_pages_do_not_depend_on_other_pages(name: str) -> None:
     made = COMPRESSED[name](CONFIG)
     pages = normal(6, 4, PAGE, 64).bfloat16()
     together = round_trip(made, pages, pages)
-    planes = stored_planes(made, 1)
+    planes = compressed_planes(made, 1)
     page = torch.zeros(1, dtype=torch.int64)
     made.layer(0).encode(pages[2:3], pages[2:3], page, planes, page)
     for found, expected in zip(made.layer(0).decode(planes, page, page), together, strict=True):

@@ -1,4 +1,4 @@
-"""Formats with stored pages: which pages are encoded when, and what is attended."""
+"""Formats with compressed pages: which pages are encoded when, and what is attended."""
 
 from collections.abc import Iterator
 
@@ -57,7 +57,7 @@ def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator
     """Yield the logits of a prompt and of each decode step.
 
     Args:
-        poison: overwrite exact pages once they are encoded.
+        poison: overwrite full-precision pages once they are encoded.
     """
     cache = PagedCache(model.layout, model.layout.plan.each(PAGES))
     pages = list(range(PAGES))
@@ -103,7 +103,7 @@ def test_stored_pages_are_attended(tokens: list[int]) -> None:
         list(logits(windowed_model(compressed(CONFIG)), tokens))
         for compressed in (Identity, Scaled)
     )
-    assert torch.equal(exact[0], changed[0]), "a prompt attends exact pages"
+    assert torch.equal(exact[0], changed[0]), "a prompt attends full-precision pages"
     assert not torch.allclose(exact[1], changed[1], atol=1e-3)
 
 
