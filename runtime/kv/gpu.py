@@ -14,7 +14,7 @@ from runtime.attention.base import Batch
 from runtime.attention.splits import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
 from runtime.kv.groups import compressed_table
-from runtime.kv.kernel_source import KernelSource
+from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
@@ -171,11 +171,7 @@ class CompressedPageKernels:
         compressed = _compressed_table(batch)
         sequences, group = len(q), self._heads // self._kv_heads
         fragments = source.fragments_for(q, k_pages, group)
-        if fragments is None:
-            programs = decode_programs(q.device, source.programs)
-        else:
-            full_precision = triton.next_power_of_2(sequences) * self._kv_heads
-            programs = fragments.compressed_programs(q.device, full_precision)
+        programs = self._programs(q, fragments)
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         results = self._split_buffers(2 * (programs + sequences * self._kv_heads), q.device)
@@ -235,6 +231,13 @@ class CompressedPageKernels:
             maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
             self._results.append((acc, maxima, sums))
         return self._results[-1]
+
+    def _programs(self, q: Tensor, fragments: FragmentSource | None) -> int:
+        """Return the number of programs for compressed tiles."""
+        if fragments is None:
+            return decode_programs(q.device, self._source.programs)
+        full_precision = triton.next_power_of_2(len(q)) * self._kv_heads
+        return fragments.compressed_programs(q.device, full_precision)
 
     def _splits(self, sequences: int, programs: int) -> int:
         """Return the constant SPLITS of the kernel."""
