@@ -99,4 +99,5 @@ def _plans(
         sent=SentTokens.whole(plan, sinks + tokens + window if middle else tokens),
         capacity=slot_bytes,
         bound=codecs.max_frame_bytes,
+        kv_heads=codecs.kv_heads,
     )

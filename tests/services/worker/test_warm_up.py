@@ -43,6 +43,23 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
     assert all(torch.equal(plane, was) for plane, was in zip(planes, kept, strict=True))
 
 
+def test_warm_up_of_another_rank_uses_its_kv_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load()
+    config = replace(loaded.config, first_kv_head=6)
+    sizes = replace(loaded.sizes, chunk_tokens=CHUNK)
+    loaded = replace(loaded, config=config, sizes=sizes)
+    heads: set[int] = set()
+    paged = codec.paged
+
+    def watched(planes: list[torch.Tensor], books: list[codec.Codebook | None]) -> codec.PagedCodec:
+        heads.update(plane.shape[1] for plane in planes)
+        return paged(planes, books)
+
+    monkeypatch.setattr(codec, "paged", watched)
+    assert warm_up_codec(loaded, Slab(1, SLOT_BYTES)) == 1
+    assert heads == {CONFIG.num_kv_heads}
+
+
 def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(codebooks=True)
     warm_up_codec(loaded, Slab(1, SLOT_BYTES))
