@@ -61,8 +61,8 @@ def prefill_sample(
     Returns:
         Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype, on the
         CPU. It has full pages only, in the order of the cache. Planes that the codec does not
-        encode are left out. If the format compresses pages into encodable planes, the
-        full-precision planes are left out as well, because a sequence has few of their pages.
+        encode are left out. If the format encodes pages into encodable planes, all other planes are
+        left out as well, because a sequence has few of their pages.
     """
     plan = model.layout.plan
     total = plan.each(plan.full(SAMPLE_PROMPTS * SAMPLE_TOKENS))
