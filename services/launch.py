@@ -10,6 +10,7 @@ from types import ModuleType
 from services.common.errors import SettingsError
 from services.common.file_limit import raise_file_limit
 from services.common.logging import configure_logging
+from services.common.memory import limit_arenas
 from services.common.settings import ServiceSettings
 from services.common.signals import end_on_sigterm_as_first_process, ignore_sighup_during_start
 
@@ -40,6 +41,7 @@ def run_service(service: str, arguments: Sequence[str]) -> None:
         SettingsError: if it cannot start with these settings or the installed packages.
     """
     ignore_sighup_during_start()
+    limit_arenas()
     settings = load_settings(service, arguments)
     configure_logging(service, format=settings.log_format, level=settings.log_level)
     raise_file_limit()

@@ -10,9 +10,9 @@ import uvloop
 from services.common.addresses import bracketed
 from services.common.errors import SettingsError
 from services.common.file_limit import check_file_limit
-from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.common.http_server import HttpServer
+from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading

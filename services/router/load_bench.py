@@ -17,7 +17,7 @@ from math import inf
 from random import Random
 from statistics import median, quantiles
 
-from services.common.garbage_collection import freeze_loaded
+from services.common.memory import freeze_loaded
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import Demand

@@ -10,8 +10,8 @@ import uvloop
 
 from services.common.errors import SettingsError
 from services.common.file_limit import check_file_limit
-from services.common.garbage_collection import freeze_loaded
 from services.common.http_server import HttpServer, listen
+from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading

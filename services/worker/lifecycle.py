@@ -16,8 +16,8 @@ import structlog
 from runtime.engine import StepOutput
 from runtime.pages.sent import SentTokens
 from services.common.addresses import bracketed
-from services.common.garbage_collection import freeze_loaded
 from services.common.grpc_server import GrpcServer
+from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes

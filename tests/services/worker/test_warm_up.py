@@ -46,8 +46,8 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
 def test_warm_up_of_another_rank_uses_its_kv_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load()
     config = replace(loaded.config, first_kv_head=6)
-    sizes = replace(loaded.sizes, chunk_tokens=CHUNK)
-    loaded = replace(loaded, config=config, sizes=sizes)
+    limits = replace(loaded.sizes.limits, chunk_tokens=CHUNK)
+    loaded = replace(loaded, config=config, sizes=replace(loaded.sizes, limits=limits))
     heads: set[int] = set()
     paged = codec.paged
 
