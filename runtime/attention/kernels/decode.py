@@ -53,14 +53,14 @@ def attend_tiles(
     head_stride, table, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend over full-precision keys ``begin`` to ``end`` of one KV head, multiples of BLOCK.
+    """Attend over the keys ``begin`` to ``end`` in the pages of one KV head, multiples of BLOCK.
 
     Args:
         queries: `[ROWS, WIDTH]`.
         acc: fp32 `[ROWS, WIDTH]`, unnormalized output over the keys attended so far.
         m, l: fp32 `[ROWS]`, maximum and sum of the online softmax over them.
-        length: number of full-precision keys of the sequence.
-        gap: positions after the first page that are not full-precision keys, a multiple of PAGE.
+        length: number of keys of the sequence in ``k_pages``.
+        gap: positions after the first page whose keys are elsewhere, a multiple of PAGE.
         table: pointer to the page table of the sequence.
 
     Returns:
