@@ -40,7 +40,7 @@ class Chunk:
     @property
     def starts(self) -> bool:
         """Whether this is the first chunk of the prompt."""
-        return self.first == 0
+        return self.first == self.group.reused
 
     @property
     def completes(self) -> bool:

@@ -117,12 +117,15 @@ class SequenceGroup:
             `SequencePages.set_computed` alone.
         position: number of prompt tokens that were admitted to prefill before this group, or None
             until it is admitted. Preempted prompts keep it; preempted running sequences have 0.
+        reused: number of prompt tokens whose KV was in the pages when the group was admitted, so
+            that its first chunk starts after them; a multiple of the page size. So far always 0.
     """
 
     purpose: Purpose
     sequences: list[SequenceState]
     computed: int = 0
     position: int | None = None
+    reused: int = 0
 
     @classmethod
     def of(

@@ -82,8 +82,10 @@ class Computed:
     """A prompt chunk whose computation was launched.
 
     Attributes:
-        first_token: position of the chunk's first token, a multiple of the page size. A prompt of
-            which tokens are evicted is reported once, as one chunk of the tokens that are kept.
+        first_token: position of the chunk's first token, a multiple of the page size. It is 0 for
+            the first chunk, with which reused tokens are reported (`SequenceGroup.reused`). A
+            prompt of which tokens are evicted is reported once, as one chunk of the tokens that are
+            kept.
         page_tables: for each page group, ids of the chunk's pages by their index in the chunk.
             Pages that the group does not hold are `FREED`, or lack at the end.
         ready: number of the event recorded once the KV is in the pages, for which other CUDA

@@ -218,9 +218,11 @@ class Engine:
     def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
 
-        Of a prompt with evicted tokens, all that is kept is added with the last chunk.
+        Reused tokens are added with the first chunk. Of a prompt with evicted tokens, all that is
+        kept is added with the last chunk.
         """
-        first, end, evicted = chunk.first, chunk.end, chunk.group.evicts
+        first = 0 if chunk.starts else chunk.first
+        end, evicted = chunk.end, chunk.group.evicts
         if evicted:
             if not chunk.completes:
                 return

@@ -311,6 +311,7 @@ class Scheduler:
         """Return a preempted group to the waiting queue."""
         self.pages.release(group.sequences)
         self._rewind(group.sequences)
+        group.reused = 0
         self.pages.set_computed(group, 0)
         self._waiting.requeue(group)
 

@@ -75,6 +75,9 @@ def test_step_samples_after_complete_prompts_without_forced_tokens() -> None:
         (False, True, True),
     ]
 
+    group.reused = 32
+    assert [chunk.starts for chunk in chunks] == [False, True]
+
     def sampled(chunk: Chunk) -> list[SequenceState]:
         return StepPlan([chunk], decoded.sequences, [], [], [], frozenset()).sampled
 
