@@ -115,11 +115,14 @@ class Reserved:
             that are not sent in the group are `FREED`, or lack at the end.
         ready: number of the event after which the engine's earlier work does not touch the pages
             (`PagedCache.events`); None on a CPU.
+        first_token: position of the first token whose KV must be received, a multiple of the page
+            size; see `SequenceGroup.reused`.
     """
 
     id: str
     page_tables: tuple[tuple[int, ...], ...]
     ready: int | None = None
+    first_token: int = 0
 
 
 @dataclass

@@ -148,7 +148,7 @@ class Engine:
             ready = self.executor.record_event()
             for group in plan.reserved:
                 tables = tuple(map(tuple, group.sequences[0].page_tables))
-                output.reserved.append(Reserved(group.request.id, tables, ready))
+                output.reserved.append(Reserved(group.request.id, tables, ready, group.reused))
         output.started += [chunk.group.request.id for chunk in plan.chunks if chunk.starts]
         return output
 

@@ -11,31 +11,57 @@ from runtime.pages.plan import PagePlan
 class SentTokens:
     """Tokens of a request that a prefill worker computes, and whose KV it sends.
 
-    Both workers derive them from the request and the plan, without a message.
+    Both workers derive them from the request, its first token to send, and the plan.
 
     Attributes:
         plan: page groups of both workers.
         known: number of tokens of the request.
         computed: number of them that the prefill worker computes; the decode worker computes the
             others again.
-        evicted: number of computed tokens whose KV it evicts. The others are sent.
+        evicted: number of computed tokens whose KV it evicts.
+        first: position of the first token whose KV is sent, a multiple of the page size. The decode
+            worker has the KV of earlier tokens. So far always 0.
+
+    Raises:
+        ValueError: ``first`` is out of bounds, is not at a page boundary, or tokens are evicted,
+            which mixes the tokens of pages.
     """
 
     plan: PagePlan
     known: int
     computed: int
     evicted: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.first:
+            return
+        if self.evicted or self.first % self.plan.page_size or not 0 < self.first <= self.kept:
+            raise ValueError(
+                f"KV cannot be sent from token {self.first} of {self.kept} tokens in pages of "
+                f"{self.plan.page_size}, of which {self.evicted} were evicted"
+            )
 
     @classmethod
-    def of(cls, plan: PagePlan, *, known: int, prompt_tokens: int, kv_eviction: float) -> Self:
+    def of(
+        cls,
+        plan: PagePlan,
+        *,
+        known: int,
+        prompt_tokens: int,
+        kv_eviction: float,
+        first: int = 0,
+    ) -> Self:
         """Return which tokens of a request are computed and sent.
 
         Args:
             known: number of its tokens, including those of the output of an earlier attempt.
             kv_eviction: fraction of the prompt tokens to evict.
+            first: see `SentTokens`, as are the errors.
         """
         evicted = evicted_tokens(prompt_tokens, kv_eviction, plan.page_size)
-        return cls(plan, known, plan.prefilled(known, prompt_tokens, evicted), evicted)
+        computed = plan.prefilled(known, prompt_tokens, evicted)
+        return cls(plan, known, computed, evicted, first)
 
     @classmethod
     def whole(cls, plan: PagePlan, tokens: int) -> Self:
@@ -49,9 +75,13 @@ class SentTokens:
 
     @property
     def kept(self) -> int:
-        """Number of tokens in the pages that are sent."""
+        """Number of tokens in the pages of the sequence, those before ``first`` included."""
         return self.computed - self.evicted
 
     def pages(self, group: int) -> tuple[range, ...]:
         """Return the pages of a group that are sent, as indices within the sequence."""
-        return self.plan.sent(self.kept, group)
+        first = self.plan.full(self.first)
+        return tuple(
+            range(max(pages.start, first), max(pages.stop, first))
+            for pages in self.plan.sent(self.kept, group)
+        )

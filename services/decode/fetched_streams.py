@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -103,12 +104,13 @@ class FetchedStreams(StreamService):
             FetchFailed: the KV did not arrive.
         """
         is_early = self._has_room()
+        sent = self._sent_tokens(stream)
         self._submit(stream, Reserve(stream.request))
         if is_early:
             stream.early = asyncio.timeout(None)
             try:
                 async with stream.early:
-                    await self._fetch_kv(stream, reserved)
+                    await self._fetch_kv(stream, reserved, sent)
                 return
             except TimeoutError:
                 if not stream.early.expired():
@@ -118,11 +120,17 @@ class FetchedStreams(StreamService):
             finally:
                 stream.early = None
         with stream.span.child("reserve"):
-            await reserved
-        await self._fetch_kv(stream, reserved)
+            first = (await reserved).first_token
+        await self._fetch_kv(stream, reserved, replace(sent, first=first))
 
-    async def _fetch_kv(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
+    async def _fetch_kv(
+        self, stream: Stream, reserved: asyncio.Future[Reserved], sent: SentTokens
+    ) -> None:
         """Fetch the prompt's KV into reserved pages, then add the sequence to the batch.
+
+        Args:
+            sent: what the prefill worker sends. An early fetch, which does not know the
+                reservation, asks for all tokens.
 
         Raises:
             FetchFailed: the KV did not arrive.
@@ -133,7 +141,7 @@ class FetchedStreams(StreamService):
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
             if stream.key in self.streams:
-                digest = self._digest(stream, reserved.result())  # runs before the next step
+                digest = self._digest(reserved.result(), sent)  # runs before the next step
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
                 stream.decoding = True
                 stream.start_decoding()
@@ -149,10 +157,10 @@ class FetchedStreams(StreamService):
                 prefill=stream.start.prefill,
                 request=stream.start.request,
                 reserved=reserved,
+                sent=sent,
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
-                samples_first=self._sent_tokens(stream).samples_first,
                 span=span,
             )
             times = await self._receiver.fetch(fetch)
@@ -207,11 +215,11 @@ class FetchedStreams(StreamService):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    def _digest(self, stream: Stream, reserved: Reserved) -> "asyncio.Future[str] | None":
-        """Start to compute the digest of a prompt's pages, if that is enabled."""
+    def _digest(self, reserved: Reserved, sent: SentTokens) -> "asyncio.Future[str] | None":
+        """Start to compute the digest of the pages that were sent, if that is enabled."""
         if not self._settings.kv_digest:
             return None
-        return self._worker.digest(reserved.page_tables, self._sent_tokens(stream))
+        return self._worker.digest(reserved.page_tables, sent)
 
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._receiver.sent_tokens(stream.start.request)

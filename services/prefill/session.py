@@ -198,7 +198,10 @@ class PrefillSession:
             self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, full)
             return
         request = request_from_message(key, message)
-        sent = self._sender.sent_tokens(message)
+        try:
+            sent = self._sender.sent_tokens(message, start.first_token)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
         deadline_s = deadline_from_message(start.deadline_s)
         outgoing = Outgoing(
             key=key,

@@ -48,13 +48,12 @@ class Fetch:
         request: the request for the prefill worker.
         reserved: future of the decode worker's pages, into which the KV is decoded. Nothing is
             read before it is done.
+        sent: tokens and pages that the prefill worker is asked to send.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
         on_verified: called at most once, when all KV is verified and in the pages, with the times
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
-        samples_first: whether the prefill worker samples first tokens. It does not if the decode
-            worker knows them, see `SentTokens`.
         span: span of the fetch, below which the prefill worker's span will be.
         closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
             after that.
@@ -64,10 +63,10 @@ class Fetch:
     prefill: decode_pb2.WorkerAddress
     request: request_pb2.Request
     reserved: asyncio.Future[Reserved]
+    sent: SentTokens
     on_first: Callable[[pb.FirstTokens], bool]
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
-    samples_first: bool = True
     span: Span = NO_SPAN
     closed: bool = False
 
@@ -138,7 +137,6 @@ class FetchProgress:
 
     Attributes:
         coverages: what has arrived on each rank.
-        sent: tokens that are sent; the prefill worker must confirm how many are evicted.
         expected: total number of segments, once it is known.
         announced: segments announced so far.
         verified: segments that were read, verified and decoded.
@@ -149,7 +147,6 @@ class FetchProgress:
     """
 
     coverages: Sequence[Coverage]
-    sent: SentTokens
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0

@@ -26,17 +26,24 @@ class SegmentPlan:
     pages: tuple[int, ...]
 
 
-def sent_tokens(request: request_pb2.Request, plan: PagePlan, kv_eviction: float) -> SentTokens:
+def sent_tokens(
+    request: request_pb2.Request, plan: PagePlan, kv_eviction: float, first: int = 0
+) -> SentTokens:
     """Return which tokens of a request are computed and sent by a prefill worker.
 
     Args:
         kv_eviction: fraction of the prompt tokens to evict.
+        first: position of the first token to send.
+
+    Raises:
+        ValueError: tokens cannot be sent from ``first``; see `SentTokens`.
     """
     return SentTokens.of(
         plan,
         known=count_tokens(request.tokens),
         prompt_tokens=request.prompt_tokens,
         kv_eviction=kv_eviction,
+        first=first,
     )
 
 

@@ -14,6 +14,7 @@ from grpc import aio
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
+from runtime.pages.sent import SentTokens
 from services.common.grpc_server import (
     PING_TIMEOUT_S,
     MessageStream,
@@ -43,15 +44,19 @@ class Subscription:
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
         self.welcome = client.welcome
 
-    def send_start(self, deadline_s: float, trace: Mapping[str, str] | None = None) -> None:
+    def send_start(
+        self, deadline_s: float, sent: SentTokens, trace: Mapping[str, str] | None = None
+    ) -> None:
         """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds.
 
         Args:
+            sent: tokens and pages to send.
             trace: headers of the span whose child the prefill worker's span will be.
         """
         command = pb.PrefillCommand()
         command.start.sequence = self._sequence
         command.start.deadline_s = deadline_s
+        command.start.first_token = sent.first
         command.start.request.CopyFrom(self._request)
         if trace:
             command.start.trace.CopyFrom(request_pb2.TraceContext(**trace))

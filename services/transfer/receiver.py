@@ -92,7 +92,7 @@ class Receiver:
         return self._endpoints[0].layout
 
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
+        """Return which tokens of a request a prefill worker sends by default, from the first."""
         return sent_tokens(request, self.layout.plan, self._kv_eviction)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
@@ -140,16 +140,15 @@ class Receiver:
         self._metrics.landing_slots.labels("quarantined").set(quarantined)
 
     async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
-        sent = self.sent_tokens(fetch.request)
         coverages = [
-            Coverage(sent, endpoint.layout, first_kv_head=endpoint.kv_heads.start)
+            Coverage(fetch.sent, endpoint.layout, first_kv_head=endpoint.kv_heads.start)
             for endpoint in self._endpoints
         ]
-        progress = FetchProgress(coverages, sent)
+        progress = FetchProgress(coverages)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start(deadline_s, fetch.span.headers)
+                subscription.send_start(deadline_s, fetch.sent, fetch.span.headers)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -169,7 +168,7 @@ class Receiver:
                 fetch.prefill.worker_id,
             )
         if not progress.ended:
-            self._metrics.completed(sent.computed)
+            self._metrics.completed(fetch.sent.computed)
         return progress.times
 
     async def _follow(
@@ -224,7 +223,7 @@ class Receiver:
             case "first_tokens":
                 progress.times.start(event.first_tokens)
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
-                expected = fetch.request.choices if fetch.samples_first else 0
+                expected = fetch.request.choices if fetch.sent.samples_first else 0
                 if progress.started or choices != list(range(expected)):
                     raise ForeignSegment(f"unexpected first tokens, of choices {choices}")
                 progress.started = True
@@ -241,7 +240,7 @@ class Receiver:
                         f"{event.done.segments} segments in total, but {progress.announced} were "
                         "announced"
                     )
-                evicted = progress.sent.evicted
+                evicted = fetch.sent.evicted
                 if event.done.evicted_tokens != evicted:
                     raise ForeignSegment(
                         f"{event.done.evicted_tokens} tokens were evicted, not {evicted}"

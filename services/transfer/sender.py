@@ -86,9 +86,9 @@ class Sender:
         """Number of slots with a segment that is being encoded or not acknowledged."""
         return sum(slots.in_use for slots in self._slots)
 
-    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self._endpoints[0].layout.plan, self._kv_eviction)
+    def sent_tokens(self, request: request_pb2.Request, first: int = 0) -> SentTokens:
+        """Return which tokens of a request are sent from ``first``; see `manifest.sent_tokens`."""
+        return sent_tokens(request, self._endpoints[0].layout.plan, self._kv_eviction, first)
 
     def open(self, outgoing: Outgoing) -> None:
         """Register a sequence, before its chunks are added."""

@@ -172,7 +172,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
         for number in range(rounds):
             for codec in CODECS[number % 3 :] + CODECS[: number % 3]:
                 fetches = [
-                    fetch_of(workload, workers[codec], f"{codec}-{number}-{index}", index)
+                    fetch_of(workload, workers[codec], f"{codec}-{number}-{index}", index, sent)
                     for index in range(workload.prompts)
                 ]
                 for plane in loaded.executor.cache.planes:
@@ -192,7 +192,9 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     return {"seconds": seconds, "reports": reports, "kv_bytes": kv_bytes}
 
 
-def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fetch:
+def fetch_of(
+    workload: Workload, prefill: Prefill, name: str, index: int, sent: SentTokens
+) -> Fetch:
     """Return a fetch of the whole prompt into its own pages of the cache."""
     request = request_pb2.Request(
         request_id=name,
@@ -212,6 +214,7 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
         prefill=prefill.address,
         request=request,
         reserved=reserved,
+        sent=sent,
         on_first=lambda first: False,
         on_verified=lambda times: None,
         deadline_s=120.0,

@@ -289,17 +289,23 @@ def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPre
     )
 
 
-def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
-    """Return a fetch into consecutive pages from ``first_page``."""
+def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0, *, first_token: int = 0) -> Fetch:
+    """Return a fetch from ``first_token`` into consecutive pages from ``first_page``.
+
+    The pages of all page groups have the same numbers.
+    """
     key = f"sequence-{next(_numbers)}"
+    request = message_of(tokens)
     reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
     pages = tuple(range(first_page, first_page - (-tokens // PAGE_SIZE)))
-    reserved.set_result(Reserved(key, (pages,)))
+    sent = prefill.worker.sender.sent_tokens(request, first_token)
+    reserved.set_result(Reserved(key, (pages,) * len(sent.plan.groups)))
     return Fetch(
         key=key,
         prefill=prefill.address,
-        request=message_of(tokens),
+        request=request,
         reserved=reserved,
+        sent=sent,
         on_first=lambda first: False,
         on_verified=lambda times: None,
         deadline_s=LIMIT_S,

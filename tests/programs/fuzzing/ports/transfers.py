@@ -170,6 +170,7 @@ class Replay:
             prefill=recorded.prefill,
             request=recorded.request,
             reserved=recorded.reserved,
+            sent=recorded.sent,
             on_first=lambda first: False,
             on_verified=lambda times: None,
             deadline_s=60.0,

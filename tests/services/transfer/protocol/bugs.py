@@ -144,7 +144,7 @@ def _reserve_late(reserve_and_fetch: Callable[..., Any]) -> Callable[..., Any]:
             self._submit(stream, Reserve(stream.request))
 
         with patch.object(stream.session, "push", reserve):
-            await self._fetch_kv(stream, reserved)
+            await self._fetch_kv(stream, reserved, self._sent_tokens(stream))
 
     return mutated
 

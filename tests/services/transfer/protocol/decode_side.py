@@ -194,6 +194,7 @@ class DecodeSide:
             prefill=decode_pb2.WorkerAddress(worker_id="prefill", epoch=epoch, address=""),
             request=request,
             reserved=self._loop.create_future(),
+            sent=self._receiver.sent_tokens(request),
             on_first=_goes_on,
             on_verified=partial(self._check_verified, number),
             deadline_s=DEADLINE_S,
