@@ -10,6 +10,7 @@ RuntimeFault
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
+├── EventTimeout          a rank did not launch a step in time
 └── InvalidRequest        a request is outside the model's bounds
 """
 
@@ -52,6 +53,10 @@ class QueueFull(RuntimeFault):
 
 class NotFinite(RuntimeFault):
     """A sequence's logits are NaN or infinite, so no token can be sampled."""
+
+
+class EventTimeout(RuntimeFault):
+    """An event was not recorded in time, for example because a rank did not launch its step."""
 
 
 class InvalidRequest(RuntimeFault):

@@ -89,7 +89,8 @@ class Computed:
         page_tables: for each page group, ids of the chunk's pages by their index in the chunk.
             Pages that the group does not hold are `FREED`, or lack at the end.
         ready: number of the event recorded once the KV is in the pages, for which other CUDA
-            streams must wait (`PagedCache.events`). None on a CPU.
+            streams and other processes must wait (`PagedCache.events`). None: there is no need to
+            wait.
         evicted: number of tokens that were evicted.
         completes: whether this is the last chunk of the prompt.
         samples: whether first tokens are sampled after it. They are not if more chunks follow, or
@@ -114,7 +115,7 @@ class Reserved:
         page_tables: for each page group, page ids by the index of the page in the sequence. Pages
             that are not sent in the group are `FREED`, or lack at the end.
         ready: number of the event after which the engine's earlier work does not touch the pages
-            (`PagedCache.events`); None on a CPU.
+            (`PagedCache.events`); None as in `Computed`.
         first_token: position of the first token whose KV must be received, a multiple of the page
             size; see `SequenceGroup.reused`.
     """

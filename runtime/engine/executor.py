@@ -72,8 +72,9 @@ class Executor(ABC):
         """Copy page ``sources[i]`` of a page group to page ``targets[i]``, after launched steps."""
 
     @abstractmethod
-    def record_event(self) -> int | None:
+    def record_event(self) -> int:
         """Record an event after which all launched work has completed; see `PagedCache.events`.
 
-        All ranks of a worker return the same number.
+        All ranks of a worker return the same number. An executor of another process may return it
+        before the event is recorded there.
         """

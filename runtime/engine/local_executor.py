@@ -62,5 +62,5 @@ class LocalExecutor(Executor):
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.cache.copy_pages(group, sources, targets)
 
-    def record_event(self) -> int | None:
+    def record_event(self) -> int:
         return self.cache.events.record()

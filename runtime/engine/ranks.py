@@ -18,8 +18,8 @@ class RankSteps:
     steps: Sequence[LaunchedStep]
 
     @property
-    def ready(self) -> int | None:
-        """Number of the event, which every rank has recorded."""
+    def ready(self) -> int:
+        """Number of the event, which every rank records."""
         return self.steps[0].ready
 
     def read(self) -> list[Draw | None]:
@@ -72,7 +72,7 @@ class Ranks(Executor):
         for rank in (*self._others, self._first):
             rank.copy_pages(group, sources, targets)
 
-    def record_event(self) -> int | None:
+    def record_event(self) -> int:
         for other in self._others:
             other.record_event()
         return self._first.record_event()

@@ -1,44 +1,63 @@
-"""CUDA events between streams, named by numbers."""
+"""Numbered events: points in the work of a device that other streams and processes wait for."""
+
+import threading
 
 import torch
 
+from runtime.errors import EventTimeout
+
 _KEPT = 64
+WAIT_S = 10.0
+"""Maximum seconds that `Events.wait` waits until an event is recorded."""
 
 
 class Events:
     """The latest events of a device.
 
     Their numbers, unlike CUDA events, can be sent to another process: ranks that compute the same
-    steps record the same events. One thread records, others may wait.
+    steps record the same events. One thread records, others may wait. A number may reach a rank
+    before the step that records it, because they take different paths.
 
     Args:
-        device: on a CPU there are no events, because work has completed when a call returns.
+        device: on a CPU an event is only a number, because work has completed when a call returns.
+        wait_s: see `WAIT_S`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wait_s: float = WAIT_S) -> None:
         self._device = device
+        self._wait_s = wait_s
         self._events: list[torch.cuda.Event | None] = [None] * _KEPT
         self._latest = -1
+        self._recorded = threading.Condition()
 
-    def record(self) -> int | None:
-        """Record an event on the current stream and return its number; None on a CPU."""
-        if self._device.type != "cuda":
-            return None
+    def record(self) -> int:
+        """Record an event on the current stream and return its number."""
         number = self._latest + 1
-        event = torch.cuda.current_stream(self._device).record_event()
-        self._events[number % _KEPT] = event
-        self._latest = number
+        if self._device.type == "cuda":
+            event = torch.cuda.current_stream(self._device).record_event()
+            self._events[number % _KEPT] = event
+        with self._recorded:
+            self._latest = number
+            self._recorded.notify_all()
         return number
 
     def wait(self, number: int | None) -> None:
-        """Let the current stream wait for an event; None: for nothing.
+        """Block until an event is recorded, then let the current stream wait for it; None: nothing.
 
         Instead of an event that is not kept any more, it waits for the oldest one that is kept.
+
+        Raises:
+            EventTimeout: it was not recorded in time.
         """
         if number is None:
             return
+        with self._recorded:
+            if not self._recorded.wait_for(lambda: number <= self._latest, self._wait_s):
+                raise EventTimeout(
+                    f"event {number} was not recorded in {self._wait_s} s; the latest is "
+                    f"{self._latest}"
+                )
         kept = max(number, self._latest - _KEPT + 1)
         event = self._events[kept % _KEPT]  # meanwhile, a later one may have replaced it
-        if number > self._latest or event is None:
-            raise ValueError(f"event {number} was not recorded; the latest is {self._latest}")
-        event.wait()
+        if event is not None:
+            event.wait()

@@ -12,8 +12,8 @@ class LaunchedStep(Protocol):
     """A step whose computation was launched."""
 
     @property
-    def ready(self) -> int | None:
-        """Number of the event of the cache recorded once all KV is in the pages; None on a CPU."""
+    def ready(self) -> int:
+        """Number of the event of the cache recorded once all KV is in the pages."""
         ...
 
     def read(self) -> list[Draw | None]:

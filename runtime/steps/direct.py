@@ -21,7 +21,7 @@ class DirectStep:
     """A computed step, with a draw for each sampled sequence."""
 
     draws: list[Draw | None]
-    ready: int | None
+    ready: int
 
     def read(self) -> list[Draw | None]:
         return self.draws

@@ -71,7 +71,7 @@ class InFlightStep:
         assignment: slots of the step's sequences.
         sampled: sequences whose sampled tokens are used, see `StepPlan.sampled`, with their slots.
         ready: number of the event of the cache recorded after the forward pass and, with a
-            compressed KV format, the encoding of pages; None on the CPU.
+            compressed KV format, the encoding of pages.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
     """
@@ -80,7 +80,7 @@ class InFlightStep:
     assignment: SlotAssignment
     sampled: list[tuple[SequenceState, int]]
     results: HostCopy
-    ready: int | None
+    ready: int
     held_logits: Mapping[int, Tensor]
     read_first: bool
 
@@ -249,7 +249,7 @@ class StepReplay:
             self._sampler.run(bucket, features)
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
-        if self._encodes:
+        if ready is None:
             self._encoder.encode(chunks)
             ready = self._events.record()
         read_first = any(

@@ -134,6 +134,10 @@ class KVEndpoint(ABC):
             notify: name of the agent that is notified.
             is_wanted: called once before the encode is started. If it returns False, nothing is
                 encoded, and the result is None.
+
+        Raises (through the future):
+            EventTimeout: the event was not recorded in time.
+            CodecError: the pages cannot be encoded.
         """
 
     @abstractmethod
@@ -170,6 +174,7 @@ class KVEndpoint(ABC):
                 pages after the future of a later `codec_idle` is settled.
 
         Raises (through the future):
+            EventTimeout: the event was not recorded in time.
             FrameError: the slot did not hold the announced segment; the pages hold other content.
             CodecError: the payload is malformed, or its checksum differs; as above.
         """

@@ -4,6 +4,9 @@
 endpoint of that process and returns the result. Messages are pickled, so both ends of the pipe must
 belong to one worker. Calls in progress are few, because slots bound them. Their messages fit the
 pipe's buffers, so that no side blocks while it sends.
+
+Steps reach the executor of that process on another path, which an encode or decode may overtake. It
+then waits there until the step has recorded the event after which it may run (`Events.wait`).
 """
 
 import itertools

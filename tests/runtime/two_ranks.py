@@ -5,6 +5,7 @@ split by their input are added with an all-reduce of gloo. The first rank of eac
 test's process, and every second rank in a process of its own.
 """
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,8 @@ def _serve(
                 steps.append(rank.launch(plan))
             case ("read",):
                 commands.send(steps.pop(0).read())
+            case ("record_event",):
+                rank.record_event()
             case ("copy_pages", *arguments):
                 rank.copy_pages(*arguments)
             case ("planes",):
@@ -133,7 +136,7 @@ def _serve(
 @dataclass(frozen=True)
 class RemoteStep:
     commands: Connection
-    ready: None = None
+    ready: int
 
     def read(self) -> list[Draw | None]:
         self.commands.send(("read",))
@@ -154,6 +157,7 @@ class RemoteExecutor(Executor):
 
     def __init__(self, commands: Connection) -> None:
         self.commands = commands
+        self._events = itertools.count()
         self.shape: ExecutorShape = receive(commands)
 
     def planes(self) -> list[Tensor]:
@@ -169,13 +173,14 @@ class RemoteExecutor(Executor):
 
     def launch(self, plan: StepPlan) -> RemoteStep:
         self.commands.send(("launch", plan))
-        return RemoteStep(self.commands)
+        return RemoteStep(self.commands, next(self._events))
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.commands.send(("copy_pages", group, sources, targets))
 
-    def record_event(self) -> None:
-        return None
+    def record_event(self) -> int:
+        self.commands.send(("record_event",))
+        return next(self._events)
 
 
 Pair = tuple[LocalExecutor, RemoteExecutor]

@@ -27,7 +27,7 @@ class FakeStep(NamedTuple):
     """
 
     sampled: int
-    ready: None = None
+    ready: int = 0
 
     def read(self) -> list[Draw | None]:
         return [Draw(TOKEN)] * self.sampled
@@ -54,5 +54,5 @@ class FakeExecutor(Executor):
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """There is nothing in the pages."""
 
-    def record_event(self) -> None:
-        return None
+    def record_event(self) -> int:
+        return 0

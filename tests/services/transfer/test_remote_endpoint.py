@@ -4,13 +4,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from headrace.v1 import prefill_pb2 as pb
+from runtime.errors import EventTimeout
+from runtime.graphs.events import Events
 from runtime.kv.cache import PagedCache
 from runtime.pages.plan import PageCount
+from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.endpoint import Source
 from services.transfer.errors import PeerLost, ReadTimeout, TransferClosed
@@ -19,7 +23,9 @@ from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.nixl_agent import ReadDone
 from services.transfer.remote_endpoint import RemoteEndpoint, serve_endpoint
 from services.transfer.slab import Slab
-from tests.services.transfer.test_ranks import BOOKS, HEADS, layout_of
+from tests.services.transfer.test_ranks import BOOKS, HEADS, InlineAgent, layout_of
+
+T = TypeVar("T")
 
 LIMIT_S = 30
 SOURCE = Source("peer", 1 << 40, "DRAM", 0)
@@ -54,7 +60,7 @@ class Agent:
         self.reads.append(Future())
         return self.reads[-1]
 
-    def run_codec(self, job: object) -> "Future[Any]":
+    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         self.jobs += 1
         return Future()
 
@@ -65,16 +71,27 @@ class Agent:
         self.closed.set()
 
 
-class Sides:
-    """A remote endpoint, and the endpoint that it calls, on another thread."""
+class CodecAgent(Agent):
+    """An agent that runs codec calls."""
 
-    def __init__(self) -> None:
-        self.agent = Agent()
+    run_codec = InlineAgent.run_codec
+    notify = InlineAgent.notify
+
+
+class Sides:
+    """A remote endpoint, and the endpoint that it calls, on another thread.
+
+    Attributes:
+        cache: pages of the endpoint that is called.
+    """
+
+    def __init__(self, agent: Agent | None = None) -> None:
+        self.agent = agent or Agent()
         own, self.pipe = Pipe()
-        cache = PagedCache(layout_of(HEADS), PageCount(1))
-        codecs = SegmentCodecs(cache.layout, BOOKS, first_kv_head=HEADS)
-        agent: Any = self.agent
-        local = LocalEndpoint(cache, codecs, Slab(2, 1 << 14), agent)
+        self.cache = PagedCache(layout_of(HEADS), PageCount(1))
+        codecs = SegmentCodecs(self.cache.layout, BOOKS, first_kv_head=HEADS)
+        called: Any = self.agent
+        local = LocalEndpoint(self.cache, codecs, Slab(2, 1 << 14), called)
         self.thread = threading.Thread(target=serve_endpoint, args=(self.pipe, local), daemon=True)
         self.thread.start()
         self.remote = RemoteEndpoint(own, BOOKS)
@@ -85,13 +102,32 @@ class Sides:
             segment, pb.SegmentReady(), HEADER, 0, (0,), after=None, is_wanted=lambda: is_wanted
         )
 
+    def encode(self, *, after: int) -> "Future[Any]":
+        segment = pb.Segment(
+            num_tokens=16, num_layers=1, num_kv_heads=HEADS, first_kv_head=HEADS, raw=True
+        )
+        return self.remote.encode(
+            segment, HEADER, (0,), after=after, notify="", is_wanted=lambda: True
+        )
+
+    def close(self) -> None:
+        self.remote.close()
+        assert self.agent.closed.wait(LIMIT_S)
+
 
 @pytest.fixture
 def sides() -> Iterator[Sides]:
     sides = Sides()
     yield sides
-    sides.remote.close()
-    assert sides.agent.closed.wait(LIMIT_S)
+    sides.close()
+
+
+@pytest.fixture
+def encoding_sides() -> Iterator[Sides]:
+    """Sides whose agent runs codec calls."""
+    sides = Sides(CodecAgent())
+    yield sides
+    sides.close()
 
 
 def test_shape_and_descriptions_are_those_of_the_other_process(sides: Sides) -> None:
@@ -138,6 +174,28 @@ def test_unwanted_decode_is_not_started(sides: Sides) -> None:
     sides.remote.codec_idle().result(LIMIT_S)
     assert sides.agent.jobs == 1
     assert not decoding.done()
+
+
+def test_encode_that_overtakes_its_step_waits_for_it(encoding_sides: Sides) -> None:
+    """Steps reach a rank through another pipe than its endpoint's calls do."""
+    sides = encoding_sides
+    encoding = sides.encode(after=1)
+    sides.cache.events.record()
+    assert not encoding.done(), "the step has not written its KV"
+    for plane in sides.cache.planes:
+        plane.fill_(3)
+    sides.cache.events.record()
+    checksum = encoding.result(LIMIT_S).value.ready.checksum
+    assert checksum == sides.encode(after=1).result(LIMIT_S).value.ready.checksum
+    for plane in sides.cache.planes:
+        plane.zero_()
+    assert checksum != sides.encode(after=1).result(LIMIT_S).value.ready.checksum
+
+
+def test_encode_whose_step_never_comes_fails(encoding_sides: Sides) -> None:
+    encoding_sides.cache.events = Events(torch.device("cpu"), wait_s=0.01)
+    with pytest.raises(EventTimeout, match="event 0 was not recorded"):
+        encoding_sides.encode(after=0).result(LIMIT_S)
 
 
 def test_busy_time_is_that_of_the_other_process(sides: Sides) -> None:
