@@ -11,11 +11,10 @@ from services.common.grpc_server import GrpcServer
 from services.common.placement import Role
 from services.decode.fetched_streams import FetchedStreams
 from services.decode.settings import DecodeSettings
-from services.transfer.agent import TransferAgent
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
-from services.worker.codec_warm_up import warm_up_transfers
+from services.worker.endpoints import open_endpoints
 from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, load_worker
 from services.worker.settings import MAX_KV_TOKENS
@@ -89,9 +88,9 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     A step reads the weights and the KV of all sequences. By default, the KV of this many tokens
     has two thirds of the bytes of the weights. Evicted tokens and windows do not count.
     """
-    if settings.overflow_tokens == "auto" and loaded.device != "cpu":
+    if settings.overflow_tokens == "auto" and loaded.rank.device != "cpu":
         compatibility = loaded.identity.compatibility
-        page_bytes = loaded.executor.cache.layout.page_bytes
+        page_bytes = loaded.rank.executor.cache.layout.page_bytes
         per_token = (1 - compatibility.kv_eviction) * token_bytes(page_bytes)
         most = 2 * loaded.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
         return min(int(most), MAX_KV_TOKENS)
@@ -106,16 +105,9 @@ async def serve(settings: DecodeSettings) -> None:
     """
     tls = settings.tls  # invalid files are reported before the model is loaded
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
-    agent = TransferAgent(
-        f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
-    )
-    endpoint = loaded.new_endpoint(agent)
-    await warm_up_transfers(loaded, endpoint)
-    worker = DecodeWorker(settings, loaded, (endpoint,))
-    server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
-    decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
-    role = Role.COLOCATED if settings.colocated else Role.DECODE
-    try:
+    async with open_endpoints(loaded, "decode", settings.transfer_network) as endpoints:
+        worker = DecodeWorker(settings, loaded, endpoints)
+        server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
+        decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
+        role = Role.COLOCATED if settings.colocated else Role.DECODE
         await run_worker(worker, server, settings, role)
-    finally:
-        await asyncio.to_thread(endpoint.close)

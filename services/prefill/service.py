@@ -20,14 +20,13 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
-from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.policy import LinkPolicy
 from services.transfer.routes import Route, heads_of, routes_between
 from services.transfer.sender import Sender
-from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.device import torch_device
+from services.worker.endpoints import open_endpoints
 from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, load_worker
 from services.worker.stream_service import SERVICE as DECODE_SERVICE
@@ -48,7 +47,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._settings = settings
         codecs = endpoints[0].codecs
         self._min_slot_bytes = codecs.min_slot_bytes
-        limits = loaded.sizes.limits
+        limits = loaded.rank.sizes.limits
         self._max_sequences = limits.max_running + limits.max_waiting
         self.sender = Sender(
             endpoints,
@@ -264,19 +263,12 @@ async def serve(settings: PrefillSettings) -> None:
     if decodes == "auto":
         decodes = torch_device(settings.device).type == "cuda"
     loaded = await asyncio.to_thread(load_worker, settings, decodes=decodes)
-    agent = TransferAgent(
-        f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
-    )
-    endpoint = loaded.new_endpoint(agent)
-    await warm_up_transfers(loaded, endpoint)
-    worker = PrefillWorker(settings, loaded, (endpoint,))
-    worker.decodes = decodes
-    services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
-    server = GrpcServer(settings.endpoint, services, token_check=settings.token_check, tls=tls)
-    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
-    if decodes:
-        decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
-    try:
+    async with open_endpoints(loaded, "prefill", settings.transfer_network) as endpoints:
+        worker = PrefillWorker(settings, loaded, endpoints)
+        worker.decodes = decodes
+        services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
+        server = GrpcServer(settings.endpoint, services, token_check=settings.token_check, tls=tls)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+        if decodes:
+            decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
         await run_worker(worker, server, settings, Role.PREFILL)
-    finally:
-        await asyncio.to_thread(endpoint.close)

@@ -1,4 +1,4 @@
-"""Warm-up of the codec on the transfer thread of a worker with a GPU."""
+"""Warm-up of the codec on the transfer thread of a rank with a GPU."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,29 +13,29 @@ from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
-from services.worker.loading import Loaded
+from services.worker.loading import LoadedRank
 from services.worker.warm_up import progress_log
 
 
-async def warm_up_transfers(loaded: Loaded, endpoint: LocalEndpoint) -> None:
+async def warm_up_transfers(rank: LoadedRank, endpoint: LocalEndpoint) -> None:
     """Warm up the codec on the transfer thread. Does nothing on a CPU.
 
     Raises:
         SettingsError: the codec does not reproduce its input.
     """
-    if loaded.device == "cpu":
+    if rank.device == "cpu":
         return
     progress = progress_log()
     try:
         segments = await asyncio.wrap_future(
-            endpoint.agent.run_on_codec_stream(lambda: warm_up_codec(loaded, endpoint.slab))
+            endpoint.agent.run_on_codec_stream(lambda: warm_up_codec(rank, endpoint.slab))
         )
     except codec.CodecError as error:
         raise SettingsError(f"the codec does not work with this model: {error}") from error
     progress("codec", segments)
 
 
-def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
+def warm_up_codec(rank: LoadedRank, slab: Slab) -> int:
     """Prepare the codec for all segments of a chunk, and check one segment of each kind.
 
     The first pages of the cache are encoded into the slab and decoded into the same pages, raw and,
@@ -47,10 +47,10 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     Raises:
         CodecError: the codec does not reproduce its input.
     """
-    tensors = loaded.executor.cache.tensors
-    codecs = loaded.codecs
+    tensors = rank.executor.cache.tensors
+    codecs = rank.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
-    plans = _kinds_of_segments(loaded, codecs, slab.slot_bytes)
+    plans = _kinds_of_segments(rank, slab.slot_bytes)
     for plan in plans:
         for mode in modes:
             paged = codecs.of(tensors, plan.extent, mode)
@@ -62,10 +62,11 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     return len(plans)
 
 
-def _kinds_of_segments(loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int) -> list[SegmentPlan]:
+def _kinds_of_segments(rank: LoadedRank, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment of each plane group and number of layers."""
-    layout = loaded.executor.cache.layout
-    pages = min(layout.plan.full(loaded.sizes.limits.chunk_tokens), *loaded.engine.pages_total)
+    layout, codecs = rank.executor.cache.layout, rank.codecs
+    total = rank.executor.shape.options.pages
+    pages = min(layout.plan.full(rank.sizes.limits.chunk_tokens), *total)
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):
         for lacking in (0, 1, layout.page_size - 1):

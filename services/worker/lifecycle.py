@@ -51,7 +51,7 @@ class Worker(ABC):
     def __init__(self, loaded: Loaded, endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
         self.identity = loaded.identity
-        self.sizes = loaded.sizes
+        self.sizes = loaded.rank.sizes
         self.metrics = WorkerMetrics()
         self.transfers = TransferMetrics(self.metrics.registry)
         self.metrics.info.labels(

@@ -10,7 +10,6 @@ import torch
 
 import codec
 from headrace.v1 import prefill_pb2
-from runtime.config import ModelConfig
 from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import Engine, LocalExecutor
@@ -62,30 +61,24 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Result of a worker's start-up.
+class LoadedRank:
+    """One rank of a worker, in the process that runs it.
 
     Attributes:
-        executor: the executor of ``engine``, whose cache transfers read and write.
-        weight_bytes: size of the model's weights.
-        matmul, attention: implementations of the matmuls and of attention, for metrics.
+        executor: computes the rank's steps, over a cache which transfers read and write.
+        codebooks: codebooks of the worker, which all ranks have.
+        sizes: sizes of the worker, which all ranks have.
     """
 
-    engine: Engine
     executor: LocalExecutor
     codebooks: Books
-    identity: Identity
-    config: ModelConfig
-    device: str
     sizes: WorkerSizes
-    weight_bytes: int
-    matmul: str
-    attention: str
+    device: str
 
     @cached_property
     def codecs(self) -> SegmentCodecs:
         """Codecs of the cache. Creating one waits for the device, so all users share these."""
-        layout, first = self.executor.cache.layout, self.config.first_kv_head
+        layout, first = self.executor.cache.layout, self.executor.shape.config.first_kv_head
         return SegmentCodecs(layout, self.codebooks, first_kv_head=first)
 
     def new_endpoint(self, agent: TransferAgent) -> LocalEndpoint:
@@ -96,6 +89,25 @@ class Loaded:
         """
         slab = Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
         return LocalEndpoint(self.executor.cache, self.codecs, slab, agent)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Result of a worker's start-up.
+
+    Attributes:
+        engine: schedules the steps of all ranks.
+        rank: the first rank, which the process of the engine runs.
+        weight_bytes: size of the model's weights.
+        matmul, attention: implementations of the matmuls and of attention, for metrics.
+    """
+
+    engine: Engine
+    rank: LoadedRank
+    identity: Identity
+    weight_bytes: int
+    matmul: str
+    attention: str
 
 
 def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
@@ -144,12 +156,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     )
     return Loaded(
         engine,
-        executor,
-        codebooks,
+        LoadedRank(executor, codebooks, sizes, device),
         identity,
-        model.config,
-        device,
-        sizes,
         weight_bytes=model.weight_bytes,
         matmul=model.matmul,
         attention=model.kv_format.kernels,

@@ -131,13 +131,13 @@ async def serve(workload: Workload, codec: str) -> None:
     loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine, workload)
     agent = TransferAgent(
-        f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
+        f"prefill-{loaded.identity.epoch}", loaded.rank.device, network=settings.transfer_network
     )
-    endpoint = loaded.new_endpoint(agent)
+    endpoint = loaded.rank.new_endpoint(agent)
     worker = PrefillWorker(settings, replace(loaded, engine=engine), (endpoint,))
     server = GrpcServer(settings.endpoint, [SERVICE])
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
-    await warm_up_transfers(loaded, endpoint)
+    await warm_up_transfers(loaded.rank, endpoint)
     set_switch_interval()
     worker.engine.start()
     await server.start()

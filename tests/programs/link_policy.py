@@ -158,11 +158,11 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     settings = DecodeSettings.model_validate(workload.settings(workload.prompts))
     loaded = load_worker(settings, decodes=True)
     agent = TransferAgent(
-        f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
+        f"decode-{loaded.identity.epoch}", loaded.rank.device, network=settings.transfer_network
     )
-    endpoint = loaded.new_endpoint(agent)
+    endpoint = loaded.rank.new_endpoint(agent)
     worker = DecodeWorker(settings, loaded, (endpoint,))
-    await warm_up_transfers(loaded, endpoint)
+    await warm_up_transfers(loaded.rank, endpoint)
     set_switch_interval()
     worker.engine.start()
     sent = SentTokens.whole(endpoint.layout.plan, workload.tokens)
@@ -175,7 +175,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                     fetch_of(workload, workers[codec], f"{codec}-{number}-{index}", index, sent)
                     for index in range(workload.prompts)
                 ]
-                for plane in loaded.executor.cache.planes:
+                for plane in loaded.rank.executor.cache.planes:
                     plane.zero_()
                 begun = time.perf_counter()
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from services.transfer.endpoint import KVEndpoint
 from services.transfer.fetch import Fetch
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.slab import Slab
-from services.worker.loading import Identity, Loaded
+from services.worker.loading import Identity, Loaded, LoadedRank
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.stream_service import StreamService
@@ -104,12 +105,8 @@ def load(
     sizes = WorkerSizes(engine.executor.shape.options.limits, slots=2, slot_bytes=SLOT_BYTES)
     return Loaded(
         engine,
-        executor_of(engine),
-        books if codebooks else {},
+        LoadedRank(executor_of(engine), books if codebooks else {}, sizes, "cpu"),
         identity,
-        CONFIG,
-        "cpu",
-        sizes,
         weight_bytes=1 << 20,
         matmul=tiny.matmul,
         attention=tiny.kv_format.kernels,
@@ -124,12 +121,17 @@ def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
         kv_eviction=settings.kv_eviction,
         pages=pages,
     )
-    return replace(loaded, sizes=sizes_of(loaded, settings))
+    return with_rank(loaded, sizes=sizes_of(loaded, settings))
+
+
+def with_rank(loaded: Loaded, **changes: Any) -> Loaded:
+    """Return a loaded worker whose rank has other attributes."""
+    return replace(loaded, rank=replace(loaded.rank, **changes))
 
 
 def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
     """Return the sizes that the settings ask for."""
-    codecs = SegmentCodecs(loaded.executor.cache.layout, {})
+    codecs = SegmentCodecs(loaded.rank.executor.cache.layout, {})
     return WorkerSizes.of(settings, codecs, gpu_bytes=0)
 
 
@@ -170,7 +172,7 @@ class Decode:
         return self.worker.endpoints[0].slab
 
     def planes(self) -> list[torch.Tensor]:
-        return list(self.loaded.executor.cache.planes)
+        return list(self.loaded.rank.executor.cache.planes)
 
     def landing_slots(self) -> dict[str, float | None]:
         """Return the current values of the gauge by state."""
@@ -198,7 +200,8 @@ def ranked(loaded: Loaded, ranks: Ranked | None) -> tuple[Loaded, tuple[KVEndpoi
     """Return a worker with other ranks, and the endpoints of all but the first."""
     if ranks is None:
         return loaded, ()
-    return replace(loaded, engine=ranks.engine, executor=ranks.first), ranks.others
+    ranked = with_rank(loaded, executor=ranks.first)
+    return replace(ranked, engine=ranks.engine), ranks.others
 
 
 async def _close(endpoints: Endpoints) -> None:
@@ -227,7 +230,7 @@ class Site:
         )
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
-        worker = PrefillWorker(settings, loaded, (loaded.new_endpoint(agent), *others))
+        worker = PrefillWorker(settings, loaded, (loaded.rank.new_endpoint(agent), *others))
         server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=settings.token_check)
         prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
         await server.start()
@@ -255,7 +258,7 @@ class Site:
         )
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"decode-{loaded.identity.epoch}")
-        worker = DecodeWorker(settings, loaded, (loaded.new_endpoint(agent), *others))
+        worker = DecodeWorker(settings, loaded, (loaded.rank.new_endpoint(agent), *others))
         if started:
             worker.engine.start()
         self._decodes.append(Decode(worker, loaded, agent))

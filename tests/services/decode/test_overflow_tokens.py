@@ -11,7 +11,7 @@ import pytest
 from services.decode.service import _overflow_tokens
 from services.decode.settings import DecodeSettings
 from tests.runtime.tiny import CONFIG
-from tests.services.workers import load
+from tests.services.workers import load, with_rank
 
 DENSE = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2 * 2  # bytes of a token
 INT4 = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (CONFIG.head_dim // 2 + 4)  # with scales
@@ -19,7 +19,7 @@ INT4 = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (CONFIG.head_dim // 2 + 4) 
 
 def overflow(setting: int | str = "auto", device: str = "cuda", **loaded: Any) -> int | None:
     settings = DecodeSettings.model_validate({"overflow_tokens": setting})
-    made = replace(load(**loaded), device=device, weight_bytes=3 << 20)
+    made = replace(with_rank(load(**loaded), device=device), weight_bytes=3 << 20)
     return _overflow_tokens(settings, made)
 
 

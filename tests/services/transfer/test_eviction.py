@@ -72,7 +72,7 @@ async def test_wire_carries_what_is_kept(site: Site) -> None:
     await until(lambda: idle(prefill, decode))
     kept = 300 - evicted_tokens(300, SHARE, 16)
     assert kept == 300 - 144
-    expected = sequence_bytes(prefill.loaded.executor.cache.layout.page_bytes, kept)
+    expected = sequence_bytes(prefill.loaded.rank.executor.cache.layout.page_bytes, kept)
     value = prefill.worker.metrics.registry.get_sample_value
 
     def sent() -> float:

@@ -36,9 +36,9 @@ async def test_encoded_pages_are_identical_after_the_wire(
     start(decode.worker.service, decode, 300, prefill, answer=2)
     await until(lambda: idle(prefill, decode))
     for (_, plane), sent, received in zip(
-        prefill.loaded.executor.cache.layout.planes,
-        prefill.loaded.executor.cache.planes,
-        decode.loaded.executor.cache.planes,
+        prefill.loaded.rank.executor.cache.layout.planes,
+        prefill.loaded.rank.executor.cache.planes,
+        decode.loaded.rank.executor.cache.planes,
         strict=True,
     ):
         if plane.group.part is not Part.MIDDLE:

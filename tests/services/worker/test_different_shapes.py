@@ -68,8 +68,9 @@ async def test_other_batches_steps_and_numbers_of_pages_are_served(
     def different(settings: Any, pages: int) -> Loaded:
         loaded = loaded_of(settings, pages)
         if type(settings).__name__.lower().startswith(role):
-            engine = engine_of(loaded.executor.model, **changes)
-            loaded = replace(loaded, engine=engine, executor=executor_of(engine))
+            engine = engine_of(loaded.rank.executor.model, **changes)
+            loaded = workers.with_rank(loaded, executor=executor_of(engine))
+            return replace(loaded, engine=engine)
         return loaded
 
     monkeypatch.setattr(workers, "loaded_of", different)

@@ -49,9 +49,9 @@ def test_device_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages: int) -> None:
     loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
     assert loaded.engine.pages_total == (pages,)
-    assert len(loaded.executor.cache.planes[0]) == pages
-    assert loaded.identity.compatibility.page_plan == loaded.executor.cache.layout.plan
-    assert loaded.config == CONFIG
+    assert len(loaded.rank.executor.cache.planes[0]) == pages
+    assert loaded.identity.compatibility.page_plan == loaded.rank.executor.cache.layout.plan
+    assert loaded.rank.executor.shape.config == CONFIG
 
 
 def test_compressed_format_has_windows_for_the_batch_and_one_prompt(model: Path) -> None:

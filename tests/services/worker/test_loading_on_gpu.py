@@ -67,8 +67,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, L
 
 
 def replay_of(loaded: Loaded) -> StepReplay:
-    assert isinstance(loaded.executor.steps, StepReplay)
-    return loaded.executor.steps
+    assert isinstance(loaded.rank.executor.steps, StepReplay)
+    return loaded.rank.executor.steps
 
 
 def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
@@ -89,7 +89,7 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
     of each of the two logits is up to 0.04.
     """
     kind, path, worker = loaded
-    model = worker.executor.model
+    model = worker.rank.executor.model
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert model.matmul == ("gemm" if hopper else "plain")
     if hopper:
@@ -162,8 +162,8 @@ def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
 def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     worker = load_worker(settings_of(path, dtype="float32"), decodes=True)
-    assert worker.executor.model.matmul == "plain"
-    assert worker.executor.model.kv_format.kernels.startswith("triton-")
+    assert worker.rank.executor.model.matmul == "plain"
+    assert worker.rank.executor.model.kv_format.kernels.startswith("triton-")
     assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
 
 
@@ -179,9 +179,9 @@ async def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> 
     settings = settings_of(path, codec="splitzip", codebooks=str(tmp_path / "codebooks.json"))
     worker = load_worker(settings, decodes=False)
     assert worker.identity.compatibility.codebook_id == books.id
-    agent = TransferAgent("warm-up", worker.device)
+    agent = TransferAgent("warm-up", worker.rank.device)
     try:
-        await warm_up_transfers(worker, worker.new_endpoint(agent))
+        await warm_up_transfers(worker.rank, worker.rank.new_endpoint(agent))
     finally:
         agent.close()
 
@@ -198,9 +198,9 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     share = (had + 3 * GIB) / total
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share, slot_bytes=1 << 20)
     worker = load_worker(settings, decodes=True)
-    logits = worker.sizes.limits.max_running * CONFIG.vocab_size
-    left = 3 * GIB - RESERVE - ROW_BYTES * logits - worker.sizes.slab_bytes
-    assert 0.95 * left < sum(plane.nbytes for plane in worker.executor.cache.planes) <= left
+    logits = worker.rank.sizes.limits.max_running * CONFIG.vocab_size
+    left = 3 * GIB - RESERVE - ROW_BYTES * logits - worker.rank.sizes.slab_bytes
+    assert 0.95 * left < sum(plane.nbytes for plane in worker.rank.executor.cache.planes) <= left
     assert torch.cuda.memory_reserved() - had <= 3 * GIB
 
 

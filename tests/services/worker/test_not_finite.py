@@ -85,7 +85,7 @@ async def test_worker_whose_weights_were_damaged_is_not_ready_until_they_are_sou
     site: Site,
 ) -> None:
     decode = await site.decode(colocated=True)
-    cosines, _ = decode.loaded.executor.model.rope
+    cosines, _ = decode.loaded.rank.executor.model.rope
     sound = cosines.clone()
     cosines.fill_(torch.nan)
     assert await error_of(decode, TOKENS) == error_pb2.ERROR_CODE_NOT_FINITE

@@ -38,7 +38,7 @@ def registration(loaded: Loaded, max_waiting: int = 256) -> Registration:
         compatibility=loaded.identity.compatibility,
         pages_total=loaded.identity.compatibility.page_plan.by_name(loaded.engine.pages_total),
         page_bytes={"kv": 4096},
-        max_running=loaded.sizes.limits.max_running,
+        max_running=loaded.rank.sizes.limits.max_running,
         max_waiting=max_waiting,
         heartbeat_s=0.25,
     )

@@ -129,10 +129,10 @@ class Replay:
         self.recorded = recorded
         self.agent = FakeAgent(recorded)
         loaded = load(codebooks=True)
-        self._planes = list(loaded.executor.cache.planes)
+        self._planes = list(loaded.rank.executor.cache.planes)
         endpoint = LocalEndpoint(
-            loaded.executor.cache,
-            loaded.codecs,
+            loaded.rank.executor.cache,
+            loaded.rank.codecs,
             Slab(8, SLOT_BYTES),
             self.agent,  # type: ignore[arg-type]
         )
