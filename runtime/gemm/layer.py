@@ -10,6 +10,7 @@ from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights, by_halves
 from runtime.layers.gpu import TritonRmsNorm
+from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.llama import LlamaParts
 
 _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
@@ -24,16 +25,28 @@ def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
 
 
 def packed_parts(
-    weights: PackedWeights, layer: PackedLayer, plan: KernelPlan, attention: TritonAttention | None
+    weights: PackedWeights,
+    layer: PackedLayer,
+    plan: KernelPlan,
+    attention: TritonAttention | None,
+    reduce: Reduce = one_rank,
 ) -> LlamaParts:
     """Build the parts of one layer over packed weights.
 
     Args:
         attention: attention over KV format `dense`, with heads in the order of `by_halves`; None
             for other formats, whose head norms and prefill attention are not fused.
+        reduce: sum over the ranks of the worker, for projections that write to the residual stream.
     """
     qkv, o, gated, down = (
-        PackedProjection(weights, layer, names, epilogue, plan)
+        PackedProjection(
+            weights,
+            layer,
+            names,
+            epilogue,
+            plan,
+            reduce if epilogue is Epilogue.RESIDUAL else one_rank,
+        )
         for names, epilogue in zip(PROJECTION_GROUPS, _EPILOGUES, strict=True)
     )
     dim = weights.config.head_dim

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.checkpoint.family import Split
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.gemm import weights as packed_weights
@@ -14,6 +15,7 @@ from runtime.gemm.weights import PackedWeights
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import linear_op
+from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.build import build_model
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
@@ -32,9 +34,11 @@ class GemmModel(Model):
 
     Attributes:
         weights: the weights that its layers read.
+        reduced: whether outputs of its layers are summed over several ranks.
     """
 
     weights: PackedWeights
+    reduced: bool = False
 
     def grouped_gemms(self) -> "Iterator[GroupedGemm]":
         """Yield the GEMMs for which a kernel plan chooses tiles."""
@@ -53,11 +57,15 @@ def build_gemm_model(
     page_size: int = 16,
     plan: KernelPlan | None = None,
     kv_format: str = "dense",
+    reduce: Reduce = one_rank,
 ) -> GemmModel:
     """Pack a checkpoint as bf16; see also `runtime.models.build.build_model`.
 
     Args:
-        plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels.
+        plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels. It
+            does not multiply out factor pairs whose outputs are summed over several ranks: a sum
+            of the output of V is smaller, and all ranks hold the bias.
+        reduce: see `build_model`.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -76,12 +84,15 @@ def build_gemm_model(
     if reason := _unsupported_family(config):
         raise ValueError(reason)
     plan = plan or KernelPlan()
-    weights = PackedWeights.pack(plan.multiply_out(checkpoint), device)
+    family = model_family(config)
+    reduced = reduce is not one_rank
+    linears = family.layout(config).linears.items()
+    summed = {name for name, linear in linears if reduced and linear.split is Split.INPUT}
+    weights = PackedWeights.pack(plan.multiply_out(checkpoint, keep=summed), device)
     attention = TritonAttention(
         config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
     )
     fused = attention if chosen.dense_bf16 else None
-    family = model_family(config)
     return GemmModel(
         config=config,
         kv_format=chosen,
@@ -93,7 +104,7 @@ def build_gemm_model(
             DecoderLayer(
                 family,
                 config,
-                packed_parts(weights, layer, plan, fused),
+                packed_parts(weights, layer, plan, fused, reduce),
                 factorized=bool(layer.inner),
             )
             for layer in weights.layers
@@ -104,6 +115,7 @@ def build_gemm_model(
         weight_bytes=checkpoint.nbytes,
         plan_hash=plan.hash,
         weights=weights,
+        reduced=reduced,
     )
 
 
@@ -134,19 +146,31 @@ def build_fastest_model(
     page_size: int = 16,
     plan: KernelPlan | None = None,
     kv_format: str = "dense",
+    reduce: Reduce = one_rank,
 ) -> Model:
     """Prepare a checkpoint with the fastest kernels that support it, as workers do.
 
     Args:
         dtype: dtype of the computation.
         plan: used only if `unsupported_by_gemm` is None.
+        reduce: see `build_model`.
     """
     if unsupported_by_gemm(checkpoint, device, dtype) is None:
         return build_gemm_model(
-            checkpoint, device=device, page_size=page_size, plan=plan, kv_format=kv_format
+            checkpoint,
+            device=device,
+            page_size=page_size,
+            plan=plan,
+            kv_format=kv_format,
+            reduce=reduce,
         )
     return build_model(
-        checkpoint, device=device, dtype=dtype, page_size=page_size, kv_format=kv_format
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        page_size=page_size,
+        kv_format=kv_format,
+        reduce=reduce,
     )
 
 

@@ -17,6 +17,7 @@ from runtime.gemm.weights import (
     PackedWeights,
     by_halves,
 )
+from runtime.layers.reduce import Reduce, one_rank
 
 
 class PackedProjection:
@@ -26,6 +27,9 @@ class PackedProjection:
 
     Args:
         names: the projections, one entry of `PROJECTION_GROUPS`.
+        reduce: sum over ranks of the output of V or, of a dense projection, of the whole output;
+            see `runtime.layers.linear.Projection`. Only for RESIDUAL, whose projections are split
+            by their input. The residual stream is then added after the sum.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class PackedProjection:
         names: Sequence[str],
         epilogue: Epilogue,
         plan: KernelPlan,
+        reduce: Reduce = one_rank,
     ) -> None:
         base = weights.lm_head.weight
         inner = layer.inner.get(names[0])
@@ -43,7 +48,12 @@ class PackedProjection:
         whole = layer.stacked.get(names[0])
         if whole is not None and epilogue is Epilogue.PLAIN:
             outer = [PackedMatrix(whole)]
-        self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=True)
+        self._reduce = reduce
+        self._sums_output = inner is None and reduce is not one_rank
+        # A sum needs contiguous addends.
+        padded = reduce is one_rank
+        self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=padded)
+        epilogue = Epilogue.PLAIN if self._sums_output else epilogue
         self._outer = GroupedGemm(base, outer, plan, epilogue, biases, whole)
 
     @property
@@ -53,7 +63,9 @@ class PackedProjection:
 
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Project ``x`` `[n, in]`; with RESIDUAL, add the output to ``hidden`` in place."""
-        inner = x if self._inner is None else self._inner(x, x)
+        if self._sums_output and hidden is not None:
+            return hidden.add_(self._reduce(self._outer(x, x)))
+        inner = x if self._inner is None else self._reduce(self._inner(x, x))
         return self._outer(x, inner, hidden)
 
 
