@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         length: length of the segment in bytes. Output bytes after it are undefined.
-        raw_bytes: size of the encoded slots in the pages, in bytes.
+        raw_bytes: bytes of a segment's KV in the pages, before encoding.
         escapes: number of elements, in planes with a codebook, whose exponent has no code. A rising
             rate means that the data have drifted from the calibration sample.
         checksum: 64-bit checksum of the segment, also stored in its header.
@@ -265,5 +265,5 @@ def paged_codec_for(device: torch.device) -> PagedCodecFactory | None:
 
 
 def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
-    """Return the size of the encoded slots in the pages, over all planes, in bytes."""
+    """Return the bytes of a segment's KV in the pages of all planes, before encoding."""
     return len(planes) * geometry.elements * element_of(planes[0].dtype).size

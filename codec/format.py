@@ -78,12 +78,16 @@ def align(offset: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Content of one plane of a segment, `[kv_head, token, dim]`, divided into chunks.
+    """Shape of one plane of a segment, `[kv_head, token, dim]`, and its division into chunks.
 
-    A *run* is the tokens of one head in one page, which are contiguous in memory. A run is divided
-    into chunks of `CHUNK` elements; the last one may be short. A chunk is padded to whole columns.
-    Chunks and columns are numbered by head, then by page. `dim` counts stored units: the head
-    dimension times the units of an element.
+    A *run* consists of the tokens of one head in one page. They are contiguous in memory. A run is
+    divided into chunks of `CHUNK` elements; its last chunk may be shorter. Each chunk is padded to
+    whole columns. Chunks and columns are numbered by head, then by page.
+
+    Attributes:
+        dim: elements per token and head: head dimension times `ElementType.units`.
+        num_tokens: tokens of the segment.
+        page_slots: token slots of a page.
     """
 
     kv_heads: int
@@ -255,7 +259,7 @@ def seal(static: bytes, length: int, checksum: int) -> bytes:
 
 
 def seal_of(crc: int, length: int, checksum: int) -> int:
-    """Return the hash that binds length and checksum to the static header."""
+    """Return a hash of a segment's length in bytes, its checksum and the CRC of its header."""
     return mix64(length ^ mix64(checksum ^ crc))
 
 

@@ -82,7 +82,12 @@ escape positions.
 
 
 class Parts(NamedTuple):
-    """Addresses of a chunk's words in each stream, and of its entries."""
+    """Addresses of a chunk's uint32 words: those in each stream, and its entries.
+
+    Attributes:
+        codes, low, high: words of the codes, and of the low and high bits of the remainders.
+        entries: first entry word.
+    """
 
     codes: int
     low: int
@@ -94,7 +99,17 @@ class Parts(NamedTuple):
 def encode_chunk(
     source: int, columns: int, element: Element, book: Record, parts: Parts, scratch: int
 ) -> tuple[int, int]:
-    """Encode a chunk; return its number of entry words and its number of escapes."""
+    """Encode a chunk into its streams and entries.
+
+    Args:
+        source: address of the chunk's first element, padded to whole columns.
+        columns: number of columns.
+        parts: addresses to write to.
+        scratch: address of `SCRATCH_BYTES` bytes.
+
+    Returns:
+        The number of entry words, and the number of elements whose exponent has no code.
+    """
     fields, codes, remainders = scratch, scratch + _CODES, scratch + _REMAINDERS
     mantissa, exponent_mask = element.mantissa_bits, (1 << element.exponent_bits) - 1
     if columns < COLUMNS:
@@ -153,7 +168,14 @@ def decode_chunk(
     target: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> None:  # fmt: skip
-    """Decode a validated chunk into `target`."""
+    """Decode a validated chunk.
+
+    Args:
+        target: address of the decoded elements, padded to whole columns.
+        parts: addresses to read from.
+        entry_words: number of entry words of the chunk.
+        scratch: address of `SCRATCH_BYTES` bytes.
+    """
     if entry_words == book.overflow * columns:
         _copy_uncoded(target, columns, element, book, parts, False)
         return
@@ -183,7 +205,7 @@ def decode_chunk(
 
 @compiled
 def _find_escapes(columns: int, book: Record, scratch: int) -> int:
-    """List the positions of a chunk's escape codes; return their number."""
+    """Write the positions of a chunk's escape codes to `scratch`; return their number."""
     masks = scratch + _MASKS
     escape_masks(scratch + _CODES, 1, book.code_bits, masks)
     clear(masks + WORD_BYTES * columns, WORD_BYTES * (COLUMNS - columns))
@@ -195,7 +217,12 @@ def scan_chunk(
     length: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> int:  # fmt: skip
-    """Validate a chunk's entries; return 0 or an error code of `entries.py`."""
+    """Validate a chunk's entries; return 0 or an error code of `entries.py`.
+
+    Args:
+        length: number of elements of the chunk, without padding.
+        columns: number of columns, with padding.
+    """
     max_words = book.overflow * columns
     if entry_words >= max_words:
         return TOO_MANY if entry_words > max_words else 0
@@ -218,7 +245,12 @@ def sum_chunk(
     chunk: int, elements: int, columns: int, element: Element, book: Record, parts: Parts,
     entry_words: int, scratch: int, keys: Keys,
 ) -> Sum:  # fmt: skip
-    """Return the sum of a chunk's checksum terms; `chunk` is its index in the segment."""
+    """Return the sum of a chunk's checksum terms, modulo 2**64.
+
+    Args:
+        chunk: index of the chunk in the segment.
+        elements: address of its elements, read if it is uncoded. `parts` is read otherwise.
+    """
     digests = scratch + DIGESTS
     if entry_words == book.overflow * columns:
         return sum_elements(chunk, elements, columns, element, entry_words, digests, keys)
@@ -245,7 +277,12 @@ def _bits(stream: int, element: Element, book: Record) -> int:
 
 @compiled
 def _pack(fields: int, bits: int, columns: int, stream: int) -> None:
-    """Pack a chunk's fields into a stream of `bits` bits per element."""
+    """Pack a chunk's fields into a stream of `bits` bits per element; 0 bits: do nothing.
+
+    Args:
+        fields: address of uint32 `[16, 32]`; see `fields.py`.
+        stream: address of the chunk's words in the stream.
+    """
     if bits == 8:
         pack8(fields, columns, stream)
     elif bits == 4:
@@ -256,7 +293,7 @@ def _pack(fields: int, bits: int, columns: int, stream: int) -> None:
 
 @compiled
 def _unpack(stream: int, bits: int, columns: int, fields: int) -> None:
-    """Unpack a chunk's fields from a stream of `bits` bits per element."""
+    """Unpack a chunk's fields from a stream of `bits` bits per element; inverse of `_pack`."""
     if bits == 8:
         unpack8(stream, columns, fields)
     elif bits == 4:
@@ -269,7 +306,12 @@ def _unpack(stream: int, bits: int, columns: int, fields: int) -> None:
 def _copy_uncoded(
     elements: int, columns: int, element: Element, book: Record, parts: Parts, to_streams: bool
 ) -> None:
-    """Copy the words of an uncoded chunk to its streams and entries, or from them."""
+    """Copy the words of an uncoded chunk between its elements and its streams and entries.
+
+    Args:
+        elements: address of the chunk's first element.
+        to_streams: whether `elements` is the source; otherwise it is the target.
+    """
     in_row = 2 * element.size
     for word in range(4 * in_row):
         raw = elements + WORD_BYTES * (word // in_row * in_row * columns + word % in_row)
@@ -303,7 +345,12 @@ def _word_address(
 
 @compiled
 def _copy_words(source: int, step: int, target: int, out_step: int, columns: int) -> None:
-    """Copy one word of each column; `step` and `out_step` are the strides in words."""
+    """Copy one word of each column.
+
+    Args:
+        source, target: addresses of the word of the first column.
+        step, out_step: distances between columns in words, in the source and in the target.
+    """
     data, out = pointer(source, np.uint32), pointer(target, np.uint32)
     for c in range(columns):
         store(out, out_step * c, load(data, step * c))

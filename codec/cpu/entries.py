@@ -1,6 +1,7 @@
 """Compiled loops over the escapes of a chunk and their entries. Common arguments:
 
 fields: address of the chunk's elements, uint32 `[16, 32]`; see `fields.py`.
+count: number of escapes of the chunk.
 masks: address of uint32 `[32]`: for each column, the bit mask of the places of its escapes.
 positions: address of uint16 `[POSITIONS]`, positions of the escapes in the chunk, ascending.
 entries: address of the chunk's `entry_words` entry words.
@@ -41,8 +42,12 @@ def list_positions(masks: int, positions: int) -> int:
     """Write the positions of the escapes; return their number.
 
     For each pair of columns, at least eight positions are stored. If the pair has fewer escapes,
-    the excess positions are invalid, and those of the next pair overwrite them. A loop over the
-    exact number of escapes would cause branch mispredictions.
+    the excess positions are invalid, and the positions of the next pair overwrite them. A loop over
+    the exact number of escapes would cause branch mispredictions.
+
+    Args:
+        masks: address of uint32 `[32]`: for each column, the bit mask of the places of its escapes.
+        positions: address of uint16 `[POSITIONS]`, written.
     """
     data, out = pointer(masks, np.uint64), pointer(positions, np.uint16)
     count = 0
@@ -86,7 +91,10 @@ def _put_exponent(fields: int, position: int, element: Element, exponent: int) -
 
 @compiled
 def write_list(fields: int, element: Element, positions: int, count: int, entries: int) -> None:
-    """Write the entries of a chunk of a `TOP16` plane: one word for each escape."""
+    """Write the entries of a chunk of a `TOP16` plane: one word for each of `count` escapes.
+
+    `fields`, `positions` and `entries` are addresses; see the head of this file.
+    """
     for i in range(count):
         position = _position(positions, i)
         store_word(entries, i, _exponent(fields, position, element) << 16 | position)
@@ -96,7 +104,9 @@ def write_list(fields: int, element: Element, positions: int, count: int, entrie
 def write_levels(
     fields: int, element: Element, positions: int, count: int, book: Record, entries: int
 ) -> int:
-    """Write the entries of a chunk in a mode with an escape code.
+    """Write the entries of a chunk with `count` escapes, in a mode with an escape code.
+
+    `fields`, `positions` and `entries` are addresses; see the head of this file.
 
     Returns:
         The number of entry words, or `MAX_CHUNK_WORDS` + 1 if the chunk has too many escapes.
@@ -123,7 +133,10 @@ def write_levels(
 
 @compiled
 def read_list(fields: int, element: Element, entries: int, entry_words: int) -> None:
-    """Write the exponents of validated `TOP16` entries into the fields."""
+    """Write the exponents of validated `TOP16` entries into the fields of their elements.
+
+    `fields` and `entries` are addresses; see the head of this file.
+    """
     for i in range(entry_words):
         entry = load_word(entries, i)
         _put_exponent(fields, entry & CHUNK - 1, element, entry >> 16)
@@ -133,7 +146,10 @@ def read_list(fields: int, element: Element, entries: int, entry_words: int) -> 
 def read_levels(
     fields: int, element: Element, positions: int, count: int, book: Record, entries: int
 ) -> None:
-    """Write the exponents of validated entries into the fields of the escape codes."""
+    """Write the exponents of `count` validated escapes into the fields of their elements.
+
+    `fields`, `positions` and `entries` are addresses; see the head of this file.
+    """
     second_exponents, second = book.second_exponents, (count + NIBBLES - 1) // NIBBLES
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15
@@ -203,7 +219,12 @@ def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tu
 
 @compiled
 def scan_words(element: Element, positions: int, count: int, entries: int) -> int:
-    """Validate the words of listed escapes; return 0 or an error code."""
+    """Validate the entry words of listed escapes; return 0 or an error code.
+
+    Args:
+        positions: address of the positions of the chunk's `count` escapes.
+        entries: address of the chunk's entries.
+    """
     second = (count + NIBBLES - 1) // NIBBLES
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15

@@ -31,7 +31,7 @@ _BYTES = 0x00FF_00FF
 
 @compiled
 def fill(fields: int, value: int) -> None:
-    """Set all fields to the same number."""
+    """Set all fields of the chunk at address `fields` to the same number."""
     out = pointer(fields, np.uint64)
     for j in range(_QUADS):
         store(out, j, _u(_EACH * value))
@@ -39,7 +39,7 @@ def fill(fields: int, value: int) -> None:
 
 @compiled
 def read_pairs(source: int, columns: int, fields: int) -> None:
-    """Read elements of two bytes. Each of the four words of a row holds one pair."""
+    """Convert elements of two bytes at `source` to fields. Each word of a column holds one pair."""
     for row in range(4):
         data = pointer(source + 16 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -52,7 +52,10 @@ def read_pairs(source: int, columns: int, fields: int) -> None:
 
 @compiled
 def read_bytes(source: int, columns: int, fields: int) -> None:
-    """Read elements of one byte. A word holds two pairs: its even bytes, and its odd bytes."""
+    """Convert elements of one byte at `source` to fields.
+
+    A word holds two pairs: its even bytes, and its odd bytes.
+    """
     for row in range(4):
         data = pointer(source + 8 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -66,7 +69,7 @@ def read_bytes(source: int, columns: int, fields: int) -> None:
 
 @compiled
 def write_pairs(fields: int, columns: int, target: int) -> None:
-    """Write elements of two bytes; inverse of `read_pairs`."""
+    """Convert fields to elements of two bytes at `target`; inverse of `read_pairs`."""
     for row in range(4):
         data = pointer(fields + 16 * COLUMNS * row, np.uint32)
         out = pointer(target + 16 * row * columns, np.uint32)
@@ -79,7 +82,7 @@ def write_pairs(fields: int, columns: int, target: int) -> None:
 
 @compiled
 def write_bytes(fields: int, columns: int, target: int) -> None:
-    """Write elements of one byte; inverse of `read_bytes`."""
+    """Convert fields to elements of one byte at `target`; inverse of `read_bytes`."""
     for row in range(4):
         data = pointer(fields + 16 * COLUMNS * row, np.uint32)
         out = pointer(target + 8 * row * columns, np.uint32)
@@ -102,8 +105,11 @@ def codes_of_window(
     so an exponent has a code if and only if the result is less than `count`.
 
     Args:
+        fields: address of the elements, uint32 `[16, 32]`.
+        exponent_mask: mask of the bits of an exponent, after a shift by `mantissa_bits`.
         escape: escape code. If it is 0, as in `TOP16`, an escape gets the low four bits of its
             distance instead.
+        codes: address of the codes, uint32 `[16, 32]`, written. Bit 4 of a field marks an escape.
 
     Returns:
         The number of escapes.
@@ -126,7 +132,12 @@ def codes_of_window(
 def codes_of_table(
     fields: int, mantissa_bits: int, exponent_mask: int, table: NDArray[np.uint8], codes: int
 ) -> int:
-    """Write codes by table lookup (`codes` of `BOOK`); return the number of escapes."""
+    """Write codes by table lookup; return the number of escapes.
+
+    Args:
+        fields, codes: as for `codes_of_window`.
+        table: code of each exponent; see `codes` of `tables.BOOK`.
+    """
     data, out = pointer(fields, np.uint16), pointer(codes, np.uint16)
     total = 0
     for j in range(4 * _QUADS):
@@ -138,7 +149,7 @@ def codes_of_table(
 
 @compiled
 def remainders_of(fields: int, mantissa_bits: int, exponent_bits: int, remainders: int) -> None:
-    """Write the remainders, sign above mantissa."""
+    """Write the remainders of the elements in `fields`: sign above mantissa."""
     data, out = pointer(fields, np.uint64), pointer(remainders, np.uint64)
     down, sign = _u(exponent_bits), _u(_EACH << mantissa_bits)
     mantissa = _u(_EACH * ((1 << mantissa_bits) - 1))
@@ -149,7 +160,7 @@ def remainders_of(fields: int, mantissa_bits: int, exponent_bits: int, remainder
 
 @compiled
 def exponents_of_table(codes: int, exponents: NDArray[np.uint8]) -> None:
-    """Replace codes by their exponents."""
+    """Replace each field of `codes`, a code, by `exponents[code]`."""
     data = pointer(codes, np.uint16)
     for j in range(4 * _QUADS):
         store(data, j, np.uint16(exponents[load(data, j)]))
@@ -157,7 +168,10 @@ def exponents_of_table(codes: int, exponents: NDArray[np.uint8]) -> None:
 
 @compiled
 def high_remainders_of(remainders: int, high: int) -> None:
-    """Write the high bits of the remainders: those above the eight bits of the first stream."""
+    """Write to `high` the bits of the remainders above the low eight bits.
+
+    Both arguments are addresses of uint32 `[16, 32]`.
+    """
     data, out = pointer(remainders, np.uint64), pointer(high, np.uint64)
     for j in range(_QUADS):
         store(out, j, load(data, j) >> _u(8) & _u(_EACH * 0xFF))
@@ -175,7 +189,10 @@ def add_high_remainders(high: int, remainders: int) -> None:
 def join(
     codes: int, lowest: int, remainders: int, mantissa_bits: int, exponent_bits: int, fields: int
 ) -> None:
-    """Combine remainders and exponents (`codes` plus `lowest`) into elements."""
+    """Combine remainders and exponents into elements, written to `fields`.
+
+    An exponent is a field of `codes` plus `lowest`.
+    """
     data, more, out = (
         pointer(codes, np.uint64),
         pointer(remainders, np.uint64),

@@ -58,7 +58,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
-    """Return signature and code generator of `pointer(address, np.uint16)`, which is a cast."""
+    """Return signature and code generator of `pointer(address, np.uint16)`, a cast."""
 
     def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -124,7 +124,7 @@ trailing_zeros = intrinsic(_trailing_zeros_type)
 
 @compiled
 def clear(address: int, size: int) -> None:
-    """Set `size` bytes to zero."""
+    """Set `size` bytes from an address on to zero."""
     data = pointer(address, np.uint8)
     for i in range(size):
         store(data, i, np.uint8(0))
@@ -132,7 +132,7 @@ def clear(address: int, size: int) -> None:
 
 @compiled
 def copy(source: int, target: int, size: int) -> None:
-    """Copy `size` bytes; the ranges must not overlap."""
+    """Copy `size` bytes from address `source` to address `target`; they must not overlap."""
     data, out = pointer(source, np.uint8), pointer(target, np.uint8)
     for i in range(size):
         store(out, i, load(data, i))

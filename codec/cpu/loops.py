@@ -68,9 +68,12 @@ def _first_parts(plane: Record, addresses: SegmentAddresses, entry_start: int) -
 def _next_parts(
     parts: Parts, columns: int, element: Element, book: Record, entry_words: int
 ) -> Parts:
-    """Return the addresses of the next chunk.
+    """Return the addresses of the next chunk of a block.
 
-    For a raw block only `codes` is meaningful.
+    Only `codes` of a raw block is meaningful.
+
+    Args:
+        parts, columns, entry_words: addresses, columns and entry words of the current chunk.
     """
     stride = WORD_BYTES * columns
     return Parts(
@@ -83,7 +86,12 @@ def _next_parts(
 
 @compiled
 def _pad_streams(parts: Parts, plane: Record, book: Record, segment: int) -> None:
-    """Zero the padding after the last chunk in each stream of a block."""
+    """Zero the padding after the last chunk in each stream of a block.
+
+    Args:
+        parts: addresses after the last chunk.
+        segment: address of the segment.
+    """
     clear(parts.codes, segment + plane.low - parts.codes)
     if book.code_bits:
         clear(parts.low, segment + plane.high - parts.low)
@@ -101,7 +109,8 @@ def _pad_words(address: int, words: int) -> None:
 def _entry_words(addresses: SegmentAddresses, coded_chunk: int) -> int:
     """Return the number of entry words of a chunk.
 
-    `coded_chunk` is the index of the chunk among the chunks of the planes with codes.
+    Args:
+        coded_chunk: index of the chunk among the chunks of the planes with codes.
     """
     return load_word(addresses.starts, coded_chunk + 1) - load_word(addresses.starts, coded_chunk)
 
@@ -120,7 +129,11 @@ def encode_segment(
     element: Element,
     keys: Keys,
 ) -> tuple[int, int, Sum]:
-    """Write entry starts, blocks and entries; return the entry words, escapes and checksum."""
+    """Write entry starts, blocks and entries of a segment.
+
+    Returns:
+        The number of entry words, the number of escapes, and the checksum.
+    """
     buffer = np.zeros(_BUFFER_BYTES, dtype=np.uint8)
     scratch = int(np.int64(buffer.ctypes.data))
     work, digests = scratch + _PADDED_BYTES, scratch + _PADDED_BYTES + DIGESTS

@@ -96,7 +96,7 @@ def unpack3(stream: int, columns: int, fields: int) -> None:
 
 @compiled
 def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
-    """Write, for each of 32 columns, the bit mask of the places of its escapes.
+    """Write, for each of 32 columns, the bit mask of the places of its escapes, to `masks`.
 
     The bit of a place is bit `bit` of (field + `plus`). Fields from `codes_of_window` and
     `codes_of_table` mark escapes in bit 4, so `plus` is 0 and `bit` is 4. In fields of b-bit codes,
@@ -112,7 +112,7 @@ def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
 
 @compiled
 def count_escapes4(stream: int, columns: int) -> int:
-    """Count the escape codes of a stream of four-bit codes."""
+    """Count the escape codes in a chunk's words of a stream of four-bit codes."""
     data, total = pointer(stream, np.uint32), 0
     for word in range(4 * columns):
         value = load(data, word)
@@ -123,7 +123,7 @@ def count_escapes4(stream: int, columns: int) -> int:
 
 @compiled
 def count_escapes3(stream: int, columns: int) -> int:
-    """Count the escape codes of a stream of three-bit codes."""
+    """Count the escape codes in a chunk's words of a stream of three-bit codes."""
     data, total = pointer(stream, np.uint32), 0
     for c in range(columns):
         last = 0x8000 * _EACH

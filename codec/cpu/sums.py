@@ -2,9 +2,15 @@
 
 Common arguments:
 
+    chunk: index of the chunk in the segment.
+    words: address of uint32 words of the chunk in one stream.
     digests: address of uint64 `[32]`, in which the digests of a chunk's columns are accumulated.
     columns: number of columns.
     keys: uint32 `[16]`, keys of the checksum.
+    key: index in `keys` of the key of the first word.
+    entry_words: number of entry words of the chunk.
+
+All sums are uint64 and wrap around.
 """
 
 import numpy as np
@@ -31,7 +37,7 @@ def _fold(value: Sum) -> Sum:
 
 @compiled
 def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> None:
-    """Initialize the digests of a chunk's columns with its index and its count of entry words."""
+    """Initialize the digests of a chunk's columns with `chunk` and `entry_words`."""
     out = pointer(digests, np.uint64)
     for c in range(columns):
         store(out, c, _u(COLUMNS * chunk + c << ENTRY_COUNT_BITS | entry_words) * _GOLDEN)
@@ -39,7 +45,10 @@ def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> Non
 
 @compiled
 def add_quads(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add four words of each column, `[columns, 4]`, multiplied by `keys[key : key + 4]`."""
+    """Add four words of each column to `digests`, multiplied by `keys[key : key + 4]`.
+
+    The words are uint32 `[columns, 4]` at address `words`.
+    """
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1, key2, key3 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2]), _u(keys[key + 3])
     for c in range(columns):
@@ -51,7 +60,10 @@ def add_quads(words: int, columns: int, keys: Keys, key: int, digests: int) -> N
 
 @compiled
 def add_pairs(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add two words of each column, `[columns, 2]`, multiplied by `keys[key : key + 2]`."""
+    """Add two words of each column to `digests`, multiplied by `keys[key : key + 2]`.
+
+    The words are uint32 `[columns, 2]` at address `words`.
+    """
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1 = _u(keys[key]), _u(keys[key + 1])
     for c in range(columns):
@@ -61,7 +73,10 @@ def add_pairs(words: int, columns: int, keys: Keys, key: int, digests: int) -> N
 
 @compiled
 def add_triples(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add three words of each column, `[3, columns]`, multiplied by `keys[key : key + 3]`."""
+    """Add three words of each column to `digests`, multiplied by `keys[key : key + 3]`.
+
+    The words are uint32 `[3, columns]` at address `words`.
+    """
     data, out = pointer(words, np.uint32), pointer(digests, np.uint64)
     key0, key1, key2 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2])
     for c in range(columns):
@@ -72,7 +87,7 @@ def add_triples(words: int, columns: int, keys: Keys, key: int, digests: int) ->
 
 @compiled
 def sum_columns(digests: int, columns: int) -> Sum:
-    """Return the sum of the checksum terms of a chunk's columns."""
+    """Return the sum of the checksum terms of a chunk's columns, from their final digests."""
     data, total = pointer(digests, np.uint64), _u(0)
     for c in range(columns):
         total += _fold(load(data, c))
@@ -89,7 +104,14 @@ def sum_elements(
     digests: int,
     keys: Keys,
 ) -> Sum:
-    """Return the checksum of a raw or uncoded chunk, computed from its elements."""
+    """Return the checksum of a raw or uncoded chunk, computed from its elements.
+
+    Args:
+        chunk: index of the chunk in the segment.
+        elements: address of the chunk's elements, padded to whole columns.
+        entry_words: number of entry words of the chunk; 0 if it is raw.
+        digests: address of uint64 `[32]`, overwritten.
+    """
     tag_columns(chunk, entry_words, columns, digests)
     for row in range(4):
         if element.size == 2:
@@ -101,7 +123,12 @@ def sum_elements(
 
 @compiled
 def sum_entries(chunk: int, entries: int, entry_words: int) -> Sum:
-    """Return the sum of the checksum terms of a chunk's entries."""
+    """Return the sum of the checksum terms of a chunk's entries, modulo 2**64.
+
+    Args:
+        chunk: index of the chunk in the segment.
+        entries: address of the entries, uint32 `[entry_words]`.
+    """
     data, total = pointer(entries, np.uint32), _u(0)
     for j in range(entry_words):
         key = _fold(_u(chunk << ENTRY_COUNT_BITS | j) * _GOLDEN) | _u(1)

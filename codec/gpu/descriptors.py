@@ -31,13 +31,13 @@ _OWN_PLANE_FIELDS = int(parameters.OWN_PLANE_FIELDS)
 _OWN_SEGMENT_FIELDS = int(parameters.OWN_SEGMENT_FIELDS)
 _TABLE_BYTES = int(parameters.TABLE_BYTES)
 _MAX_TEMPLATES = 256
-"""Maximum number of numbers of tokens in the cache of a `SegmentTemplates`."""
+"""Maximum number of templates in the cache of a `SegmentTemplates`."""
 
 _bases: dict[torch.device, Tensor] = {}
 
 
 def base_of(device: torch.device) -> Tensor:
-    """Return the int64 tensor from whose address the kernels count all offsets on a device."""
+    """Return a device's int64 `[2]` tensor, the base address of all offsets in descriptors."""
     if device not in _bases:
         _bases[device] = torch.zeros(2, dtype=torch.int64, device=device)
     return _bases[device]
@@ -45,11 +45,11 @@ def base_of(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SegmentTemplate:
-    """Descriptor of segments with a certain number of tokens.
+    """Descriptor of all segments with the same number of tokens.
 
     Attributes:
-        raw_bytes: size of the encoded slots in the pages, in bytes.
-        rows: the segment row, and for each group its plane rows; the fields that differ between
+        raw_bytes: bytes of a segment's KV in the pages, before encoding.
+        rows: the segment row, then the plane rows of each group, int64. Fields that differ between
             calls are zero.
     """
 
@@ -60,7 +60,7 @@ class SegmentTemplate:
 
 
 class SegmentTemplates:
-    """Templates of segments of some planes, by number of tokens.
+    """Cached templates of the segments of some planes, one for each number of tokens.
 
     Args:
         planes: tensors `[page, kv_head, slot, dim]`, which must be kept alive.

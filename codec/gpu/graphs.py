@@ -1,7 +1,7 @@
 """CUDA graphs of codec calls, and the results of calls in flight.
 
-A graph holds the launches of one call for any segments up to a number and a size. To replay it
-takes less time on the host than to launch its kernels. Graphs are captured when they are first
+A graph holds the launches of one call, for any segments up to a number and a size. Its replay takes
+less time on the host than the launches of its kernels. Graphs are captured when they are first
 needed, and shared by all planes of one shape. Under Triton's interpreter there are no graphs.
 """
 
@@ -140,7 +140,7 @@ class Slot:
 
     @property
     def idle(self) -> bool:
-        """Whether a new call would not wait."""
+        """Whether `start` would not wait for a previous call."""
         return self._call is None or self._call.done
 
     def wait(self) -> None:
@@ -149,9 +149,10 @@ class Slot:
             self._finished.synchronize()
 
     def start(self, segments: Sequence[SegmentCall]) -> Call:
-        """Start a call, once the last one has finished and its results are saved.
+        """Start a call. Wait until the previous call has finished, and save its results first.
 
-        The first call waits for the run that compiled the kernels, which also reads descriptors.
+        The first call waits for the run that compiled the kernels, because that run reads the same
+        descriptors.
         """
         if self._call is not None:
             self._call.results()
@@ -205,8 +206,8 @@ class Graphs:
     def prepare(self, direction: Direction, segments: int, pages: int, slots: int = 1) -> None:
         """Compile and capture slots for calls of this size.
 
-        From then on, a call uses an idle slot of a larger size or waits when all slots of its size
-        are busy, because to capture another one takes longer.
+        After this call, no slot is captured for a size that has one. If all slots of a size are
+        busy, a call uses an idle slot of a larger size or waits, because a capture takes longer.
         """
         self._prepared = True
         key = (direction, *self._size(segments, pages))
@@ -231,7 +232,7 @@ class Graphs:
                 yield self._slots[direction, most, longest]
 
     def _add_slot(self, direction: Direction, segments: int, pages: int) -> None:
-        """Compile and capture a slot, which is used next."""
+        """Compile and capture a slot; it becomes the next one to be used."""
         launch = Launch(self._shape, segments, pages, self._device, self._workspace)
         slot = Slot(launch, direction, self._streams)
         slots = self._slots[direction, segments, pages]

@@ -1,4 +1,4 @@
-"""Properties of planes that kernels are compiled and CUDA graphs are captured for."""
+"""Properties of planes for which kernels are compiled and CUDA graphs are captured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class Workspace:
         return torch.split(self._scratch[: sum(sizes)], list(sizes))
 
     def accumulators(self, segments: int) -> Tensor:
-        """Return the accumulators of a number of segments, which are zero between calls."""
+        """Return the accumulators of a number of segments. They are zero between calls."""
         if len(self._accumulators) < segments * _ACCUMULATORS:
             self._accumulators = self._accumulators.new_zeros(segments * _ACCUMULATORS)
         return self._accumulators
@@ -62,7 +62,7 @@ class Launch:
         workspace: scratch memory of the CUDA stream.
 
     Attributes:
-        raw_bytes: maximum size of the encoded slots in the pages of a call, in bytes.
+        raw_bytes: maximum bytes of the KV of a call in the pages, before encoding.
         results: int64 `[segments, words]`, valid once the kernels have finished. The words are
             described by `pack_kernel` and `verify_kernel`.
 

@@ -210,7 +210,7 @@ class PagedCodec:
         return segments <= _segments_of_a_launch(template.raw_bytes)
 
     def _pages(self, page_ids: PageIds, num_tokens: int) -> Words:
-        """Return the page ids of a segment, once they are validated."""
+        """Validate the page ids of a segment and return them, int64 `[pages]`."""
         return check_pages(page_ids, self._num_pages, num_tokens, self._geometry.page_slots)
 
     def _start_decode(

@@ -82,7 +82,7 @@ def decode_planes(
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
 ) -> int:
-    """Validate the entry starts and entries, then write all planes.
+    """Validate the entry starts and entries of a payload, then write all planes.
 
     Arguments are as for `encode_planes`.
 
@@ -154,7 +154,11 @@ def _gather(plane: Tensor, pages: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _scatter(content: Tensor, plane: Tensor, pages: Tensor, geometry: Geometry) -> None:
-    """Write only the valid slots; inverse of `_gather`."""
+    """Write the bit patterns of the valid slots to the pages; inverse of `_gather`.
+
+    Args:
+        content: int64 `[elements]`, in segment order.
+    """
     target = unit_view(plane)
     tokens = content.to(target.dtype).view(geometry.kv_heads, geometry.num_tokens, geometry.dim)
     for number, page in enumerate(pages.tolist()):

@@ -67,8 +67,8 @@ class _Escapes:
         chunks = len(columns.widths)
         nibble = _table(codebook.second_table, exponent)[exponent]
         # TOP16 has no second level: all its escapes are listed.
-        nibbles = _per_chunk(chunk, chunks) * codebook.mode.has_escape_code
-        words = _per_chunk(chunk[nibble == SECOND_CODES], chunks)
+        nibbles = _count_per_chunk(chunk, chunks) * codebook.mode.has_escape_code
+        words = _count_per_chunk(chunk[nibble == SECOND_CODES], chunks)
         return cls(chunk, position, exponent, nibble, nibbles, words)
 
     @property
@@ -121,7 +121,7 @@ def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tupl
 
 
 def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Codebook) -> int:
-    """Return the checksum of a plane; `number` is its index in the segment."""
+    """Return the checksum of a plane with codes; `number` is its index in the segment."""
     overflow = overflow_words(codebook.element, codebook.mode)
     uncoded = plane.entry_words == overflow * columns.widths
     first = number * len(columns.widths)
@@ -177,7 +177,11 @@ def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Ten
 def _read_list(
     exponents: Tensor, plane: CodedPlane, columns: Columns, codebook: Codebook, uncoded: Tensor
 ) -> None:
-    """Write the exponents of `TOP16` entries to their positions in `exponents` `[columns, 32]`."""
+    """Write the exponents of `TOP16` entries to their positions in `exponents`, `[columns, 32]`.
+
+    Args:
+        uncoded: bool `[chunks]`, whether a chunk is stored uncoded.
+    """
     chunk = _owners(plane.entry_words)
     coded = ~uncoded[chunk]
     chunk, entry = chunk[coded], plane.entries[coded]
@@ -200,10 +204,15 @@ def _read_levels(
     codebook: Codebook,
     uncoded: Tensor,
 ) -> None:
-    """Replace escape codes by their exponents, second-level or listed, in `exponents`."""
+    """Write the exponents of escape codes to `exponents`, `[columns, 32]`.
+
+    Args:
+        escaped: bool `[columns, 32]`, whether an element has the escape code.
+        uncoded: bool `[chunks]`, whether a chunk is stored uncoded.
+    """
     escaped = escaped & ~uncoded[columns.chunk, None]
     chunk, position = _positions(escaped, columns)
-    count = _per_chunk(chunk, len(uncoded))
+    count = _count_per_chunk(chunk, len(uncoded))
     nibble_words = (count + _NIBBLES - 1) // _NIBBLES
     entry_words = plane.entry_words.masked_fill(uncoded, 0)
     if bool((count > MAX_NIBBLES).any()) or bool((nibble_words > entry_words).any()):
@@ -221,7 +230,7 @@ def _read_levels(
     listed = nibble == SECOND_CODES
     if bool((nibble[~listed] >= len(codebook.second)).any()):
         raise FormatError("a second-level code is not in the codebook")
-    second = _per_chunk(chunk[listed], len(uncoded))
+    second = _count_per_chunk(chunk[listed], len(uncoded))
     if bool((second > MAX_LISTED).any()) or bool((nibble_words + second != entry_words).any()):
         raise FormatError("the number of entries does not match the number of escapes")
 
@@ -245,14 +254,22 @@ def _parsed(entry: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
 
 
 def _remainders_of(patterns: Tensor, codebook: Codebook) -> Tensor:
-    """Return the remainders: sign above mantissa."""
+    """Return the remainder of each bit pattern: sign above mantissa."""
     element = codebook.element
     sign = patterns >> element.exponent_bits + element.mantissa_bits
     return sign << element.mantissa_bits | patterns & (1 << element.mantissa_bits) - 1
 
 
 def _overflow_at(columns: Columns, start: Tensor, overflow: int) -> Tensor:
-    """Return the entry indices of the last words of uncoded columns, `[columns, overflow]`."""
+    """Return the indices of the entries that hold the last words of columns if uncoded.
+
+    Args:
+        start: int64 `[chunks]`, index of each chunk's first entry.
+        overflow: number of words of a column that are stored as entries.
+
+    Returns:
+        int64 `[columns, overflow]`.
+    """
     word = torch.arange(overflow, device=start.device) * columns.widths[columns.chunk, None]
     return start[columns.chunk, None] + word + columns.column[:, None]
 
@@ -263,13 +280,13 @@ def _positions(marked: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     return columns.chunk[row], COLUMN * columns.column[row] + place
 
 
-def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
-    """Return the number of items in each chunk."""
+def _count_per_chunk(chunk: Tensor, chunks: int) -> Tensor:
+    """Return the number of items in each of `chunks` chunks, given the chunk of each item."""
     return torch.bincount(chunk, minlength=chunks)
 
 
 def _owners(sizes: Tensor) -> Tensor:
-    """Return the chunk of each item; `sizes` is the number of items of each chunk."""
+    """Return the chunk of each item, given the number of items of each chunk."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 

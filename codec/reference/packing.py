@@ -68,7 +68,7 @@ class Columns:
         return starts_of(self.lengths)[self.chunk, None] + self.indices(element)
 
     def addresses(self, block: Block, element: ElementType, mode: Mode) -> Tensor:
-        """Return the byte offset of each word of each column, `[columns, words]`."""
+        """Return the byte offset in the segment of each word of each column, `[columns, words]`."""
         first, widths = starts_of(self.widths)[self.chunk, None], self.widths[self.chunk, None]
         parts = []
         for start, bits in zip(block.streams, stream_widths(element, mode), strict=True):
@@ -119,7 +119,7 @@ def _bit_positions(bits: int, device: torch.device, raw: bool) -> list[tuple[Ten
 
 
 def split_remainder(remainders: Tensor, element: ElementType) -> list[Tensor]:
-    """Split remainders into the values of each stream."""
+    """Split remainders into one tensor per stream, starting with the lowest bits."""
     parts = []
     for bits in element.remainder_widths:
         parts.append(remainders & (1 << bits) - 1)
@@ -128,7 +128,7 @@ def split_remainder(remainders: Tensor, element: ElementType) -> list[Tensor]:
 
 
 def join_remainder(parts: list[Tensor], element: ElementType) -> Tensor:
-    """Join the values of the streams; inverse of `split_remainder`."""
+    """Join the tensors of the streams; inverse of `split_remainder`."""
     remainders = torch.zeros_like(parts[0])
     shift = 0
     for part, bits in zip(parts, element.remainder_widths, strict=True):
@@ -148,17 +148,17 @@ def index_in_group(owner: Tensor, counts: Tensor) -> Tensor:
 
 
 def put_words(out: Tensor, at: Tensor, words: Tensor) -> None:
-    """Write 32-bit words at byte offsets."""
+    """Write 32-bit words, int64, to `out`, uint8, at byte offsets `at`."""
     for byte in range(WORD_BYTES):
         out[at + byte] = (words >> 8 * byte & 0xFF).to(torch.uint8)
 
 
 def get_words(data: Tensor, at: Tensor) -> Tensor:
-    """Read 32-bit words at byte offsets, as int64; inverse of `put_words`."""
+    """Read 32-bit words from uint8 `data` at byte offsets `at`; inverse of `put_words`."""
     parts = [data[at + byte].to(torch.int64) << 8 * byte for byte in range(WORD_BYTES)]
     return torch.stack(parts).sum(0)
 
 
 def consecutive(start: int, count: int, device: torch.device) -> Tensor:
-    """Return the byte offsets of `count` consecutive words."""
+    """Return the byte offsets of `count` consecutive words, the first at byte `start`."""
     return start + WORD_BYTES * torch.arange(count, device=device)

@@ -9,7 +9,7 @@ from triton.runtime import JITFunction
 from runtime.attention.splits import PROGRAMS, decode_programs
 
 _FRAGMENT_CAPABILITY = (8, 9)
-"""Lowest compute capability that converts fp8."""
+"""Lowest compute capability with instructions that convert fp8."""
 _HOPPER = 9
 _FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
 """Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
@@ -20,11 +20,12 @@ class FragmentSource:
     """Attention of one format with operands in registers; see `kernels.windowed_fragments`.
 
     Attributes:
-        attend: the format's ATTEND.
-        parts: number of parts of its ``acc``; see `kernels.splits.write_split`.
+        attend: Gluon function that attends over compressed tiles of one KV head; its signature is
+            documented in `kernels.windowed_fragments`.
+        parts: number of parts of the ``acc`` that it returns; see `kernels.splits.write_split`.
         tile: tokens of a compressed tile.
         warps: warps of a program.
-        programs: programs per multiprocessor.
+        programs: programs that run at once on a multiprocessor.
         registers: maximum number of registers of a thread.
         dims: supported head dimensions.
         hopper_only: whether the kernel has instructions of Hopper GPUs that no other GPU has.
@@ -42,10 +43,10 @@ class FragmentSource:
     def compressed_programs(self, device: torch.device, full_precision: int) -> int:
         """Return the number of programs for compressed tiles.
 
-        Programs for full-precision tokens start first. If programs have one warp, all of them run
-        at once, as long as that leaves half of the GPU for compressed tiles: programs that started
-        later would end last. Programs of several warps do start later, because there are fewer of
-        them and those for full-precision tokens are short.
+        Programs for full-precision tokens start first. If a program has one warp, the GPU runs all
+        programs of both kinds at once, because programs that started later would end last. At least
+        half of the GPU is left for compressed tiles. If a program has several warps, programs for
+        compressed tiles may start later: programs for full-precision tokens are few and short.
 
         Args:
             full_precision: number of programs for full-precision tokens.
@@ -56,7 +57,13 @@ class FragmentSource:
         return max(programs - full_precision, programs // 2)
 
     def supports(self, q: Tensor, k_pages: Tensor, group: int) -> bool:
-        """Return whether the kernel can attend with ``group`` queries to each KV head."""
+        """Return whether the kernel supports a batch.
+
+        Args:
+            q: `[n, heads, dim]`.
+            k_pages: full-precision pages, `[page, kv_heads, slot, dim]`.
+            group: number of query heads per KV head.
+        """
         if not q.is_cuda:
             return False
         capability = torch.cuda.get_device_capability(q.device)
@@ -75,10 +82,11 @@ class EncodeSource:
     """Encoding of one format; see `kernels.encode`.
 
     Attributes:
-        encode: the format's ENCODE.
+        encode: Triton function that encodes the vectors of a program; its signature is documented
+            in `kernels.encode`.
         tokens: tokens of a program, a power of two; a program has at least one page.
         heads: maximum number of KV heads of a program, a power of two.
-        warps: warps of a program with this number of heads.
+        warps: warps of a program with ``heads`` KV heads.
         stages: stages of the software pipeline.
     """
 
@@ -95,20 +103,21 @@ class KernelSource:
 
     Attributes:
         encode: encoding of pages.
-        attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
+        attend, finish: Triton functions that attend over compressed tiles and that turn a sum of
+            stored V into outputs; `runtime.kv.kernels.windowed` documents their signatures.
         tile: tokens of a compressed tile, a power of two.
         full_precision_tile: full-precision tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
         registers: maximum number of registers of a thread of attention; None for no limit.
-        by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
-            have equal numbers of tiles.
-        splits: number of programs that share each KV head of a sequence, without balancing
-            (ablation); 0 for as many as fit on the GPU. None for balanced programs.
-        rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
-        fragments: a faster kernel for shapes and GPUs that it supports.
-        latents: whether ``acc`` of ``attend`` is as wide as the second compressed plane, else
-            as wide as a head.
+        by_cost: whether all programs have tiles of the same total cost, in layers with
+            `LayerInputs.costs`. Otherwise all programs have the same number of tiles.
+        splits: number of programs for each KV head of a sequence, without balancing (ablation); 0
+            for as many as fit on the GPU. None for balanced programs.
+        rows: minimum number of query rows of a matmul with compressed tokens (STORED_ROWS).
+        latents: whether the ``acc`` that ``attend`` returns is as wide as the second compressed
+            plane. Otherwise it is as wide as a head.
+        fragments: faster attention kernel for the shapes and GPUs that it supports, or None.
     """
 
     encode: EncodeSource

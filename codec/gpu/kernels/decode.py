@@ -55,7 +55,12 @@ from codec.gpu.kernels.words import (
 
 @triton.jit
 def exponents_of(codes, lowest, book, IS_WINDOW: tl.constexpr):
-    """Convert 8 quads of codes into 8 quads of exponents."""
+    """Convert 8 quads of codes into 8 quads of exponents; see `fields` for quads.
+
+    Args:
+        lowest: lowest exponent of the codebook.
+        book: pointer to uint8 `[16]`, the exponent of each code; read unless IS_WINDOW.
+    """
     exponents = ()
     for w in tl.static_range(8):
         if IS_WINDOW:
@@ -72,11 +77,15 @@ def exponents_of(codes, lowest, book, IS_WINDOW: tl.constexpr):
 
 @triton.jit
 def add_at(exponents, place, difference):
-    """Add a difference to the exponent at a place; `place` is a mask with only its bit set.
+    """Add a difference to the exponent at one place of each lane's column.
 
     Registers cannot be indexed, so each of the 8 quads is tested for the place. The exponent
-    computed for the escape code may exceed 255 and carry into the next byte. Adding the difference
-    between the correct exponent and that one undoes the carry.
+    computed for the escape code may exceed 255 and carry into the next byte. This sum undoes the
+    carry, because `difference` is the correct exponent minus the computed one.
+
+    Args:
+        exponents: 8 quads.
+        place: int32 mask in which only the bit of the place is set; 0 adds nothing.
     """
     sums = ()
     for w in tl.static_range(8):
@@ -89,10 +98,16 @@ def element_without_exponent(
     target_elements, at, remainders8, place, lane, num_columns, here,
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the element at a place with its exponent bits zero.
+    """Return the element at a place of each lane's column, with its exponent bits zero.
 
-    A bf16 element is read from its byte of the remainder stream, which is still in the cache. An
-    element of another type is read back from `target_elements`, where it was just stored.
+    A bf16 element is read from its byte of the remainder stream. That byte is still in the cache.
+    An element of another type is read back from `target_elements`, where it was just stored.
+
+    Args:
+        at: index of the chunk's first element in `target_elements`.
+        remainders8: pointer to the chunk's words in the remainder stream, as uint8.
+        place: place of the element in its column, 0 to 31.
+        here: lanes that read an element.
     """
     if MANTISSA_BITS == 7:
         byte = (place & 4) * 4 * num_columns + lane * 16 + (place & 3) * 4 + (place >> 3)
@@ -108,14 +123,24 @@ def element_without_exponent(
 def store_element(
     target_elements, at, place, lane, num_columns, element, here, ELEMENT_BYTES: tl.constexpr
 ):
-    """Store one element at a place of a lane's column."""
+    """Store one element at a place (0 to 31) of each lane's column, in the lanes `here`.
+
+    Args:
+        at: index of the chunk's first element in `target_elements`.
+    """
     target = target_elements + at + element_index(place, lane, num_columns, ELEMENT_BYTES)
     tl.store(target, element.to(target_elements.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def load_nibbles(entries, rank, packed, here):
-    """Load eight second-level codes for each lane, the code at index `rank` in the lowest bits."""
+    """Load eight second-level codes for each lane, the code at index `rank` in the lowest bits.
+
+    Args:
+        entries: pointer to the chunk's entry words, int32.
+        packed: number of entry words with second-level codes.
+        here: lanes that load codes.
+    """
     word = rank >> 3
     low = tl.load(entries + word, mask=here, other=0)
     high = tl.load(entries + word + 1, mask=here & (word + 1 < packed), other=0)

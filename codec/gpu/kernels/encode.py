@@ -64,6 +64,10 @@ def exponent_at(
 ):  # fmt: skip
     """Load, for each lane, the exponent of the escape at the lowest set bit of its mask.
 
+    Args:
+        source: pointer to the plane's elements; the chunk begins at element `at`.
+        mask: int32 `[32]`, places of the escapes of each lane's column.
+
     Returns:
         Whether the mask has a set bit, the place of the lowest one, and the exponent at that place.
     """
@@ -77,7 +81,7 @@ def exponent_at(
 
 @triton.jit
 def pad_to_16_bytes(p, words):
-    """Write zeros after the first `words` words, up to a multiple of four words."""
+    """Write zeros after `words` int32 words at `p`, up to a multiple of four words."""
     i = tl.arange(0, 4)
     tl.store(p + words + i, tl.zeros((4,), tl.int32), mask=i < (4 - words % 4) % 4)
 

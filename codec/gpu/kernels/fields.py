@@ -68,7 +68,11 @@ def unpack(words, BITS: tl.constexpr):
 
 @triton.jit
 def escape_code_mask(words, BITS: tl.constexpr):
-    """Return, for each column, the mask of the places whose packed code is the escape code."""
+    """Return, for each column, the int32 mask of the places that have the escape code.
+
+    Args:
+        words: the BITS words of a column in the stream of codes.
+    """
     mask = tl.zeros_like(words[0])
     for w in tl.static_range(BITS):
         all_ones = words[w] & shift_right(words[w], 1) & shift_right(words[w], 2)
@@ -192,13 +196,13 @@ def code_distances(
 
 @triton.jit
 def no_code_flags(t, NUM_CODES: tl.constexpr):
-    """Return a pair in which a field is 1 if the field of `t` is not a code, else 0."""
+    """Return, for each 16-bit field of the pair `t`, 1 if it is not a code, else 0."""
     return shift_right(t + (0x8000 - NUM_CODES) * 0x10001, 15) & 0x00010001
 
 
 @triton.jit
 def codes_of(found, NUM_CODES: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr):
-    """Replace each field that is not a code.
+    """Replace each field that is not a code, in the 16 pairs of `code_distances`.
 
     The new value is the escape code, or the field's low four bits if the mode has no escape code.
     """
@@ -225,7 +229,11 @@ def bitwise_or(found):
 
 @triton.jit
 def escape_mask(found, NUM_CODES: tl.constexpr):
-    """Return, for each column, the mask of the places whose exponent has no code."""
+    """Return, for each column, the int32 mask of the places whose exponent has no code.
+
+    Args:
+        found: 16 pairs of `code_distances`.
+    """
     mask = no_code_flags(found[0], NUM_CODES)
     for h in tl.static_range(1, 16):
         mask |= no_code_flags(found[h], NUM_CODES) << h

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""First step of a call, and last step of encoding: fetch descriptors; pack entries."""
+"""Kernels before and after those of the chunks: fetch descriptors, and pack entries."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def fetch_kernel(host, device, words):
 def sum_kernel(
     chunk_sizes, segment_rows, row_words, sums, sums_of_segment, DEPENDENT: tl.constexpr
 ):
-    """Write the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program.
+    """Write to `sums` the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program.
 
     Grid: as for `pack_kernel`.
     """
@@ -77,6 +77,12 @@ def move_entries(
 
     In scratch memory, second-level codes are bytes and precede the listed words. They are packed
     here, eight to a word.
+
+    Args:
+        chunk: index of each chunk in `scratch32`.
+        entry_words, nibbles: number of entry words and of second-level codes of each chunk.
+        at: index in `entries` of each chunk's first entry word.
+        entries: pointer to the segment's entries, int32.
     """
     j = first + tl.arange(0, W)[None, :]
     here = j < entry_words[:, None]

@@ -55,7 +55,13 @@ def fold(z):
 
 @triton.jit
 def column_hash(digest, chunk, lane, entry_words):
-    """Compute the checksum term of each lane's column; see `codec.checksum.columns`."""
+    """Compute the checksum term, int64, of each lane's column; see `codec.checksum.columns`.
+
+    Args:
+        digest: int64 `[32]`, see `column_digest`.
+        chunk: index of the chunk in the segment.
+        entry_words: number of its entry words.
+    """
     return fold(digest + ((chunk * 32 + lane) * 256 + entry_words) * _GOLDEN)
 
 
@@ -118,7 +124,7 @@ def any_lane(condition):
 
 @triton.jit
 def exclusive_sum(count):
-    """Return the exclusive prefix sum over the lanes, `[32]`, and the total."""
+    """Return the exclusive prefix sum of `count` over the lanes, `[32]`, and the total."""
     upto = tl.cumsum(count, axis=0)
     return upto - count, tl.max(upto, axis=0)
 

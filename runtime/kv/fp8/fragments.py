@@ -39,7 +39,11 @@ _INTERLEAVE = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140;\nprmt.b32 $1, $2, $3, 0
 
 @gluon.jit
 def unpack(word, E5M2: gl.constexpr):
-    """Convert four codes to fp16: a word with bytes 0 and 1, and one with bytes 2 and 3."""
+    """Convert the four codes of a word to fp16.
+
+    Returns:
+        Two words: the numbers of bytes 0 and 1, and those of bytes 2 and 3.
+    """
     return gl.inline_asm_elementwise(
         _E5M2 if E5M2 else _E4M3, "=&r,=&r,r", [word],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -48,7 +52,11 @@ def unpack(word, E5M2: gl.constexpr):
 
 @gluon.jit
 def interleaved(x, y):
-    """Interleave the bytes of two words: bytes 0 and 1 of both, then bytes 2 and 3."""
+    """Interleave the bytes of two words.
+
+    Returns:
+        Two words: bytes 0 and 1 of both, and bytes 2 and 3 of both.
+    """
     return gl.inline_asm_elementwise(
         _INTERLEAVE, "=&r,=&r,r,r", [x, y], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -74,10 +82,16 @@ def fp16_queries(q, t, DIM: gl.constexpr):
 
 @gluon.jit
 def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of K, of tokens g and g + 8 of each page.
+    """Load codes of K of tokens g and g + 8 of each page.
 
     Args:
-        row: row of the KV head's first token in a page.
+        k: pointer to the plane of K, bytes; a page has STRIDE bytes, a token DIM.
+        pages: int32 page ids, one tensor for each page of a tile.
+        row: index of the KV head's first token among the tokens of a page.
+
+    Returns:
+        For each page and each of the two tokens, a tuple of ``DIM / 64`` groups of four words:
+        group c has bytes ``64 c + 16 t`` to ``64 c + 16 t + 15`` of the token.
     """
     keys = ()
     own = k + (row + g) * DIM + 16 * t
@@ -93,7 +107,15 @@ def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of V: bytes ``DIM / 8 g`` and following of the four tokens of A of each page."""
+    """Load codes of V of the four tokens that a lane holds in A, for each page.
+
+    Args:
+        v: pointer to the plane of V, bytes; the other arguments are those of `load_keys`.
+
+    Returns:
+        For each page, four tuples of words, in the order of `token_of_value`: ``DIM / 8`` bytes
+        of the token from byte ``g DIM / 8`` on.
+    """
     values = ()
     own = v + (row + token_of_value(t, 0)) * DIM + g * (DIM // 8)
     for i in gl.static_range(len(pages)):
@@ -110,7 +132,14 @@ def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def load_exponents(plane, pages, row, g, STRIDE: gl.constexpr):
-    """Load the biased exponents of tokens g and g + 8 of each page, int32."""
+    """Load the scales of tokens g and g + 8 of each page, as biased exponents.
+
+    Args:
+        plane: pointer to a plane of scales, uint8; the other arguments are those of `load_keys`.
+
+    Returns:
+        int32, two for each page.
+    """
     exponents = ()
     own = plane + row + g // 4 * 4
     for i in gl.static_range(len(pages)):
@@ -122,7 +151,14 @@ def load_exponents(plane, pages, row, g, STRIDE: gl.constexpr):
 
 @gluon.jit
 def scores(keys, exponents, queries, first, count, scale, DIM: gl.constexpr, E5M2: gl.constexpr):
-    """Return scaled scores of each page; -inf from ``count`` tokens on."""
+    """Return the scaled scores of each page, fragments of C; -inf for tokens from ``count`` on.
+
+    Args:
+        keys, exponents: see `load_keys` and `load_exponents`.
+        queries: words of B, see `fp16_queries`.
+        first: number of the tile's first token.
+        scale: factor of all scores.
+    """
     lane, _, _ = lane_numbers()
     found = ()
     for i in gl.static_range(PAGES):
@@ -145,7 +181,7 @@ def scores(keys, exponents, queries, first, count, scale, DIM: gl.constexpr, E5M
 
 @gluon.jit
 def largest_exponent(top, exponents):
-    """Return the largest of ``top`` and of the exponents of finite vectors."""
+    """Return the largest of ``top`` and the biased exponents below 255 (finite), in all lanes."""
     for i in gl.static_range(len(exponents)):
         top = gl.maximum(top, gl.where(exponents[i] < 255, exponents[i], 0))
     return largest_of_rows(top.to(gl.float32)).to(gl.int32)
@@ -153,17 +189,23 @@ def largest_exponent(top, exponents):
 
 @gluon.jit
 def relative_scale(exponent, top):
-    """Return a scale divided by 2**top and multiplied by 2**14; infinity for 255."""
+    """Return the fp32 scale ``2 ** (exponent - top + 14)``; infinity if the exponent is 255.
+
+    Args:
+        exponent, top: biased exponents, int32.
+    """
     relative = gl.maximum(exponent - top + 141, 0)
     return power_of_two(gl.where(exponent < 255, relative, 255))
 
 
 @gluon.jit
 def add_values(acc, words, b, DIM: gl.constexpr, E5M2: gl.constexpr):
-    """Add the products of a page's codes of V and its weights ``b``.
+    """Add the products of a page's V and its weights to ``acc``.
 
     Args:
-        words: codes of the four tokens of A.
+        acc: ``DIM / 16`` fragments of C: dimensions are rows, heads are columns.
+        words: codes of V of the page, see `load_values`.
+        b: weights times scales as B, fp16, see `as_operand`.
     """
     made = ()
     for j in gl.static_range(DIM // 32):

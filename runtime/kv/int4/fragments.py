@@ -91,7 +91,7 @@ def unpack_values(first, second):
 
 @gluon.jit
 def butterflies(x, STRIDE: gl.constexpr):
-    """Replace each pair of elements whose indices differ by STRIDE by its sum and difference."""
+    """Return a tuple of tensors, with pairs at distance STRIDE replaced by sum and difference."""
     y = ()
     for i in gl.static_range(len(x)):
         if i & STRIDE:
@@ -103,7 +103,11 @@ def butterflies(x, STRIDE: gl.constexpr):
 
 @gluon.jit
 def butterflies_of_lanes(x, lane, MASK: gl.constexpr):
-    """Replace the elements of lanes that differ in the bit MASK by their sums and differences."""
+    """Replace elements of lanes whose numbers differ in the bit MASK by sum and difference.
+
+    Args:
+        x: tuple of fp32 tensors.
+    """
     y = ()
     for i in gl.static_range(len(x)):
         other = of_other_lane(x[i], MASK)
@@ -143,7 +147,12 @@ def transformed_queries(q, DIM: gl.constexpr):
 
 @gluon.jit
 def bias_products(queries, lane):
-    """Return -1031.5 and -1144 times the sums of the halves of each query, two fragments of C."""
+    """Return the products of queries and the offsets of codes, which are constant.
+
+    Returns:
+        Two fragments of C whose rows are equal: -1031.5 times the sum of the low half of each
+        query, and -1144 times the sum of its high half.
+    """
     low, high = no_sum(lane), no_sum(lane)
     COUNT: gl.constexpr = len(queries) // 2
     for part in gl.static_range(2):
@@ -159,10 +168,12 @@ def bias_products(queries, lane):
 
 @gluon.jit
 def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of K, of tokens g and g + 8 of each page.
+    """Load codes of K of tokens g and g + 8 of each page.
 
     Args:
-        row: row of the KV head's first token in a page.
+        k: pointer to the plane of K, bytes; a page has STRIDE bytes, a token ``DIM / 2``.
+        pages: int32 page ids, one tensor for each page of a tile.
+        row: index of the KV head's first token among the tokens of a page.
     """
     keys = ()
     own = k + (row + g) * (DIM // 2) + t * (DIM // 8)
@@ -178,7 +189,11 @@ def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def load_scales(plane, pages, row, g, STRIDE: gl.constexpr):
-    """Load words with both scales, of tokens g and g + 8 of each page."""
+    """Load the scales of tokens g and g + 8 of each page: two bf16 numbers in a word.
+
+    Args:
+        plane: pointer to a plane of scales; the other arguments are those of `load_keys`.
+    """
     words = ()
     own = plane + (row + g) * 2
     for i in gl.static_range(len(pages)):
@@ -189,9 +204,11 @@ def load_scales(plane, pages, row, g, STRIDE: gl.constexpr):
 
 @gluon.jit
 def scores(keys, scales, queries, sums, first, count, scale, DIM: gl.constexpr):
-    """Return scaled scores of each page; -inf from ``count`` tokens on.
+    """Return the scaled scores of each page, fragments of C; -inf for tokens from ``count`` on.
 
     Args:
+        first: number of the tile's first token.
+        scale: factor of all scores.
         keys, scales: see `load_keys` and `load_scales`.
         queries, sums: see `transformed_queries` and `bias_products`.
     """
@@ -220,11 +237,13 @@ def scores(keys, scales, queries, sums, first, count, scale, DIM: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, words, low, high, DIM: gl.constexpr):
-    """Add the products of a page's codes of V and its weights.
+    """Add the products of a page's codes of V, as ``c - 8``, and its weights to ``acc``.
 
     Args:
-        words: codes of the four tokens of A.
-        low, high: weights as B, for the low and the high nibbles.
+        acc: ``DIM / 16`` fragments of C, whose rows are dimensions and whose columns are heads:
+            first those of the low nibbles, then those of the high nibbles.
+        words: codes of V of the page, see `load_values`.
+        low, high: weights times the scale of the low or high nibbles, as B, bf16; see `as_operand`.
     """
     TILES: gl.constexpr = DIM // 32
     of_low, of_high = (), ()
@@ -243,14 +262,28 @@ def add_values(acc, words, low, high, DIM: gl.constexpr):
 
 @gluon.jit
 def add_weights(sums, weights, first, second):
-    """Add the products of a page's weights and scales to sums for the lane's two heads."""
+    """Add the products of a page's weights and scales to the sums of the lane's two heads.
+
+    Args:
+        sums: two fp32 sums over the tokens of the lane's rows.
+        weights: fragment of C, fp32.
+        first, second: scales of tokens g and g + 8.
+    """
     even = sums[0] + (weights[0] * first + weights[2] * second)
     return even, sums[1] + (weights[1] * first + weights[3] * second)
 
 
 @gluon.jit
 def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of V: bytes ``DIM / 16 g`` and following of the four tokens of A of each page."""
+    """Load codes of V of the four tokens that a lane holds in A, for each page.
+
+    Args:
+        v: pointer to the plane of V, bytes; the other arguments are those of `load_keys`.
+
+    Returns:
+        For each page, four tuples of words, in the order of `token_of_value`: ``DIM / 16`` bytes
+        of the token from byte ``g DIM / 16`` on.
+    """
     values = ()
     own = v + (row + token_of_value(t, 0)) * (DIM // 2) + g * (DIM // 16)
     for i in gl.static_range(len(pages)):
@@ -267,7 +300,12 @@ def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr):
-    """Load codes and scales of K and V of a tile."""
+    """Load the codes of K, the scales of K, the scales of V and the codes of V of a tile.
+
+    Args:
+        planes: pointers to the planes of K, V, and their scales.
+        pages, row: see `load_keys`.
+    """
     k, v, k_scale, v_scale = planes
     keys = load_keys(k, pages, row, g, t, STRIDES[0], DIM)
     values = load_values(v, pages, row, g, t, STRIDES[1], DIM)

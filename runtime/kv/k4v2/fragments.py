@@ -93,7 +93,16 @@ def unpack_values(word):
 
 @gluon.jit
 def load_values(v, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of V: bytes 4 g to 4 g + 3 of the four tokens of A of each page."""
+    """Load codes of V of the four tokens that a lane holds in A, for each page.
+
+    Args:
+        v: pointer to the plane of V, bytes; a page has STRIDE bytes, a token ``DIM / 4``.
+        pages: int32 page ids, one tensor for each page of a tile.
+        row: index of the KV head's first token among the tokens of a page.
+
+    Returns:
+        For each page, four words, in the order of `token_of_value`: bytes ``4 g`` to ``4 g + 3``.
+    """
     values = ()
     own = v + (row + token_of_value(t, 0)) * (DIM // 4) + 4 * g
     for i in gl.static_range(len(pages)):
@@ -118,13 +127,17 @@ def load_norms(plane, pages, row, g, STRIDE: gl.constexpr):
 
 @gluon.jit
 def norm_of(pair, g):
-    """Return the norm of token g from a word with those of tokens g and g + 1, or g - 1 and g."""
+    """Return the norm of token g, fp32.
+
+    Args:
+        pair: word with the bf16 norms of an even token and the next one, one of which is g.
+    """
     return gl.where(g % 2 == 0, low_half(pair), high_half(pair))
 
 
 @gluon.jit
 def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr):
-    """Load codes, scales and norms of a tile."""
+    """Load the codes and scales of K, and the norms and codes of V, of a tile."""
     k, v, k_scale, v_norm = planes
     keys = load_keys(k, pages, row, g, t, STRIDES[0], DIM)
     values = load_values(v, pages, row, g, t, STRIDES[1], DIM)
@@ -134,10 +147,12 @@ def load_tile(planes, pages, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr
 
 @gluon.jit
 def add_values(acc, words, b):
-    """Add the products of a page's codes of V and its weights ``b``.
+    """Add the products of a page's codes of V, as ``c - 2``, and its weights to ``acc``.
 
     Args:
-        words: codes of the four tokens of A.
+        acc: eight fragments of C: rows are dimensions, columns are heads.
+        words: codes of V of the page, see `load_values`.
+        b: weights times norms as B, bf16; see `as_operand`.
     """
     halves = halves_of_tokens(words)
     x0, x1 = unpack_values(halves[0]), unpack_values(halves[1])
@@ -153,7 +168,12 @@ def add_values(acc, words, b):
 
 @gluon.jit
 def levels_of(acc, sums):
-    """Return sums of ``2 c - 3`` from those of ``c - 2`` and the lane's sums of weights."""
+    """Return weighted sums of ``2 c - 3``.
+
+    Args:
+        acc: fragments of C, weighted sums of ``c - 2``.
+        sums: sums of the weights of the lane's two heads, over the tokens of its own rows.
+    """
     even, odd = sum_of_rows(sums[0]), sum_of_rows(sums[1])
     found = ()
     for n in gl.static_range(len(acc)):

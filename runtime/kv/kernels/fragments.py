@@ -37,20 +37,20 @@ _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + 
 
 @gluon.jit
 def threads(COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Return numbers from 0 to COUNT - 1, one per lane."""
+    """Return int32 `[COUNT]`: 0 to COUNT - 1, consecutive numbers in consecutive lanes."""
     return gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0]))
 
 
 @gluon.jit
 def lane_numbers(WARPS: gl.constexpr = 1):
-    """Return the number of each lane in its warp, and its g and t."""
+    """Return int32 ``lane`` (0 to 31 in its warp), ``g = lane // 4`` and ``t = lane % 4``."""
     lane = threads(32 * WARPS, WARPS) % 32
     return lane, lane // 4, lane % 4
 
 
 @gluon.jit
 def warp_number(WARPS: gl.constexpr):
-    """Return the number of each lane's warp."""
+    """Return the number of each lane's warp in the program, int32."""
     return threads(32 * WARPS, WARPS) // 32
 
 
@@ -82,7 +82,12 @@ def load4(address):
 
 @gluon.jit
 def multiply(a0, a1, a2, a3, b0, b1, c, FP16: gl.constexpr):
-    """Return A B + C, from fragments of bf16 or fp16."""
+    """Return A B + C, a fragment of C.
+
+    Args:
+        a0, a1, a2, a3, b0, b1: words of A and B, bf16, or fp16 if FP16.
+        c: fragment of C.
+    """
     return gl.inline_asm_elementwise(
         _MMA_FP16 if FP16 else _MMA_BF16, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
         [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
@@ -92,7 +97,7 @@ def multiply(a0, a1, a2, a3, b0, b1, c, FP16: gl.constexpr):
 
 @gluon.jit
 def packed(low, high, FP16: gl.constexpr):
-    """Round two fp32 numbers to bf16 or fp16 and return them in a word."""
+    """Round two fp32 numbers to bf16, or fp16 if FP16, and return them in a word."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;" if FP16 else "cvt.rn.bf16x2.f32 $0, $2, $1;",
         "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1,
@@ -176,10 +181,10 @@ def power_of_two(biased):
 
 @gluon.jit
 def fp16_scale(x):
-    """Return the power of two by which the largest of a tuple of numbers gets below 2**15.
+    """Return the power of two that scales the largest of a tuple of numbers to below 2**15.
 
     Returns:
-        The factor, which depends on the numbers of all lanes, and its inverse.
+        The factor, the same in all lanes of a warp, and its inverse.
     """
     most = gl.maximum(x[0], -x[0])
     for i in gl.static_range(1, len(x)):
@@ -206,7 +211,11 @@ def fp16_words(x):
 
 @gluon.jit
 def no_sum(lane):
-    """Return a fragment of C of zeros."""
+    """Return a fragment of C that is zero: four fp32 zeros per lane.
+
+    Args:
+        lane: any tensor with one element per lane; only its layout is used.
+    """
     zero = (lane * 0).to(gl.float32)
     return (zero, zero, zero, zero)
 
@@ -216,8 +225,9 @@ def no_tokens(lane, TILES: gl.constexpr):
     """Return the state of an online softmax without tokens.
 
     Returns:
-        ``acc``, TILES fragments of C; ``m`` and ``l``, maximum and sum of the weights of each of
-        the lane's two heads. ``l`` counts the lane's own rows only.
+        ``acc``, TILES fragments of C, unnormalized sums of V; ``m`` and ``l``, fp32 pairs: maximum
+        score and sum of the weights of each of the lane's two heads. ``m`` is the maximum over all
+        tokens, ``l`` the sum over the tokens of the lane's own rows.
     """
     zero = (lane * 0).to(gl.float32)
     acc = ()
@@ -228,7 +238,7 @@ def no_tokens(lane, TILES: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, factors):
-    """Multiply fragments of C by a factor for each of the lane's two heads."""
+    """Multiply fragments of C, ``acc``, by a factor for each of the lane's two heads."""
     made = ()
     for n in gl.static_range(len(acc)):
         c = acc[n]
@@ -244,10 +254,11 @@ def softmax(scores, m, l, PAGES: gl.constexpr):
 
     Args:
         scores: for each of PAGES pages, a fragment of C: tokens are rows, heads are columns.
+        m, l: see `no_tokens`.
 
     Returns:
-        Weights, as ``scores``; the factors of earlier outputs for the lane's two heads; and ``m``
-        and ``l``, see `no_tokens`.
+        Weights, in the layout of ``scores``; factors by which to multiply earlier outputs of the
+        lane's two heads; and the new ``m`` and ``l``.
     """
     even, odd = m
     for i in gl.static_range(PAGES):
@@ -269,7 +280,12 @@ def softmax(scores, m, l, PAGES: gl.constexpr):
 
 @gluon.jit
 def as_operand(weights, first, second, FP16: gl.constexpr):
-    """Return weights of a page as B, multiplied by ``first`` for token g, ``second`` for g + 8."""
+    """Return the weights of a page as B: two words, bf16, or fp16 if FP16.
+
+    Args:
+        weights: fragment of C, fp32; rows are tokens, columns are heads.
+        first, second: fp32 scales of tokens g and g + 8, by which the weights are multiplied.
+    """
     b0 = transposed(packed(weights[0] * first, weights[1] * first, FP16))
     b1 = transposed(packed(weights[2] * second, weights[3] * second, FP16))
     return b0, b1
@@ -279,8 +295,12 @@ def as_operand(weights, first, second, FP16: gl.constexpr):
 def pages_of_tile(table, first, count, PAGES: gl.constexpr):
     """Return the ids of the PAGES compressed pages from token ``first`` on.
 
-    In place of pages from ``count`` tokens on, the last one before is returned: what other pages
-    hold may be NaN, also when multiplied by a weight of 0.
+    For tokens from ``count`` on, the page of the last token is returned. Other pages may hold NaN,
+    and NaN times a weight of 0 is NaN.
+
+    Args:
+        table: pointer to int32 page ids of the sequence, that of token 0 first.
+        first, count: token numbers, multiples of the page size.
     """
     pages = ()
     for i in gl.static_range(PAGES):
@@ -290,5 +310,9 @@ def pages_of_tile(table, first, count, PAGES: gl.constexpr):
 
 @gluon.jit
 def token_of_value(t, which):
-    """Return the slots of the four tokens of A of a sum of V, for ``which`` from 0 to 3."""
+    """Return the slot of one of the four tokens whose values a lane holds in A.
+
+    Args:
+        which: number of the token, 0 to 3.
+    """
     return 2 * t + which % 2 + which // 2 * 8

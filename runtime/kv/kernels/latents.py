@@ -2,8 +2,7 @@
 """Projections onto low-rank bases in Triton, for the formats `fdc`, `palu` and `shard`.
 
 Bases are stored as bf16, `[2, …]`: the basis rounded to bf16, and the rounding error, also in bf16.
-Encoding multiplies by both, which is as exact as fp32 up to the order of sums. Attention uses the
-first only.
+Encoding multiplies by both, with the precision of fp32. Attention multiplies by the first only.
 """
 
 import triton
@@ -96,10 +95,12 @@ def project_head(
 
 @triton.jit
 def add_product(x, high, low, acc):
-    """Return ``acc + x @ (high + low)``, as exact as fp32 up to the order of sums.
+    """Return ``acc + x @ (high + low)`` with the precision of fp32, from products of bf16 numbers.
 
     Args:
-        x: fp32; it is split as the basis is.
+        x: fp32 `[M, K]`. It is split into a bf16 number and a bf16 rounding error.
+        high, low: bf16 `[K, N]`, a basis and its rounding error.
+        acc: fp32 `[M, N]`.
     """
     rounded = to_bf16(x)
     rest = to_bf16(x - rounded.to(tl.float32))
@@ -110,9 +111,11 @@ def add_product(x, high, low, acc):
 def restored(
     acc, basis, head, rank, DIM: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return outputs, fp32 `[1, DIMS]`, from a sum of latents of V, fp32 `[1, COLUMNS]`.
+    """Return outputs, fp32 `[1, DIMS]`, from a sum of latents of V.
 
     Args:
+        acc: fp32 `[1, COLUMNS]`, sum of latents, weighted by attention.
+        head: index of the KV head.
         basis: bf16 `[2, kv_heads, DIM, WIDTH]`.
         rank: rank of V of the head.
     """

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
-"""Results of attention in fragments: they are merged over warps and written.
+"""Merge of attention results, held in fragments, over warps; storing of splits.
 
-The four warps of a program exchange numbers through shared memory. Gluon has no pointers to it, so
-that it is allocated and accessed in PTX. See `runtime.kv.kernels.fragments` for the layouts.
+The four warps of a program exchange numbers through shared memory. Gluon has no pointers to shared
+memory, so it is allocated and accessed in PTX. See `runtime.kv.kernels.fragments` for the layouts.
 """
 
 from triton.experimental import gluon
@@ -48,13 +48,21 @@ _EXCHANGED, _SUMMED = gl.constexpr((gl.float32,) * 16), gl.constexpr((gl.float32
 
 @gluon.jit
 def shared_memory(lane):
-    """Return the address of SHARED_BYTES of shared memory."""
+    """Return the int32 address of SHARED_BYTES of shared memory, the same in all lanes."""
     return gl.inline_asm_elementwise(_SHARED, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def of_all_warps(m, l, shared, lane, warp):
-    """Return the values of all warps: four of ``m[0]``, then of ``m[1]``, ``l[0]`` and ``l[1]``."""
+def exchange_over_warps(m, l, shared, lane, warp):
+    """Exchange the state of an online softmax between four warps.
+
+    Args:
+        m, l: see `fragments.no_tokens`.
+        shared: address of shared memory, see `shared_memory`.
+
+    Returns:
+        16 fp32 tensors: ``m[0]`` of each warp, then ``m[1]``, ``l[0]`` and ``l[1]`` of each warp.
+    """
     return gl.inline_asm_elementwise(
         _EXCHANGE, _EXCHANGE_REGISTERS,
         [m[0], m[1], l[0], l[1], shared + 4 * (32 * warp + lane), shared + 4 * lane],
@@ -64,7 +72,12 @@ def of_all_warps(m, l, shared, lane, warp):
 
 @gluon.jit
 def summed_over_warps(acc, shared, lane, warp):
-    """Return sums of fragments of C over warps: each warp gets those of a quarter of them."""
+    """Sum eight fragments of C over four warps; each warp gets the sums of two of them.
+
+    Args:
+        acc: eight fragments of C.
+        shared: address of shared memory, see `shared_memory`.
+    """
     values = ()
     for n in gl.static_range(8):
         values = values + acc[n]
@@ -78,14 +91,18 @@ def summed_over_warps(acc, shared, lane, warp):
 
 @gluon.jit
 def merged(acc, m, l, shared, WARPS: gl.constexpr):
-    """Merge the online softmax of all warps.
+    """Merge the online softmax of four warps.
+
+    Args:
+        acc, m, l: state of each warp, see `fragments.no_tokens`; ``l`` summed over all rows.
+        shared: address of shared memory, see `shared_memory`.
 
     Returns:
-        ``acc``, of which each warp has a part; and ``m`` and ``l``.
+        Two fragments of the sum of ``acc`` in each warp; and ``m`` and ``l`` of all warps.
     """
     lane, _, _ = lane_numbers(WARPS)
     warp = warp_number(WARPS)
-    x = of_all_warps(m, l, shared, lane, warp)
+    x = exchange_over_warps(m, l, shared, lane, warp)
     maxima = ()
     sums = ()
     factors = ()
