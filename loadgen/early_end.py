@@ -28,7 +28,10 @@ class EarlyEnd:
     gave_up: bool = False
 
     async def watch(self, runner: Runner, clock: Clock) -> None:
-        """Check the records periodically until cancelled, and stop the runner if necessary."""
+        """Check the records periodically, and stop the runner if `is_out_of_reach`.
+
+        Returns when it has stopped the runner, or at once if ``attainment`` is None.
+        """
         while self.attainment is not None and not self.gave_up:
             await asyncio.sleep(_PERIOD_S)
             if not runner.stopped.is_set() and self.is_out_of_reach(runner.records, clock()):

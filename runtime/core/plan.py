@@ -23,8 +23,8 @@ class Chunk:
     """Prompt tokens at positions ``first … end - 1`` of a group, to prefill in a step.
 
     Attributes:
-        vacated: indices of the pages that the eviction after this chunk leaves without tokens;
-            empty if nothing is evicted after it. See `runtime.pages.eviction.vacated_pages`.
+        vacated: indices of the pages that the eviction after this chunk leaves without tokens, see
+            `runtime.pages.eviction.vacated_pages`; empty if this chunk is followed by no eviction.
     """
 
     group: SequenceGroup
@@ -57,7 +57,7 @@ class Chunk:
 
     @property
     def prompt(self) -> SequenceState:
-        """The first sequence of the group, as it is after the step; see `completed`."""
+        """First sequence of the group, in its state after the step; see `completed`."""
         return self.completed[0] if self.completes else self.group.sequences[0]
 
     @property
@@ -108,8 +108,8 @@ class StepPlan:
         reserved: groups admitted in this step whose KV will arrive from another worker.
         deferred: groups submitted since the last step that wait to become `reserved`.
         refused: pairs of request id and reason.
-        prefilling: arrivals of all groups that this or a later step prefills. What an executor
-            keeps of the chunks of other groups is not needed any more.
+        prefilling: arrivals of all groups that this or a later step prefills. Executors may drop
+            what they have stored about the chunks of other groups.
     """
 
     chunks: list[Chunk]

@@ -40,16 +40,17 @@ class SequenceState:
         limit: maximum length in tokens, including the prompt.
         page_tables: for each page group, page ids by the index of the page in the sequence. Pages
             that the group does not hold are `FREED`. Empty for a sequence without pages.
-        forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
-            take them in place of sampled tokens, because output tokens attend to encoded pages or
-            what eviction has kept, which a prompt does not.
+        forced: known output tokens that follow ``tokens``, to be computed again. Each decode step
+            takes one of them in place of a sampled token. They are not prefilled with the prompt,
+            because output tokens attend to encoded pages or to the tokens that eviction has kept,
+            and prefill does not.
         evicts: number of prompt tokens to evict from each KV head, see `runtime.pages.eviction`.
         evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
-        cancelled: whether the choice ends before it runs, because it was cancelled while other
-            choices or its KV were still needed.
+        cancelled: whether the choice was cancelled while its prompt or KV was not complete. It ends
+            when it would start to run.
         resolved: whether the device could sample the last token. If not, the host must complete the
             sampling, and the step must be read before the next one is launched.
     """
@@ -80,12 +81,12 @@ class SequenceState:
 
     @property
     def known(self) -> int:
-        """Number of tokens that the host knows, including forced ones."""
+        """Number of tokens whose ids the host knows: those in ``tokens`` and in ``forced``."""
         return len(self.tokens) + len(self.forced)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason if the sequence ends with its last token, else None."""
+        """Reason why the sequence ends with its last known token; None if it continues."""
         return self.request.finish_reason(self.tokens[-1], len(self.tokens), self.limit)
 
     def is_choice(self, request_id: str, choice: int) -> bool:
@@ -93,11 +94,11 @@ class SequenceState:
         return self.choice == choice and self.request.id == request_id
 
     def after_eviction(self, vacated: range) -> "SequenceState":
-        """Return a copy of the sequence as it is once tokens of its prompt are evicted.
+        """Return a copy of the sequence in its state after the eviction of prompt tokens.
 
         Args:
-            vacated: see `runtime.pages.eviction.vacated_pages`. Page tables of groups into which
-                pages are encoded end before them.
+            vacated: indices of the pages that the eviction leaves without tokens, see
+                `runtime.pages.eviction.vacated_pages`. They are removed from all page tables.
         """
         tables = [table[: vacated.start] + table[vacated.stop :] for table in self.page_tables]
         return replace(self, evicted=self.evicts, page_tables=tables)
@@ -134,7 +135,7 @@ class SequenceGroup:
         """Return the group of a new request; see `SequenceState` for the arguments.
 
         Args:
-            arrival: that of the first choice.
+            arrival: arrival of the first choice; each further choice has the next number.
         """
         choices = range(request.choices)
         tokens = request.tokens
@@ -158,7 +159,7 @@ class SequenceGroup:
 
     @property
     def arrival(self) -> int:
-        """See `SequenceState`: that of the first sequence, which identifies the group."""
+        """`SequenceState.arrival` of the first sequence. It identifies the group."""
         return self.sequences[0].arrival
 
     @property
@@ -173,7 +174,10 @@ class SequenceGroup:
 
     @property
     def queued(self) -> int:
-        """Tokens that count in the queue: those ``left`` of a held prompt, else all known ones."""
+        """Tokens of the group in `Scheduler.queue_tokens`.
+
+        For a prompt that will be held, these are the ``left`` tokens, otherwise all known tokens.
+        """
         if self.purpose is Purpose.HOLD:
             return self.left
         return sum(sequence.known for sequence in self.sequences)

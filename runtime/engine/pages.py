@@ -1,8 +1,8 @@
 """Pages of sequences: the pools of one engine, the need for pages, and deferred release.
 
 There is a pool for each page group. A prompt is computed over all of its pages. Pages that have
-left the window of their group are freed as soon as no step attends to them: after each chunk of a
-prompt, or after the complete prompt if they are encoded then, and after each decode step.
+left the window of their group are freed after each decode step. In a prompt, they are freed after
+each chunk, or after the last chunk if the cache encodes pages.
 
 A page released while steps are in flight becomes free when the latest of them has completed.
 """
@@ -85,9 +85,9 @@ class SequencePages:
     def admit(self, group: SequenceGroup) -> None:
         """Allocate the pages of a group's prompt, the first pages of its sequences.
 
-        Choices share full pages, but not a partly filled last page. A prompt whose KV will be
-        received has pages for what is sent: none that left a window, and none for tokens that the
-        other worker evicts.
+        Choices share full pages, but not a partly filled last page. A prompt whose KV another
+        worker will send gets only the pages that are sent: no pages that have left a window, and no
+        pages of evicted tokens.
         """
         first, *others = group.sequences
         tokens = len(group.tokens)
@@ -112,17 +112,18 @@ class SequencePages:
                 sequence.page_tables.append(full + pool.allocate(len(table) - len(full)))
 
     def set_computed(self, group: SequenceGroup, tokens: int, vacated: range = range(0)) -> None:
-        """Record how many tokens of a prompt have their KV in its pages.
+        """Set `SequenceGroup.computed`, and release pages that the prompt needs no longer.
 
-        Only this method changes `SequenceGroup.computed`. It is called when the step that computes
-        a chunk was launched, when KV has arrived, and when a prompt must be computed again.
+        Only this method changes ``computed``. It is called when the step that computes a chunk was
+        launched, when KV has arrived, and when a prompt must be computed again.
 
-        Once a prompt is complete, some of its tokens may be evicted. Pages that this leaves without
-        tokens are released. Pages that left a window are released as well, unless they are encoded:
-        the complete prompt attends to those.
+        If the cache encodes no pages, those that have left a window are released. Otherwise they
+        stay until the prompt is complete, because its later chunks attend to them.
 
         Args:
-            vacated: see `Chunk`.
+            tokens: number of prompt tokens whose KV is in the pages.
+            vacated: indices of the pages to release because their tokens were evicted; empty unless
+                ``tokens`` completes the prompt.
         """
         group.computed = tokens
         for sequence in group.sequences:
@@ -135,10 +136,13 @@ class SequencePages:
                 self.release_left(sequence, tokens)
 
     def release_left(self, sequence: SequenceState, length: int) -> None:
-        """Release the pages that no step attends to after one with ``length`` tokens.
+        """Release the pages of a sequence that steps after the launched one do not use.
 
-        Call it when that step was launched with the right tokens. It encodes the pages that leave
-        the window, if they are encoded. Other choices of a held prompt have no pages to release.
+        Call it when the step was launched with the right tokens. If the cache encodes pages, that
+        step encodes those that leave the window. For choices without pages, this does nothing.
+
+        Args:
+            length: tokens of the sequence to which the launched step attends.
         """
         if not sequence.page_tables:
             return
@@ -160,7 +164,7 @@ class SequencePages:
             sequence.page_tables = []
 
     def step_launched(self) -> None:
-        """Record the launch of a step. Pages released from now on may be used by it."""
+        """Record the launch of a step. Pages released later may still be in use by it."""
         self._deferred.append([[] for _ in self.pools])
 
     def step_completed(self) -> None:

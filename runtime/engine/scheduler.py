@@ -12,10 +12,10 @@ the lengths of its sequences. Pages released in the meantime become free only wh
 completed, because it may still write to them. CUDA stream order does not protect these pages,
 because KV from another worker is written outside of the stream.
 
-With a KV format that encodes pages, or eviction, output tokens attend to encoded pages or what
-eviction has kept, but a prompt attends to all of its tokens as computed. A preempted sequence is
-therefore prefilled to the end of its prompt. Its output tokens are then decoded again as forced
-ones (`SequenceState.forced`).
+If pages are encoded or prompt tokens evicted, output tokens attend to encoded pages or to the
+tokens that are kept. A prompt attends to all of its tokens in full precision. A preempted sequence
+is therefore prefilled to the end of its prompt, and its output tokens are decoded again as forced
+tokens (`SequenceState.forced`).
 """
 
 from bisect import insort
@@ -316,7 +316,7 @@ class Scheduler:
         self._waiting.requeue(group)
 
     def _rewind(self, sequences: Iterable[SequenceState]) -> None:
-        """Make the tokens that are not prefilled forced ones."""
+        """Move the tokens after those that prefill computes to `SequenceState.forced`."""
         for sequence in sequences:
             known, prompt = len(sequence.tokens), sequence.request.prompt_tokens
             sequence.rewind(self.pages.plan.prefilled(known, prompt, sequence.evicts))

@@ -35,8 +35,8 @@ def evicted_tokens(prompt_tokens: int, share: float, page_size: int) -> int:
 def vacated_pages(prompt_tokens: int, evicted: int, page_size: int) -> range:
     """Return the pages of a prompt that an eviction leaves without tokens, as indices.
 
-    What is kept of the pages between sinks and window moves to the first of them, so these are the
-    last pages before the window.
+    The tokens that are kept between sinks and window move to the first pages after the sinks. The
+    pages without tokens are thus the last pages before the window.
 
     Args:
         evicted: number of evicted tokens, see `evicted_tokens`.

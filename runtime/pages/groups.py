@@ -61,7 +61,7 @@ class PageGroup:
         """Return the index of the first page after the sinks that is in the window.
 
         Args:
-            tokens: tokens of the sequence with KV, including the one that attends.
+            tokens: number of tokens with KV, including the token that attends.
         """
         return max(self.sink_pages, (tokens - self.window) // page_size)
 
@@ -88,8 +88,8 @@ class PageGroup:
         return range(min(self.sink_pages, pages)), range(recent, pages)
 
     def max_held(self, page_size: int) -> int:
-        """Return the maximum number of pages of `Part.ENDS` that one decode step uses.
+        """Return the maximum number of pages of a group of `Part.ENDS` that one decode step uses.
 
-        These are the sinks, the pages of the window, and the page that has just left it.
+        These are the sinks, the pages of the window, and the page that leaves the window.
         """
         return self.sink_pages + pages_for(self.window, page_size) + 1

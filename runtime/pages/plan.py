@@ -95,7 +95,7 @@ class PagePlan:
         return self.prompt_groups < len(self.groups)
 
     def pages(self, tokens: int) -> int:
-        """Return the number of pages of a sequence, those that left a window included."""
+        """Return the number of pages of a sequence, including pages that left a window."""
         return pages_for(tokens, self.page_size)
 
     def full(self, tokens: int) -> int:
@@ -116,7 +116,7 @@ class PagePlan:
 
     @cached_property
     def step(self) -> PageCount:
-        """Pages that a sequence lacks at most for its next decode step."""
+        """Maximum number of pages of each group that a sequence lacks for its next decode step."""
         return self.each(1)
 
     @property
@@ -129,10 +129,10 @@ class PagePlan:
         return PageCount(*(group.end(tokens, self.page_size) for group in self.groups))
 
     def computed(self, tokens: int, evicted: int = 0) -> PageCount:
-        """Return the pages of a prompt that is computed, and then held or decoded.
+        """Return the pages that a prompt needs while it is computed, and then held or decoded.
 
         Args:
-            evicted: number of the tokens that are evicted once the prompt is complete.
+            evicted: number of the tokens that are evicted after the prompt is complete.
         """
         if self._dense:
             return PageCount(self.pages(tokens))
@@ -183,14 +183,15 @@ class PagePlan:
     ) -> PageCount:
         """Return the free pages that choices of a request need to run their first decode step.
 
-        Pages of `Part.MIDDLE` are counted for forced tokens, too, as sequences keep them.
+        Pages of `Part.MIDDLE` are counted for all known tokens, including forced ones, because the
+        sequence keeps them.
 
         Args:
             tokens: tokens of the prompt.
             limit: maximum length of a choice, including the prompt.
             known: number of tokens that the host knows, including forced ones after the prompt.
-            evicted: number of prompt tokens that are evicted once the prompt is complete.
-            received: whether another worker sends the KV; it has evicted the tokens then.
+            evicted: number of prompt tokens that are evicted after the prompt is complete.
+            received: whether another worker sends the KV. It sends no KV of evicted tokens.
         """
         kept, longest = tokens - evicted, limit - 1
         held, most = (kept, longest - evicted) if received else (tokens, longest)
@@ -213,7 +214,7 @@ class PagePlan:
     def decode(
         self, prompt: int, length: int, *, choices: int = 1, computed: bool = False
     ) -> PageCount:
-        """Return the pages that choices of a request occupy at most up to a length.
+        """Return the maximum pages that the choices of a request occupy before a length is reached.
 
         Choices share full pages of the prompt, except those in their windows.
 
@@ -257,8 +258,8 @@ class PagePlan:
     def lacking(self, sequences: Iterable[_Paged]) -> list[_Paged]:
         """Return the sequences that lack a page for their next decode step.
 
-        Called in every step with the whole batch, so it is fast: the page tables of all groups but
-        those of `Part.MIDDLE` have the same length.
+        It is fast, because it is called in every step with the whole batch: only the first page
+        table is examined for all groups that are not of `Part.MIDDLE`, as these have equal lengths.
         """
         size, encoded = self.page_size, self._encoded_groups
         if not encoded:
@@ -307,11 +308,14 @@ class PagePlan:
         return tuple((at, self.groups[at].window) for at in groups)
 
     def _recent(self, group: PageGroup, length: int) -> int:
-        """Return the pages of `Part.ENDS` that a sequence uses at most up to a length."""
+        """Return the maximum pages of a group of `Part.ENDS` for a sequence up to a length."""
         return min(self.pages(length), group.max_held(self.page_size))
 
     def _encoded(self, group: PageGroup, prompt: int, length: int, choices: int) -> int:
-        """Return the pages of `Part.MIDDLE` of choices, which share those of a prompt."""
+        """Return the pages of a group of `Part.MIDDLE` that all choices of a request use together.
+
+        The choices share the pages of the prompt.
+        """
         shared = group.middle(prompt, self.page_size)
         return shared + choices * (group.middle(length, self.page_size) - shared)
 

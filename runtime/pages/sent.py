@@ -16,9 +16,9 @@ class SentTokens:
     Attributes:
         plan: page groups of both workers.
         known: number of tokens of the request.
-        computed: number of them that the prefill worker computes; the decode worker computes the
-            others again.
-        evicted: number of computed tokens whose KV it evicts.
+        computed: number of ``known`` tokens that the prefill worker computes. The decode worker
+            computes the others.
+        evicted: number of computed tokens whose KV the prefill worker evicts and does not send.
         first: position of the first token whose KV is sent, a multiple of the page size. The decode
             worker has the KV of earlier tokens. So far always 0.
 

@@ -1,7 +1,8 @@
 """Bytes of the KV of sequences, and sizes of the page pools of a worker.
 
-Groups of `Part.ENDS` need pages for the windows of a batch and for prompts, which are bounded
-(`PagePlan.batch`). All other groups grow with the sequences, and each of them gets as many pages.
+Groups of `Part.ENDS` need a limited number of pages: those of the windows of a batch and of one
+prompt (`PagePlan.batch`). The number of pages of the other groups grows with the lengths of the
+sequences; all of these groups get the same number.
 """
 
 from bisect import bisect_right
@@ -33,17 +34,17 @@ class PageBytes:
             raise ValueError(f"sizes of pages are out of bounds: {self.groups}")
 
     def of(self, pages: PageCount) -> int:
-        """Return the bytes of pages."""
+        """Return the total bytes of these pages."""
         return sum(size * count for size, count in zip(self.groups, pages, strict=True))
 
     @property
     def ends(self) -> int:
-        """Bytes of a page of all groups of `Part.ENDS`."""
+        """Sum of the page sizes of all groups of `Part.ENDS`, in bytes."""
         return self._sum(of_ends=True)
 
     @property
     def growing(self) -> int:
-        """Bytes of a page of all other groups."""
+        """Sum of the page sizes of all other groups, in bytes."""
         return self._sum(of_ends=False)
 
     def _sum(self, *, of_ends: bool) -> int:
@@ -52,21 +53,25 @@ class PageBytes:
 
 
 def pools_of_tokens(plan: PagePlan, tokens: int, windows: PageCount) -> PageCount:
-    """Return the pages for ``tokens`` token slots.
+    """Return the number of pages of each group for a pool of ``tokens`` token slots.
 
     Args:
-        windows: pages of the groups of `Part.ENDS`, if they are not more than those of the tokens.
+        windows: pages wanted for the groups of `Part.ENDS`. A group gets at most the pages of
+            ``tokens``.
     """
     pages = plan.full(tokens)
     return _pools(plan, windows, pages, pages)
 
 
 def pools_of_bytes(pages: PageBytes, size: int, windows: PageCount, most: int) -> PageCount:
-    """Return the pages that fit into ``size`` bytes, at least `least_bytes`.
+    """Return the number of pages of each group that fit into ``size`` bytes.
+
+    Groups of `Part.ENDS` take at most half of the bytes, if there are other groups. If ``windows``
+    takes more, one maximum for the number of pages applies to all groups of `Part.ENDS`.
 
     Args:
-        windows: pages of the groups of `Part.ENDS`, if they take at most half of the bytes.
-            Otherwise, the most pages of each of these groups are so few that they do.
+        size: bytes, at least `least_bytes`.
+        windows: pages wanted for the groups of `Part.ENDS`.
         most: maximum number of pages of a group.
     """
     plan, growing = pages.plan, pages.growing
@@ -81,7 +86,7 @@ def pools_of_bytes(pages: PageBytes, size: int, windows: PageCount, most: int) -
 
 
 def sequence_bytes(pages: PageBytes, tokens: int) -> float:
-    """Return the bytes of the KV of a sequence in decode, without the rest of its last page."""
+    """Return the bytes of a sequence's KV in decode, without unused slots of its last page."""
     plan = pages.plan
     return sum(
         plan.filled(held, tokens) * size / plan.page_size
@@ -96,7 +101,7 @@ def token_bytes(pages: PageBytes) -> float:
 
 
 def least_bytes(pages: PageBytes) -> int:
-    """Return the bytes at which `pools_of_bytes` has a page of each group."""
+    """Return the minimum size for which `pools_of_bytes` returns a page of each group, bytes."""
     return 2 * pages.ends + pages.growing if pages.growing else pages.ends
 
 

@@ -36,15 +36,22 @@ class PromptEviction:
         self._noise = torch.empty(0, 0)
 
     def forget_except(self, prefilling: Collection[int]) -> None:
-        """Drop the queries of all other prompts; see `StepPlan.prefilling`."""
+        """Drop the stored queries of all prompts but these.
+
+        Args:
+            prefilling: see `StepPlan.prefilling`.
+        """
         for arrival in self._queries.keys() - prefilling:
             del self._queries[arrival]
 
     def log(self, chunks: Sequence[Chunk]) -> QueryLog | None:
-        """Return a log for a pass whose first rows are the tokens of ``chunks``.
+        """Return a log in which a pass stores the queries that scores of prompt tokens need.
+
+        Args:
+            chunks: chunks of the pass; their tokens are its first rows, in this order.
 
         Returns:
-            None if the pass computes no query that is needed.
+            The log, or None if the pass computes none of these queries.
         """
         rows: list[int] = []
         start = 0
@@ -58,10 +65,11 @@ class PromptEviction:
     def evict(self, chunks: Sequence[Chunk], log: QueryLog | None) -> None:
         """Evict tokens of the prompts that a pass has completed.
 
-        What is kept is then in the pages of `Chunk.completed`.
+        The tokens that are kept are then in the pages of the sequences of `Chunk.completed`.
 
         Args:
-            log: log of the pass for these chunks.
+            chunks: chunks of the pass.
+            log: result of `log` for these chunks, filled by the pass.
         """
         if log is None:
             return
@@ -105,7 +113,13 @@ class PromptEviction:
         candidates: range,
         kept: int,
     ) -> None:
-        """Keep some of the candidates in some KV heads of some layers, directly after the sinks."""
+        """Keep ``kept`` candidate tokens per KV head, moved to the pages directly after the sinks.
+
+        Args:
+            layers, heads: layers and KV heads to process.
+            tokens: tokens of the prompt.
+            candidates: positions between the sinks and the window.
+        """
         planes = [self._cache.layer(index)[:_KV] for index in layers]
         own_heads = slice(heads.start, heads.stop)
         # [heads, p, slot, dim] -> [heads, t, dim]

@@ -26,7 +26,7 @@ def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
 
 
 class PromptPageEncoder:
-    """Encoding of the pages that complete prompts leave outside of their windows.
+    """Encoding of the pages of complete prompts that are outside of the window.
 
     Without a compressed KV format, nothing is encoded.
     """
@@ -42,7 +42,7 @@ class PromptPageEncoder:
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Encode pages of prompt chunks, in stream order.
 
-        The encoded pages remain, because later chunks attend them.
+        The full-precision pages are not changed, because later chunks attend to them.
 
         Args:
             chunks: chunks whose computation was launched.

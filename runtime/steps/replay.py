@@ -151,15 +151,15 @@ class StepReplay:
         self._sampler.warm_up(buckets)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        """Return whether a step that decodes ``sequences`` may be launched before the last is read.
+        """Return whether a step that decodes ``sequences`` may be launched before reading.
 
         Return False if sequences should first move to lower slots so that a smaller bucket
         suffices. To move a sequence, the host must have read all of its tokens.
 
-        Return False as well if the last step completed a prompt whose first token is random, and
-        the KV format encodes pages or tokens were evicted. If the device could not draw that
-        token, the next step would compute the last prompt token again, and attend to encoded pages
-        or what eviction has kept, which prompts do not.
+        Return False as well if the previous step completed a prompt whose first token is random,
+        and pages are encoded or tokens were evicted. If the device could not draw that token, the
+        next step would compute the last prompt token again. It would then attend to encoded pages
+        or to the tokens that eviction has kept, but prompt tokens must not.
         """
         if self._latest is not None and self._latest.read_first:
             return False

@@ -22,10 +22,10 @@ class _SlotState:
 
     Attributes:
         slot: index of the slot.
-        tokens: length of the sequence in tokens; 0 if the whole slot must be written, because it
-            never was or because its token is not the one that the next step computes.
+        tokens: length of the sequence in tokens; 0 if the host must write the whole slot, because
+            it was never written or its token is not the input of the next step.
         pages: number of entries written in the first page table.
-        more: number of entries written in each further page table.
+        more: number of entries written in each of the other page tables.
     """
 
     slot: int
@@ -165,10 +165,10 @@ class BatchSlots:
             state.tokens -= 1
 
     def advance(self, slots: list[int], tokens: Tensor) -> None:
-        """Advance slots that the last step could not advance.
+        """Advance slots that the last step did not advance, because it could not draw their tokens.
 
         Args:
-            tokens: int64 `[max_slots]`, sampled tokens; only those of ``slots`` are used.
+            tokens: int64 `[max_slots]`, tokens sampled since; only those of ``slots`` are used.
         """
         advanced = to_device(np.array(slots, np.int64), self._device)
         self.tokens[advanced] = tokens[advanced]

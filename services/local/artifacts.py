@@ -22,7 +22,7 @@ from services.local.options import UpOptions
 from services.local.seal import is_intact, is_sealed, seal
 
 RECIPE = 6
-"""Version of the commands that make artifacts, including the default method."""
+"""Version of the commands that make artifacts, including the default method of factorization."""
 CODEBOOKS = 3
 """Version of the codebook file; see `codec.codebook`."""
 _CHECKPOINT = "checkpoint"

@@ -1,4 +1,4 @@
-"""Resources that a request needs, and those that a worker has."""
+"""Resources that a request needs, and resources of a worker."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class WorkerHealth(StrEnum):
     Attributes:
         NOT_READY: the worker reports this state, with a reason.
         SUSPECT: the worker has missed heartbeats.
-        PROBATION: a request failed on the worker, which gets no requests for a while.
+        PROBATION: a request failed on the worker. It gets no requests for a while.
         UNMATCHED: no worker with the other role is compatible with the worker.
     """
 
@@ -40,9 +40,9 @@ USABLE = READY | {WorkerHealth.SUSPECT, WorkerHealth.PROBATION}
 class Demand:
     """Resources that a request needs.
 
-    The number of output tokens is unknown in advance. Placement counts at most ``output_reserve``
-    tokens for each choice, so that a request without a limit does not occupy a whole worker. The
-    worker itself may still refuse the request.
+    The number of output tokens is unknown in advance. A placement therefore reserves pages for at
+    most ``output_reserve`` output tokens of each choice. Otherwise a request without a limit would
+    occupy a whole worker. The worker may still refuse the request.
 
     Attributes:
         prompt_tokens, replayed_tokens: see `PlaceRequest`.
@@ -97,7 +97,7 @@ class Demand:
         return self.prompt_tokens + self.choices * min(self.max_tokens, self.output_reserve)
 
     def tokens(self, role: Role, max_tokens: int | None = None) -> int:
-        """Return the tokens that the request adds to the queue of a worker with this role.
+        """Return the tokens that the request adds to ``queue_tokens`` of a worker in this role.
 
         Args:
             max_tokens: maximum output tokens of each choice; default: those of the request.
@@ -150,13 +150,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """State of a worker at one instant, including promised placements.
+    """State of a worker at one instant. A promised placement is not in its heartbeats yet.
 
     Attributes:
         queue_tokens: queued tokens: reported ones plus those of promised placements.
-        pending_prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
+        pending_prompt_tokens: prompt tokens that the worker has not computed yet, including those
+            of promised placements.
         max_pending_prompt_tokens: value of `pending_prompt_tokens` from which the worker gets no
-            further prompt; None if its rate is unknown.
+            further prompt; None if its prompt tokens per second are unknown.
         slowdown: factor by which the worker is slower than the fastest comparable one; 1 if that is
             unknown or not noticeable.
         pages_total: number of pages.
@@ -195,10 +196,12 @@ class WorkerSnapshot:
     def delay(self, demand: Demand, role: Role) -> float:
         """Return the delay of a request on this worker, in tokens that a fast worker computes.
 
-        On a worker at full speed, these are the queued tokens. A slow worker needs longer for them
-        and for the request itself. The time of decode depends less on the queue, because all
-        sequences advance together: a step takes as long for one sequence as for a batch that is
-        partly filled. A slow worker therefore decodes only if the others have full batches.
+        On a worker at full speed, the delay is the number of queued tokens. A slow worker takes
+        longer to compute them and the request itself.
+
+        The time of decode depends less on the queue. All sequences of a batch advance together, and
+        a step takes as long for one sequence as for a partly filled batch. A slow worker therefore
+        decodes only if the batches of the other workers are full.
         """
         if self.slowdown == 1.0:
             return self.queue_tokens
@@ -226,7 +229,7 @@ class WorkerSnapshot:
         return self._longest()
 
     def _longest(self, evicted: int = 0) -> int:
-        """Return the maximum tokens of a choice with its prompt, of which some are evicted.
+        """Return the maximum tokens of a choice, including its prompt.
 
         There is no KV of the last output token.
         """
@@ -234,18 +237,21 @@ class WorkerSnapshot:
         return min(self.compatibility.context_length, kept + 1 + evicted)
 
     def max_output(self, demand: Demand, role: Role) -> int:
-        """Return the output tokens of `need`."""
+        """Return the output tokens of each choice that fit on the idle worker; see `need`."""
         return self.need(demand, role)[0]
 
     def need(self, demand: Demand, role: Role) -> tuple[int, PageCount]:
-        """Return the output tokens that would fit in one of the `roles` if the worker were idle.
+        """Return how much output of a request would fit if the worker were idle, and its pages.
 
-        One choice must have space for all of its output, and all choices for the output that
-        placement counts. Each choice also needs a batch slot.
+        A single choice must fit with all of its output. All choices together must fit with at most
+        `Demand.output_reserve` output tokens each, and need one batch slot each.
+
+        Args:
+            role: one of the worker's `roles`.
 
         Returns:
-            Output tokens of each choice, at most those of the request, and the pages that all
-            choices need for them. Both are 0 if fewer tokens fit than the request requires.
+            Output tokens of each choice, at most `Demand.max_tokens`, and the pages of all choices
+            with this output. Both are 0 if fewer than `Demand.least_tokens` fit.
         """
         share = self.compatibility.kv_eviction
         evicted = demand.evicted(share, self.page_plan.page_size)
@@ -277,7 +283,7 @@ class WorkerSnapshot:
 
     @property
     def has_prompt_backlog(self) -> bool:
-        """Whether a worker that computes prompts has too many to get another one."""
+        """Whether a worker that computes prompts has too many prompt tokens to get more."""
         limit, tokens = self.max_pending_prompt_tokens, self.pending_prompt_tokens
         return self.role is not Role.DECODE and limit is not None and 0 < tokens >= limit
 
@@ -285,10 +291,10 @@ class WorkerSnapshot:
 def with_space(
     workers: Iterable[WorkerSnapshot], demand: Demand, role: Role, need: PageCount
 ) -> list[WorkerSnapshot]:
-    """Return the workers that have the pages and slots that a request needs in a role.
+    """Return the workers that have enough free pages and batch slots for a request in a role.
 
-    Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for all
-    choices, so that slots above ``max_running`` remain for prompts.
+    Prompts may wait for pages on a prefill worker, so any worker is returned for `Role.PREFILL`. A
+    prefill worker decodes only if it has unused batch slots for all choices.
 
     Args:
         workers: open workers (`WorkerSnapshot.is_open`).

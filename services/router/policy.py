@@ -1,22 +1,24 @@
 """Placement policies: pure functions of a request, the workers and a random generator.
 
-The default policy chooses the worker with the fewest queued tokens (FDC, §6.1 and §6.2). Queued
-tokens are those of the last heartbeat plus those of promised placements (`services.router.fleet`).
-Those of a slow worker count more, in proportion to the time that it needs for them
-(`WorkerSnapshot.delay`). A prompt waits for a fast worker that computes it earlier. With workers of
-equal speed, only the numbers of tokens are compared.
+The default policy chooses the worker with the fewest queued tokens, as in "FDC: Fast KV
+Dimensionality Compression for Efficient LLM Inference", sections 6.1 and 6.2. The queued tokens of
+a worker are those in its last heartbeat plus those of promised placements
+(`services.router.fleet`). The tokens of a slow worker count more, in proportion to its time per
+token (`WorkerSnapshot.delay`). A prompt waits in the queue if a fast worker will compute it before
+a free slow worker would. Among workers of equal speed, only the numbers of tokens are compared.
 
 A prefill worker with ``decodes`` can serve a request alone, as a colocated worker does:
 
 - Overflow, default policy only. The excess of a decode worker is its delay minus its
-  ``overflow_tokens``. After a pair is chosen, the compatible prefill worker with the shortest delay
-  replaces it if that is shorter than the excess of the pair's decode worker.
+  ``overflow_tokens``. After a pair is chosen, its excess is compared with the shortest delay of a
+  compatible prefill worker. If that delay is shorter, the prefill worker replaces the pair.
 - Fallback, every policy. Prefill workers serve requests alone if no other worker can decode them
   now: the decode and colocated workers are full, not ready, or not registered.
 
 If a request requires fewer output tokens than its maximum, small workers would end long outputs
-early. Therefore, a worker is not used if less than half as many output tokens fit on it as on the
-largest worker that can take the request now. A request never waits for a larger worker.
+early. Therefore, a worker is not used if its maximum output for the request is less than half of
+the maximum output on the largest worker with capacity now. A request never waits for a larger
+worker.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from services.router.roster import Needs, Pool, Shape
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Workers of one request. If one worker serves it alone, ``prefill`` is None."""
+    """Workers of one request. If ``decode`` serves it alone, ``prefill`` is None."""
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
@@ -213,10 +215,10 @@ class _Offers:
         return output, found
 
     def _is_worth_waiting(self, slow: WorkerSnapshot, role: Role) -> bool:
-        """Return whether a prompt would be computed earlier after a wait than now on a slow worker.
+        """Return whether workers at full speed would compute a prompt before a slow worker does.
 
-        It would wait for workers at full speed that have too many prompts for now. All queued
-        prompts count, also later ones: if the queue is long, slow workers must help.
+        Workers at full speed have too many prompts now, so the prompt would wait in the queue. All
+        queued prompts count, even those behind it: if the queue is long, slow workers are used.
         """
         fast = [
             worker

@@ -13,18 +13,19 @@ from services.router.errors import RouterException
 from services.router.roster import Claim, Needs
 
 MAX_RECLAIMED = 64
-"""Maximum number of claims that one event sets anew, so that it does not delay others."""
+"""Maximum number of claims that one call of `reclaim` computes, to bound its duration."""
 _MIN_DEADLINES = 64
-"""Number of entries of the heap of deadlines below which ended calls remain in it."""
+"""Size of the heap of deadlines up to which entries of ended calls are not removed."""
 
 
 @dataclass(eq=False)
 class PendingPlacement:
-    """A placement request, which is answered exactly once. Times are in seconds.
+    """A placement request. It is answered exactly once. Times are in seconds.
 
     Attributes:
-        claim: workers that could serve the request, as long as the roster has the same version.
-        needs: pages that it needs on these workers.
+        claim: shapes of the workers that can serve the request; see `services.router.roster`.
+            Outdated as soon as `Roster.version` changes.
+        needs: pages that the request needs on the workers of each shape.
         cost: cost of the request, tokens.
         urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
     """
@@ -60,7 +61,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
 
     Attributes:
         changes: number of changes of the queued calls or of their claims.
-        claims: number of queued calls by their claim.
+        claims: number of queued calls for each claim.
         pending_prompt_tokens: prompt tokens of all queued calls.
     """
 
@@ -104,7 +105,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         return True
 
     def outdate(self, *, excluding: bool = False) -> None:
-        """Note that `reclaim` must set the claims of all queued calls anew.
+        """Note that the claims of all queued calls are outdated and `reclaim` must compute them.
 
         Args:
             excluding: whether to note only the calls that exclude workers.
@@ -115,8 +116,11 @@ class PlacementQueue(FairQueue[PendingPlacement]):
     def reclaim(self, claim: Callable[[Demand, Needs], Claim]) -> None:
         """Compute the next `MAX_RECLAIMED` outdated claims again.
 
-        A call with an outdated claim only misses workers that have joined, and finds none of those
-        that have left.
+        An outdated claim does no harm: the call is not placed on workers that have joined since,
+        and workers that have left are not found any more.
+
+        Args:
+            claim: returns the claim of a demand; see `Roster.claim`.
         """
         for _ in range(min(MAX_RECLAIMED, len(self._outdated))):
             call = self._outdated.popleft()

@@ -1,14 +1,14 @@
 """Speed of workers, from the paces that they report.
 
-The duration of a step grows with the tokens that it computes and with the context that these attend
-to. Therefore, durations cannot be compared directly: a busy worker has longer steps than an idle
-one. Between workers of equal speed, the duration grows at most by the factor by which the larger of
-the two quantities grows, if it is a linear function of both with coefficients that are not
-negative. Only what exceeds this factor counts as a difference in speed. `slowdown` is thus a lower
-bound, which is exact if both workers have steps of the same size.
+The duration of a step grows with its number of tokens and with its context, the number of tokens to
+which they attend. Durations of steps cannot be compared directly, because a busy worker has longer
+steps than an idle one. The ratio of two durations is therefore divided by the ratio of the tokens,
+the ratio of the contexts or 1, whichever is largest. If durations are linear functions of tokens
+and context with coefficients that are not negative, the result for workers of equal speed is at
+most 1. `slowdown` is thus a lower bound. It is exact if both steps have the same size.
 
-A slow worker gets few requests or none, and no new measurements then. Its slowdown decays towards
-1, the value of a worker that was not measured, so that it is tried again.
+A slow worker gets few requests or none, and therefore no new measurements. Its slowdown decays
+towards 1, the value of a worker without measurements, so that it gets requests again.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ the load of the other processes on a host."""
 
 
 def slowdown(pace: StepPace | None, others: Iterable[StepPace]) -> float:
-    """Return by which factor a worker is slower than the fastest of the others, at least 1.
+    """Return the factor by which a worker is slower than the fastest of the others, at least 1.
 
     Args:
         pace: recent steps of the worker; None if they are unknown.
@@ -45,6 +45,6 @@ def noticeable(factor: float) -> float:
 
 
 def _ratio(pace: StepPace, other: StepPace) -> float:
-    """Return the ratio of the durations, divided by the part that larger steps explain."""
+    """Return the ratio of two durations of steps, corrected for their sizes; see the module."""
     larger = max(1.0, pace.tokens / other.tokens, pace.context / other.context)
     return pace.step_s / other.step_s / larger

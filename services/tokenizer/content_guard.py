@@ -117,7 +117,13 @@ class ContentGuard:
 
 
 def _exclude_pieces(model: dict[str, Any], names: frozenset[str]) -> None:
-    """Keep a Unigram model, which may choose any piece of its vocabulary, from choosing names."""
+    """Give names of special tokens a score with which a Unigram model never chooses them.
+
+    Other models need no change: a Unigram model may choose any piece of its vocabulary.
+
+    Args:
+        model: ``model`` of ``tokenizer.json``, changed.
+    """
     if model["type"] == "Unigram":
         model["vocab"] = [
             [piece, _NEVER if piece in names else score] for piece, score in model["vocab"]

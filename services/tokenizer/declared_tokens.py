@@ -2,8 +2,8 @@
 
 ``tokenizer_config.json`` names special tokens (``bos_token``, any other ``…_token``, and those in
 ``extra_special_tokens``) and, in newer checkpoints, lists all added tokens by id
-(``added_tokens_decoder``). Where it has no such list, ``special_tokens_map.json`` overrides its
-names, and ``added_tokens.json`` has further tokens.
+(``added_tokens_decoder``). Without such a list, ``special_tokens_map.json`` overrides the names of
+``tokenizer_config.json``, and ``added_tokens.json`` lists tokens that are added to the vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ _OLD_EXTRA = "additional_special_tokens"
 
 @dataclass(frozen=True)
 class DeclaredTokens:
-    """Tokens of the files of a directory.
+    """Tokens that the files of a checkpoint's directory declare.
 
     Attributes:
-        names: texts of special tokens, by their name in chat templates.
-        extra: texts of further special tokens.
-        added: added tokens, in the order of their ids.
+        names: texts of special tokens, by their name in chat templates, such as ``bos_token``.
+        extra: texts of special tokens without a name.
+        added: tokens that the files add to the vocabulary of the model, in the order of their ids.
     """
 
     names: dict[str, str]
@@ -38,11 +38,12 @@ class DeclaredTokens:
 
     @classmethod
     def read(cls, path: Path, config: Mapping[str, Any], in_json: Iterable[Any]) -> Self:
-        """Read the files of a directory.
+        """Read the declarations in the files of a directory.
 
         Args:
+            path: the directory.
             config: content of ``tokenizer_config.json``.
-            in_json: added tokens of ``tokenizer.json``.
+            in_json: entries of ``added_tokens`` in ``tokenizer.json``.
 
         Raises:
             TokenizerError: if a declaration has an invalid type.

@@ -31,10 +31,9 @@ class CreditPool:
     """Shares landing slots among sequences, oldest first. Pure bookkeeping; not thread-safe.
 
     A free slot goes to the oldest sequence that holds fewer than ``per_sequence`` and whose peer is
-    within its share (`may_take`). The oldest sequence of each peer therefore makes progress, also
+    within its share (`may_take`). The oldest sequence of each peer therefore makes progress, even
     if another peer has stopped and its slots cannot be used again. Granted and occupied slots
-    together never exceed ``slots``, so a slot is free for every segment that arrives against a
-    credit.
+    together never exceed ``slots``, so every credit has a free slot for its segment.
 
     Args:
         slots: number of slots of the landing slab.

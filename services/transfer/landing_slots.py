@@ -1,4 +1,4 @@
-"""Landing slots of the reader: granted as credits, quarantined while anything may touch them."""
+"""Landing slots of the reader: granted as credits, and freed when nothing can write to them."""
 
 import asyncio
 from collections.abc import Callable

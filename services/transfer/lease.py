@@ -1,10 +1,10 @@
-"""Leases: bounded claims on encoded KV. Every lease ends, by release or by expiry.
+"""Leases: time-limited rights of a reader to encoded KV. A lease ends by release or by expiry.
 
 A lease keeps the pages and slots of a sequence for its reader. The end of the reader's session
-releases it. A reader may also hang while its connection is open, and a sender cannot tell that from
-a slow link, so the time without progress is bounded. In the opposite case, a sender restarts, and
-its slots then hold the KV of other sequences. It has a new *epoch* (one life of a worker process),
-which the handshake and every frame carry. KV of a former epoch is therefore never used.
+releases it. A reader may also hang while its connection is open. The sender cannot distinguish this
+from a slow link, so it limits the time without progress. If a sender restarts, its slots hold the
+KV of other sequences. The new process has a new *epoch*. Handshake and frames contain the epoch, so
+KV of a former epoch is never used.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class LeaseTable:
     """The leases of a sender. Pure bookkeeping; not thread-safe.
 
     The timer of a lease runs only while its reader has encoded segments to acknowledge. The lease
-    expires after ``lease_s`` without progress of the reader, which is an acknowledgement or a
-    credit for any of its sequences, since they share one link. A reader that waits for landing
-    slots does not lose its lease; the end of its session releases it.
+    expires after ``lease_s`` without progress of the reader. Progress is an acknowledgement or a
+    credit for any of the reader's sequences, because they share one link. A reader that waits for
+    landing slots does not lose its lease; the end of its session releases it.
 
     Times are seconds of a monotonic clock and are passed in.
 
@@ -66,18 +66,18 @@ class LeaseTable:
         self._leases[key] = _Lease(reader)
 
     def run(self, key: str, now: float) -> None:
-        """Start a lease, unless it runs already or there is none."""
+        """Start the timer of a lease. If it runs already or there is no lease, do nothing."""
         lease = self._leases.get(key)
         if lease is not None and lease.since is None:
             lease.since = now
 
     def pause(self, key: str) -> None:
-        """Stop a lease, because its reader has nothing to acknowledge."""
+        """Stop the timer of a lease, because its reader has nothing to acknowledge."""
         if lease := self._leases.get(key):
             lease.since = None
 
     def progressed(self, reader: str, now: float) -> None:
-        """Restart all leases of a reader that run."""
+        """Restart the timers of a reader's leases; those that do not run stay stopped."""
         if any(lease.reader == reader for lease in self._leases.values()):
             self._progress[reader] = now
 

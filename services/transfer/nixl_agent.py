@@ -78,7 +78,7 @@ class _Read:
     def is_overdue(self, last_end: float, now: float) -> bool:
         """Return whether no READ from the peer has ended for ``timeout_s``.
 
-        READs share the link: one that waits for others is not overdue.
+        READs share the link, so a READ is not overdue while others from the same peer end.
 
         Args:
             last_end: when the last READ from the peer has ended.
@@ -308,9 +308,9 @@ class NixlAgent:
         self._remove_if_idle(read.peer, peer)
 
     def _remove_if_idle(self, name: str, peer: _Peer) -> None:
-        """Remove a peer with pending removals once its READs have ended.
+        """Remove a peer if its removal is pending and all of its READs have ended.
 
-        Running READs need the peer: only their handles show when nothing can write to their slots.
+        A peer with running READs is kept: only their handles show when nothing writes to the slots.
         """
         if peer.removals and not peer.reads:
             del self._peers[name]

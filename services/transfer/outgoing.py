@@ -108,7 +108,7 @@ class Outgoing:
         return any(not sent.encoding for sent in self.unacknowledged.values())
 
     def announce_if_complete(self) -> None:
-        """Emit the number of segments once the last of them has been announced."""
+        """If the last segment has been announced, emit the number of segments."""
         if self.computed and not any(self.planned):
             done = pb.PrefillDone(
                 sequence=self.sequence, segments=self.issued, evicted_tokens=self.evicted

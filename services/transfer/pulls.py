@@ -42,8 +42,8 @@ class Pulled:
 class Pull:
     """One announced segment on its way from the sender's slab to the pages.
 
-    The READ is started on the thread that learns that the segment is ready. Its end starts the
-    decode on the thread of the endpoint, without a detour over the event loop.
+    The READ is started on the thread that receives the message that the segment is ready. The end
+    of the READ starts the decode on the thread of the endpoint, without using the event loop.
 
     Args:
         endpoint: endpoint of the reader's rank.
@@ -87,7 +87,7 @@ class Pull:
         self.done = asyncio.wrap_future(self._pulled)
 
     def start(self, slot: SlotRef) -> None:
-        """READ the segment into a landing slot once it is ready."""
+        """Wait on another thread until the segment is ready, then READ it into a landing slot."""
 
         def read(ready: pb.SegmentReady) -> None:
             try:
@@ -159,9 +159,9 @@ class PullContext:
     announced: AnnouncedSegments
 
     def deadline_s(self, welcome: pb.Welcome) -> float:
-        """Return the seconds without the end of any READ after which those of a peer are overdue.
+        """Return the seconds after which READs from a peer are overdue if none of them ends.
 
-        They are overdue before the sender's lease expires. Otherwise its slot could be used again
+        READs are overdue before the sender's lease expires. Otherwise the sender could reuse a slot
         during a READ, and a slow link would look like damaged data.
         """
         return min(self.read_timeout_s, _LEASE_SHARE * welcome.lease_s)

@@ -1,8 +1,8 @@
 """The decode worker's half of a transfer: request a prefill, READ its segments, verify, decode.
 
 The reader drives the transfer. It grants credits for free landing slots, prepares a pull for each
-announced segment, which is read as soon as it is ready, and acknowledges it. The pages join a page
-table only after all segments have been verified.
+announced segment, reads it as soon as it is ready, and acknowledges it. The pages join a page table
+only after all segments have been verified.
 
 The reader pulls (READ), and the sender does not push (WRITE). The reader knows when it has pages
 and a landing slot. A READ completes on the worker that uses the KV, so that no further message is
@@ -45,8 +45,9 @@ _LAUNCH_S = 1.5e-3
 engine's thread gets the interpreter lock to launch the first step."""
 
 _REASON_S = 0.5
-"""Time in which a sender may say why it ended a sequence of which a segment fails verification, in
-seconds. When a lease expires during a READ, the slot may already hold another sequence."""
+"""Seconds to wait for the sender's reason after a segment failed verification. If the lease expired
+during the READ, the slot may already hold another sequence, and the sender reports the expiry.
+"""
 
 
 class Receiver:
@@ -98,7 +99,7 @@ class Receiver:
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
 
-        Nothing writes to the pages once this has returned or raised.
+        Nothing writes to the pages after this has returned or raised.
 
         Raises:
             FetchFailed: the KV did not arrive; the content of the pages is undefined.
@@ -253,7 +254,7 @@ class Receiver:
                 raise FetchFailed(error.code, error.message, blamed)
 
     def _join(self, fetch: Fetch) -> None:
-        """Request landing slots, once a sequence has pages and its computation has started."""
+        """Queue a sequence that has pages for landing slots; if the fetch has ended, do nothing."""
         if fetch.key in self._subscriptions and not fetch.closed and not fetch.reserved.cancelled():
             for landing in self.landing:
                 landing.join(fetch.key, fetch.prefill.worker_id)
@@ -278,7 +279,7 @@ class Receiver:
         progress: FetchProgress,
         group: asyncio.TaskGroup,
     ) -> "asyncio.Task[None]":
-        """Land an announced segment, which is read as soon as it is ready."""
+        """Assign a landing slot to an announced segment, and read it as soon as it is ready."""
         welcome = subscription.welcome
         sender = _rank_of(welcome, segment.rank)
         if segment.slot >= sender.slots:
@@ -304,7 +305,11 @@ class Receiver:
         return task
 
     def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
-        """Return the pages into which a segment is decoded; ``pages`` are indices."""
+        """Return the ids of the pages into which a segment is decoded.
+
+        Args:
+            pages: indices of the pages within the sequence.
+        """
         group = self.layout.groups[extent.plane_group].page_group
         return fetch.reserved.result().page_tables[group][pages.start : pages.stop]
 
@@ -332,7 +337,7 @@ class Receiver:
         self._metrics.received(ready.raw_bytes, ready.length, read.seconds, pulled.decode_s)
 
     def _check_verified(self, fetch: Fetch, progress: FetchProgress) -> None:
-        """Report once that the KV is complete, as soon as it is."""
+        """If all KV is verified and this was not reported yet, call `Fetch.on_verified`."""
         complete = progress.complete and progress.covered and not progress.ended
         if complete and not progress.reported:
             progress.reported = True

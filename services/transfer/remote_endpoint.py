@@ -55,7 +55,7 @@ class _Call(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Result of a call, or its error. An overdue READ has another answer when it has drained."""
+    """Result of a call, or its error. An overdue READ has a second answer when it has drained."""
 
     number: int
     result: Any = None
@@ -209,7 +209,10 @@ class RemoteEndpoint(KVEndpoint):
             future.set_result(answer.result)
 
     def _end(self) -> None:
-        """Fail all calls, because the other process has closed its end. It touches no memory."""
+        """Fail all calls, because the other process has closed its end of the pipe.
+
+        That process no longer accesses any memory.
+        """
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             calls, self._calls = list(self._calls.values()), {}

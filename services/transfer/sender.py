@@ -1,7 +1,7 @@
 """The prefill worker's half of a transfer: encode computed KV into slabs, segment by segment.
 
-A segment is announced when its encode is started, so that the reader can prepare meanwhile. It is
-encoded only against a credit of its reader, so each slot in use has a landing slot reserved. The
+A segment is announced when its encode is started, so that the reader can prepare meanwhile. Each
+encode uses one credit of the reader, so each slot in use has a reserved landing slot. The
 slot becomes free when the reader acknowledges the segment. The slots of a reader that has stopped
 become free when its session or its leases end; `SharedSlots` never gives all slots to one reader.
 
@@ -126,7 +126,7 @@ class Sender:
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
         """Free the slot of a segment that the reader has decoded.
 
-        The reader may be faster than the message about the end of the encode.
+        An acknowledgement may arrive before the end of the encode was processed here.
         """
         outgoing = self._outgoing.get(key)
         sent = outgoing.unacknowledged.get(index) if outgoing else None
@@ -211,7 +211,7 @@ class Sender:
         self._pump()
 
     def _count_if_complete(self, outgoing: Outgoing) -> None:
-        """Count the tokens of a sequence once all of its segments are acknowledged."""
+        """If all segments of a sequence are acknowledged, count its tokens in the metrics."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
             self._metrics.sent(outgoing.sent.computed)
 
@@ -273,7 +273,7 @@ class Sender:
         extent: Extent,
         encoding: "Future[Timed[EncodedSegment] | None]",
     ) -> None:
-        """Wait for an encode, then emit its event, unless the reader acknowledges it before."""
+        """Wait for an encode. Emit its event unless the reader acknowledges the segment earlier."""
         encoded = error = None
         try:
             encoded = await asyncio.wrap_future(encoding)

@@ -34,7 +34,7 @@ seconds."""
 _RATE_KNOWN_AFTER_S = 0.01
 """Duration of such steps after which the rate is known, in seconds."""
 STOP_S = 10.0
-"""Time for the last step and jobs at shutdown, in seconds."""
+"""Maximum time to wait for the last step and job at shutdown, in seconds."""
 
 _NOTHING = StepOutput()
 
@@ -125,7 +125,7 @@ class EngineThread:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the current step began, with jobs before it; 0 while there is no work."""
+        """Seconds since the current step, or a job before it, began; 0 while there is no work."""
         return 0.0 if self._idle else time.perf_counter() - self._since
 
     @property
@@ -145,9 +145,9 @@ class EngineThread:
     def stalled_s(self) -> float:
         """Seconds since the thread made progress in the current step; 0 while there is no work.
 
-        On the CPU, the use of the processor is progress, as of the previous call: on a slow or busy
-        machine, a step takes minutes. On a GPU it is not, because a thread that waits for a device
-        that hangs uses the processor, too.
+        On a CPU, the thread makes progress if it has used processor time since the previous call of
+        this property: on a slow or busy machine, a step takes minutes. On a GPU, processor time is
+        ignored, because a thread that waits for a device that hangs uses it, too.
         """
         if self._engine.executor.device.type == "cpu":
             used_s = _processor_s(self._thread)
