@@ -22,8 +22,9 @@ class SequenceSlice:
             sequence, enough for its tokens up to the end of this slice. Ids of pages that the group
             does not hold are negative.
         want_logits: whether to compute logits at the last of these tokens.
-        more_pages: the same for each further page group that the pass uses. A prompt does not use
-            those into which pages are encoded, which are the last; see `PagePlan.prompt_groups`.
+        more_pages: ``pages`` in each of the other page groups that the pass uses. A prompt does not
+            use the groups into which pages are encoded; they are the last groups
+            (`PagePlan.prompt_groups`).
         evicted: number of earlier tokens that are not in ``pages``; see `runtime.pages.eviction`.
     """
 
@@ -37,7 +38,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class QueryLog:
-    """Queries of some tokens of a pass, which the pass appends for use after it.
+    """Queries of some tokens of a pass. Each layer of the pass appends its queries.
 
     Attributes:
         rows: int64 `[m]`, indices of the tokens in the batch.
@@ -55,8 +56,8 @@ class Batch:
     Attributes:
         tokens: int64 `[n]`, token ids, grouped by sequence.
         positions: int64 `[n]`, position of each token in its sequence, which RoPE depends on.
-        page_table: int32 `[s, p]`, page ids of each sequence, padded with 0: those in the page
-            group of the layer that is computed (`of_group`), by default the first one.
+        page_table: int32 `[s, p]`, page ids of each sequence in one page group, padded with 0: the
+            first group, or the group of the layer that is computed (`of_group`).
         starts: int32 `[s + 1]`, index of each sequence's first token in ``tokens``, then `n`.
         lengths: int32 `[s]`, number of tokens in the pages of each sequence after this pass. It is
             the position of its last token plus 1, less the evicted tokens. The KV of the last token
@@ -64,7 +65,7 @@ class Batch:
         sequences: int32 `[n]`, index of each token's sequence.
         logit_rows: int64 `[m]`, indices of the tokens for which logits are computed.
         single: whether every sequence has exactly one token (a decode step).
-        page_tables: such tables of all page groups that the pass uses; empty if that is one group.
+        page_tables: page tables of all page groups that the pass uses; empty if it uses one group.
             Only a decode batch uses the groups into which pages are encoded.
         queries: log of queries to fill; None if none are needed.
     """
@@ -101,7 +102,8 @@ class Batch:
     def where_logits(self) -> "Batch":
         """Return a batch with only the `m` tokens of ``logit_rows``, one per sequence.
 
-        The last layer uses it: once the KV of all tokens is written, no other tokens are needed.
+        The last layer uses it after it has written the KV of all tokens: only the output of these
+        tokens is needed.
         """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)

@@ -34,8 +34,8 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class MeasuredSource(TensorSource, Protocol):
-    """A source that knows the shapes of its tensors without reading them."""
+class SourceWithShapes(TensorSource, Protocol):
+    """A `TensorSource` that returns the shapes of tensors without reading them."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -73,7 +73,7 @@ def assemble(
 
 
 def assemble_on_demand(
-    config: ModelConfig, source: MeasuredSource, optional: frozenset[str], model_hash: str
+    config: ModelConfig, source: SourceWithShapes, optional: frozenset[str], model_hash: str
 ) -> Checkpoint:
     """Check all tensors of a model, and read its layers whenever they are accessed.
 
@@ -147,7 +147,7 @@ def named_linears(checkpoint: Checkpoint) -> Iterator[tuple[str, Linear]]:
 class _Shapes:
     """A `TensorSource` of tensors without content."""
 
-    source: MeasuredSource
+    source: SourceWithShapes
 
     def names(self) -> frozenset[str]:
         return self.source.names()

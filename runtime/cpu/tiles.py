@@ -253,7 +253,11 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
 
 
 def _low(lane: int, distance: int) -> int:
-    """Return the lane, of two concatenated rows, whose value moves to ``lane`` of the first row."""
+    """Return which lane of two concatenated rows moves to ``lane`` of the first row.
+
+    Args:
+        distance: distance between the two rows in the block, a power of two.
+    """
     return lane + _WIDTH - distance if lane & distance else lane
 
 
@@ -262,7 +266,12 @@ _square = intrinsic(_square_type)
 
 @compiled
 def transpose(patterns: Halves, out: Floats, at: int) -> None:
-    """Transpose bf16 patterns into floats: ``out[d, at + j] = patterns[j, d]``."""
+    """Transpose bf16 patterns into floats: ``out[d, at + j] = patterns[j, d]``.
+
+    Args:
+        patterns: u16 `[slot, dim]`.
+        out: fp32 `[dim, n]`, written in columns ``at`` to ``at + slot - 1``.
+    """
     rows, columns = patterns.shape
     whole_rows, whole_columns = rows // _WIDTH * _WIDTH, columns // _WIDTH * _WIDTH
     for row in range(0, whole_rows, _WIDTH):

@@ -28,8 +28,9 @@ MAX_SEQUENCES_WITHOUT_ATTENTION = 4
 for everything are faster. `DecodeStep` itself accepts `MAX_SEQUENCES`."""
 _MAX_PROGRAMS = 256
 Attend = Callable[[Tensor], Tensor]
-"""Attention of one layer, once K and V of the new tokens are in the pages. It gets queries after
-RoPE, bf16 `[n, heads, dim]`, and returns bf16 `[n, heads * dim]`."""
+"""Computes the attention of one layer, when K and V of the new tokens are in the pages. It takes
+queries after RoPE, bf16 `[n, heads, dim]`, and returns bf16 `[n, heads * dim]`.
+"""
 _SENT = 1024
 """Number of values that one program of `send_kernel` sends."""
 _MAX_SPLITS = 32
@@ -44,7 +45,7 @@ class DecodeStep:
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
         batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
             tensors.
-        attend: attention of each layer, if the megakernel should not compute it.
+        attend: computes the attention of each layer; None if the megakernel computes it.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: copies that may still be in flight when the next one starts, for ordinary

@@ -1,7 +1,8 @@
 """Configs of the Llama family: parsing of ``config.json``, and properties of each architecture.
 
-transformers is the reference. A key that its class for an architecture ignores has no effect here
-either, unless other architectures use it to change the computation: see `_NEUTRAL`.
+The behaviour is that of the transformers library. A key that transformers ignores for an
+architecture is ignored here, too. The exception are keys that change the computation of other
+architectures: only values without effect are accepted, see `_NEUTRAL`.
 """
 
 from collections.abc import Mapping

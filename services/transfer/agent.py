@@ -118,7 +118,7 @@ class TransferAgent:
         self._listener: NotificationListener | None = None
         # Only the transfer thread uses the agent.
         self._nixl: NixlAgent | None = None
-        self._gate = threading.Lock()
+        self._closing_lock = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
         self._busy_since: float | None = None
@@ -250,7 +250,7 @@ class TransferAgent:
         Remaining READs fail with TransferClosed once nothing can touch their landing slots. A
         thread that hangs inside NIXL is abandoned.
         """
-        with self._gate:
+        with self._closing_lock:
             if not self._closed:
                 self._closed = True
                 self._grace_s = grace_s
@@ -266,7 +266,7 @@ class TransferAgent:
         """Queue a command. On the transfer thread itself, execute it at once."""
         command = _Command(run, Future())
         nixl = self._nixl if threading.get_ident() == self._thread.ident else None
-        with self._gate:
+        with self._closing_lock:
             if self._closed:
                 command.refuse(self.name)
                 return command.future
@@ -297,7 +297,7 @@ class TransferAgent:
             self.fault.set_exception(fault)
 
     def _end(self, nixl: NixlAgent) -> None:
-        with self._gate:
+        with self._closing_lock:
             self._closed = True
         try:
             if torch.device(self._device).type == "cuda":

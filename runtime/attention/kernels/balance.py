@@ -16,7 +16,8 @@ Kernels that use these functions have a grid `(programs,)`, find their interval 
 through it from head to head with `head_of_tile`, and write results with `write_whole` or
 `write_split`. What a tile contains is up to the kernel.
 
-The kernels of FDC (section 5.3) have the same purpose, but divide queries and KV differently.
+The kernels in "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference", section 5.3,
+have the same purpose, but divide queries and KV differently.
 """
 
 import triton
@@ -33,8 +34,8 @@ def divide(tiles, most, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
         MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
 
     Returns:
-        The tile after each sequence, `[SEQUENCES]`; the number of programs with an interval; and
-        ``each`` and ``extra``, see `interval_begin`.
+        The number of the first tile after each sequence, `[SEQUENCES]`; the number of programs with
+        an interval; and ``each`` and ``extra``, see `interval_begin`.
     """
     ends = tl.cumsum(tiles, axis=0) * KV_HEADS  # [SEQUENCES], the tile after each sequence
     total = tl.sum(tiles, axis=0) * KV_HEADS
@@ -82,7 +83,8 @@ def merge_splits(
         query_head: index of the query head in ``out``.
         g: index of the query head within its KV head.
         first, count: the first program with a split, and the number of programs with one.
-        first_slot: slot of that program's split. The splits of all others are in slot 0.
+        first_slot: slot (0 or 1) of the split of program ``first``. The splits of the other
+            programs are in slot 0.
         MERGED: splits per iteration.
     """
     d = tl.arange(0, WIDTH)

@@ -29,7 +29,7 @@ def tokens_at(
     Args:
         first: first key.
         length: number of keys of the sequence.
-        gap: positions between the first page and the others that are not keys, a multiple of PAGE.
+        gap: number of positions after the first page that have no keys, a multiple of PAGE.
         table: pointer to the page table of the sequence.
     """
     t = first + tl.arange(0, BLOCK)

@@ -95,7 +95,7 @@ def attend_block(
 
     Args:
         queries: `[BLOCK_Q, WIDTH]`, queries of consecutive new tokens of one sequence.
-        index: index of the first of them among the sequence's new tokens.
+        index: index of the first query among the sequence's new tokens.
         tokens: number of new tokens of the sequence.
         length: number of all tokens of the sequence.
         table: pointer to the page table of the sequence.

@@ -35,7 +35,7 @@ def load_tile(
     descriptor, item, ids, page_rows, first_row, ring, ready, free,
     SLOTS: gl.constexpr, PAGES: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Load the pages ``ids`` of one head into the ring as item ``item``, once its slot is free."""
+    """Wait until item ``item`` has a free slot in the ring, then load a head's pages ``ids``."""
     slot = item % SLOTS
     mbarrier.wait(free.index(slot), item // SLOTS & 1 ^ 1)
     mbarrier.expect(ready.index(slot), PAGES * PAGE * DIM * 2)
@@ -54,7 +54,7 @@ def load_tiles(
 ):  # fmt: skip
     """Load the keys of tile i as item 2 i of the ring, and its values as item 2 i + 1.
 
-    Pages after ``last_page`` are not read. Their slots receive the last page again.
+    Pages after ``last_page`` are not read. The last page is loaded in their place.
     """
     for tile in range(tiles):
         ids = ()
@@ -122,7 +122,7 @@ def add_values_weigh_keys(
 
 @gluon.jit
 def clear_rows(values, first, end, WARPS: gl.constexpr):
-    """Zero the values of keys from ``end``. Their weights are 0, but they may be NaN.
+    """Zero the values of keys from ``end`` on. They have weight 0, but may be NaN.
 
     Args:
         values: a tile in shared memory.
@@ -144,8 +144,8 @@ def attend_queries(
 
     Args:
         queries: `[ROWS, DIM]` in shared memory.
-        index: index of the first of them among the sequence's new tokens.
-        tiles, end: number of tiles, and of keys, to which the program attends.
+        index: index of the first query among the sequence's new tokens.
+        tiles, end: number of tiles, and number of keys, to which the program attends.
         GROUP: which of the two warp groups this is.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])

@@ -64,7 +64,9 @@ def interleaved(x, y):
 
 @gluon.jit
 def fp16_queries(q, t, DIM: gl.constexpr):
-    """Return B for queries in fp16, and a factor; see `fp16_words`.
+    """Load queries as B in fp16, scaled by a power of two.
+
+    Returns the words of B and the factor that undoes the scale; see `fp16_words`.
 
     Lane ``4 g + t`` has dimensions ``64 c + 16 t + i`` of head g.
 
@@ -203,7 +205,7 @@ def add_values(acc, words, b, DIM: gl.constexpr, E5M2: gl.constexpr):
     """Add the products of a page's V and its weights to ``acc``.
 
     Args:
-        acc: ``DIM / 16`` fragments of C: dimensions are rows, heads are columns.
+        acc: ``DIM / 16`` fragments of C: rows are dimensions, columns are heads.
         words: codes of V of the page, see `load_values`.
         b: weights times scales as B, fp16, see `as_operand`.
     """

@@ -20,7 +20,7 @@ from runtime.kv.kernels.windowed import rows_at, softmax_step
 
 @triton.jit
 def power_of_two(biased):
-    """Return ``2 ** (biased - 127)``. 0 gives 0, and 255 infinity."""
+    """Return fp32 ``2 ** (biased - 127)`` of int32 numbers. 0 gives 0, and 255 infinity."""
     return (biased.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -124,11 +124,12 @@ def unpack_fp8(pairs, E5M2: tl.constexpr):
 
 @triton.jit
 def exponents_at(plane, page, row, mask, STRIDE: tl.constexpr):
-    """Load the biased exponents of four tokens per row, int32 `[4 n]`.
+    """Load the scales of n groups of four consecutive tokens, as biased exponents, int32 `[4 n]`.
 
     Args:
-        plane: uint8 plane, `[page, row]`.
-        page, row: `[n]`, those of every fourth token.
+        plane: pointer to uint8 `[page, row]`; consecutive pages are STRIDE elements apart.
+        page, row: int64 and int32 `[n]`, page and row of the first token of each group.
+        mask: `[n]`, the groups to load.
     """
     words = words_at(plane, page, row, mask, STRIDE, 1)
     even = tl.join(words & 255, (words >> 16) & 255)
@@ -138,7 +139,10 @@ def exponents_at(plane, page, row, mask, STRIDE: tl.constexpr):
 
 @triton.jit
 def fp16_queries(queries):
-    """Scale queries by a power of two so that the largest is below 2**15, for fp16.
+    """Convert queries to fp16, scaled by a power of two so that the largest is below 2**15.
+
+    Args:
+        queries: `[ROWS, WIDTH]`, bf16 or fp32.
 
     Returns:
         fp16 queries, and the factor that undoes the scale.
@@ -161,7 +165,7 @@ def attend(
     Weights times scales might exceed the range of fp16. They are divided by the largest scale so
     far, 2**top, as in the online softmax, and multiplied by 2**14.
 
-    A scale byte of 255 (NaN) becomes infinity, and its codes are 0: products with it are NaN.
+    A scale byte of 255 (NaN) becomes infinity. The codes of its vector are 0, so products are NaN.
     """
     k, v, k_scale, v_scale = planes
     E5M2: tl.constexpr = v.dtype.element_ty == tl.float8e5

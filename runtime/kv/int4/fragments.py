@@ -117,7 +117,9 @@ def butterflies_of_lanes(x, lane, MASK: gl.constexpr):
 
 @gluon.jit
 def transformed_queries(q, DIM: gl.constexpr):
-    """Return B for the Hadamard transform of queries in fp16, and a factor; see `fp16_words`.
+    """Load queries and return their Hadamard transform as B in fp16, scaled by a power of two.
+
+    Returns the words of B and the factor that undoes the scale; see `fp16_words`.
 
     Lane ``4 g + t`` has dimensions ``DIM / 8 t + i`` of both halves of head g. The words are those
     of the low half, in the order of `unpack_keys`, then those of the high half.

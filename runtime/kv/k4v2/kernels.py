@@ -125,11 +125,12 @@ def unpack_values(pairs):
 
 @triton.jit
 def norms_at(plane, page, row, mask, STRIDE: tl.constexpr):
-    """Load the norms of two tokens per row, fp32 `[2 n]`.
+    """Load the norms of n pairs of consecutive tokens, fp32 `[2 n]`.
 
     Args:
-        plane: bf16 plane, `[page, row]`.
-        page, row: `[n]`, those of every other token.
+        plane: pointer to bf16 `[page, row]`; consecutive pages are STRIDE elements apart.
+        page, row: int64 and int32 `[n]`, page and row of the first token of each pair.
+        mask: `[n]`, the pairs to load.
     """
     first, second = bf16_pair(words_at(plane, page, row, mask, STRIDE, 2))
     return tl.reshape(tl.join(first, second), (2 * first.shape[0],))

@@ -39,7 +39,7 @@ def divide_costs(
 
 @triton.jit
 def tile_at(cost, tiles, costs, KV_HEADS: tl.constexpr):
-    """Return the first tile that begins at or after a cost.
+    """Return the number of the first tile that begins at or after a cost within the batch.
 
     Args:
         tiles: see `divide_costs`.

@@ -73,7 +73,12 @@ def tiles_at(pages, at, stride, head, DIM: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def plane_rows(page, slot, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Return the page, int64, and the row in it, int32, of each vector of `vectors_at`."""
+    """Return the page, int64, and the row in it, int32, of each vector of `vectors_at`.
+
+    Args:
+        page, slot: page and slot of each token, `[TOKENS]`.
+        head: first KV head of the program.
+    """
     COUNT: tl.constexpr = HEADS * page.shape[0]
     heads = head + tl.arange(0, HEADS)[:, None]
     pages = tl.broadcast_to(page[None, :], (HEADS, page.shape[0]))
@@ -82,7 +87,13 @@ def plane_rows(page, slot, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def of_layer(keys, values, planes, offsets, layer):
-    """Return the pointers of a layer from those of the first one; see `encode_kernel`."""
+    """Add the offsets of layer ``layer`` to the pointers of the first layer.
+
+    The arguments are those of `encode_kernel`.
+
+    Returns:
+        The pointers ``keys``, ``values`` and ``planes`` of the layer.
+    """
     row = offsets + layer * (2 + len(planes))
     moved = ()
     for i in tl.static_range(len(planes)):
@@ -113,9 +124,9 @@ def encode_kernel(
     Args:
         keys, values: bf16 `[…, KV_HEADS, PAGE, DIM]`; the last stride is 1.
         k_strides, v_strides: their first three strides.
-        sources: int64 `[pages]`, pages of ``keys`` and ``values``; None for the first ones.
+        sources: int64 `[pages]`, pages of ``keys`` and ``values`` to encode; None: the first ones.
         targets: int64 `[pages]`, compressed pages.
-        positions: int64 `[pages]`, position of the first token of each; None if not known.
+        positions: int64 `[pages]`, position of the first token of each page; None if not known.
         planes: see the head of this file.
         offsets: int64 `[layers, 2 + len(planes)]`, distance of ``keys``, ``values`` and each of
             ``planes`` of a layer from those of the first one, in elements, multiples of 16. None

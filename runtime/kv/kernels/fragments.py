@@ -36,7 +36,7 @@ _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + 
 
 
 @gluon.jit
-def threads(COUNT: gl.constexpr, WARPS: gl.constexpr):
+def arange_over_threads(COUNT: gl.constexpr, WARPS: gl.constexpr):
     """Return int32 `[COUNT]`: 0 to COUNT - 1, consecutive numbers in consecutive lanes."""
     return gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0]))
 
@@ -44,14 +44,14 @@ def threads(COUNT: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def lane_numbers(WARPS: gl.constexpr = 1):
     """Return int32 ``lane`` (0 to 31 in its warp), ``g = lane // 4`` and ``t = lane % 4``."""
-    lane = threads(32 * WARPS, WARPS) % 32
+    lane = arange_over_threads(32 * WARPS, WARPS) % 32
     return lane, lane // 4, lane % 4
 
 
 @gluon.jit
 def warp_number(WARPS: gl.constexpr):
     """Return the number of each lane's warp in the program, int32."""
-    return threads(32 * WARPS, WARPS) // 32
+    return arange_over_threads(32 * WARPS, WARPS) // 32
 
 
 @gluon.jit

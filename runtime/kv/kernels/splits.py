@@ -72,7 +72,7 @@ def exchange_over_warps(m, l, shared, lane, warp):
 
 @gluon.jit
 def summed_over_warps(acc, shared, lane, warp):
-    """Sum eight fragments of C over four warps; each warp gets the sums of two of them.
+    """Sum eight fragments of C over four warps. Warp w gets the sums of fragments 2 w and 2 w + 1.
 
     Args:
         acc: eight fragments of C.
@@ -94,11 +94,12 @@ def merged(acc, m, l, shared, WARPS: gl.constexpr):
     """Merge the online softmax of four warps.
 
     Args:
-        acc, m, l: state of each warp, see `fragments.no_tokens`; ``l`` summed over all rows.
+        acc, m, l: state of each warp, see `fragments.no_tokens`.
         shared: address of shared memory, see `shared_memory`.
 
     Returns:
-        Two fragments of the sum of ``acc`` in each warp; and ``m`` and ``l`` of all warps.
+        Two fragments of the sum of ``acc`` in each warp, see `summed_over_warps`; and the merged
+        ``m`` and ``l``.
     """
     lane, _, _ = lane_numbers(WARPS)
     warp = warp_number(WARPS)

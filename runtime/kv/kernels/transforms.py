@@ -95,7 +95,7 @@ def sum_by_halves(x):
 
 @triton.jit
 def magnitude_bits(x):
-    """Return the bits of the magnitudes of an fp32 tensor, which have the same order."""
+    """Return the bits of the magnitudes of an fp32 tensor. They are ordered as the magnitudes."""
     return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
 

@@ -28,8 +28,8 @@ A format contributes two functions. The first one attends over compressed tiles 
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. ``acc`` is
 a sum of V as stored, `[STORED_ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH.
-Transforms of K are undone once per call, on the queries. Transforms of V are undone after merging,
-once per query head, by the second function::
+Instead of undoing transforms of K on each key, ATTEND applies them to the queries. Transforms of V
+are undone after merging, once per query head, by the second function::
 
     FINISH(acc, kv_head, planes, KV_HEADS, DIM, WIDTH, K_WIDTH, V_WIDTH)
 
@@ -244,7 +244,9 @@ def store_split(
     """Write the result of one split; see `windowed_decode_kernel`.
 
     Args:
-        acc: fp32 `[ROWS, SUMS]`, of which the first GROUP rows are query heads.
+        acc: fp32 `[ROWS, SUMS]`, unnormalized results; the first GROUP rows are query heads.
+        m, l: fp32 `[ROWS]`, maximum and sum of the online softmax.
+        split: index of the split in ``split_acc``, ``split_m`` and ``split_l``.
     """
     row = tl.arange(0, acc.shape[0])
     c = tl.arange(0, acc.shape[1])

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from runtime.attention.kernels.balance import divide, head_of_tile, interval_begin
 from runtime.kv.kernels.fragments import (
     NO_SCORE,
+    arange_over_threads,
     as_operand,
     high_halves,
     lane_numbers,
@@ -29,7 +30,6 @@ from runtime.kv.kernels.fragments import (
     no_tokens,
     scaled,
     softmax,
-    threads,
     token_of_value,
     warp_number,
 )
@@ -42,7 +42,7 @@ def exact_scores(k, queries, lane, g, t, DIM: gl.constexpr):
     """Return the products of a page's keys and the queries, a fragment of C.
 
     Args:
-        k: pointer to slot 0.
+        k: pointer to the key in slot 0 of the page, bf16.
         queries: for each 32 dimensions, words of dimensions 8 t to 8 t + 7 of query head g.
     """
     s = no_sum(lane)
@@ -57,9 +57,15 @@ def exact_scores(k, queries, lane, g, t, DIM: gl.constexpr):
 
 @gluon.jit
 def add_exact_values(acc, v, b, first, end, g, t, DIM: gl.constexpr):
-    """Add the products of a page's values and weights ``b``.
+    """Add the products of a page's values and weights to ``acc``.
 
-    Values of tokens from ``end`` on are replaced by 0: unused slots may hold NaN.
+    Values of tokens from ``end`` on are replaced by 0, because unused slots may hold NaN.
+
+    Args:
+        acc: ``DIM / 16`` fragments of C: rows are dimensions, columns are heads.
+        v: pointer to the value in slot 0 of the page, bf16.
+        b: weights as B, bf16; see `fragments.as_operand`.
+        first: number of the page's first token.
     """
     made = ()
     for c in gl.static_range(DIM // 64):
@@ -91,7 +97,7 @@ def attend_exact(
     GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SINK_PAGES: gl.constexpr,
     WARPS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Attend over the full-precision tokens of one KV head, which are numbered without the gap.
+    """Attend over the full-precision tokens of one KV head, numbered without the compressed ones.
 
     Args:
         end: number of full-precision tokens.
@@ -147,7 +153,7 @@ def windowed_fragments_kernel(
     program = gl.program_id(0) - sequences * KV_HEADS
     shared = 0
     if WARPS > 1:
-        shared = shared_memory(threads(32 * WARPS, WARPS))
+        shared = shared_memory(arange_over_threads(32 * WARPS, WARPS))
     if program < 0:
         index = gl.program_id(0)
         sequence = index // KV_HEADS
@@ -163,7 +169,7 @@ def windowed_fragments_kernel(
             acc, m, l, split, split_acc, split_m, split_l, GROUP, DIM, WIDTH, 1, shared, WARPS
         )
     else:
-        s = threads(SEQUENCES, WARPS)
+        s = arange_over_threads(SEQUENCES, WARPS)
         all_lengths = gl.load(lengths + s, mask=s < sequences, other=0)
         tiles = gl.cdiv(stored_tokens(all_lengths, PAGE, WINDOW, SINK_PAGES), BLOCK)
         ends, programs, each, extra = divide(tiles, PROGRAMS, KV_HEADS, MIN_TILES)

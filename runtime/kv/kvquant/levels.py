@@ -10,7 +10,7 @@ LEVELS = "kmeans", "uniform"
 """Kinds of levels."""
 _ITERATIONS = 200
 _RANGES = 40
-"""Ranges that are compared for uniform levels."""
+"""Number of ranges that are compared for uniform levels."""
 
 
 def fit_levels(samples: Tensor, weights: Tensor, count: int, kind: str) -> Tensor:

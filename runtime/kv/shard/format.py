@@ -21,7 +21,7 @@ from runtime.kv.shard import codebook
 from runtime.kv.shard.calibrate import K_BITS, NAME, VERSION
 from runtime.kv.shard.codes import LARGEST, Run, decode_steps, encode_coefficients, runs_of
 from runtime.kv.shard.decoder import KeyDecoder
-from runtime.kv.shard.fragment_inputs import DIMS, TILE, TOKEN, lane_angles, lane_weights
+from runtime.kv.shard.fragment_inputs import DIMS, TILE, TOKEN, lane_cos_sin, lane_weights
 from runtime.kv.transforms import check_transformable
 from runtime.kv.two_bits import BITS as V_BITS
 
@@ -150,7 +150,7 @@ class ShardLayer(CompressedLayer):
         factor = unit.new_tensor([self.rotation.factor])
         units = torch.cat((unit * factor**3, factor))
         encoding = split_basis(columns), self.k_mean, self.k_scale
-        of_lanes = *lane_weights(self.k_decoder), lane_angles(self.rotation)
+        of_lanes = *lane_weights(self.k_decoder), lane_cos_sin(self.rotation)
         return LayerInputs((weights, offsets, units, *encoding, *self.rotation.inverse, *of_lanes))
 
 

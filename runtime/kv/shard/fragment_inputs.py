@@ -17,11 +17,11 @@ STEPS = 2 * TOKEN // 32
 WEIGHTS = 2 * TOKEN * DIMS
 """Bytes of the weights of a KV head."""
 _WORD = 4
-"""Bytes of a lane in a step."""
+"""Bytes of codes that a lane holds in a step."""
 
 
 def lane_weights(decoder: KeyDecoder) -> tuple[Tensor, Tensor]:
-    """Return weights of keys, and what has to be added to products of codes and weights.
+    """Return the weights that map codes to keys, and the offsets of their products.
 
     Returns:
         - e4m3 ``[kv_heads, steps / 2, dim, 4, 16]``. For each of two steps, there are 16 weights
@@ -44,12 +44,13 @@ def lane_weights(decoder: KeyDecoder) -> tuple[Tensor, Tensor]:
     return found[:, :, row, swizzled].view(weights.dtype), of_lanes.half().contiguous()
 
 
-def lane_angles(rotation: PageRotation) -> Tensor:
-    """Return cosines and sines of the first REACH positions.
+def lane_cos_sin(rotation: PageRotation) -> Tensor:
+    """Return cosines and sines of the first REACH positions, in the order in which lanes load them.
 
     Returns:
-        fp16 ``[pages, dim / 16, 32, 8]``. Lane ``4 g + t`` has those of tokens g and g + 8 of a
-        page and pairs 8 j + 2 t and the next one: for each token, the cosines, then the sines.
+        fp16 ``[pages, dim / 16, 32, 8]``. Element ``[page, j, 4 g + t]`` has tokens g and g + 8 of
+        the page: for each token, the cosines of pairs ``8 j + 2 t`` and ``8 j + 2 t + 1`` of
+        dimensions, then their sines.
     """
     tables = torch.stack(rotation.inverse)  # [2, context, dim / 2]
     rows = torch.arange(REACH, device=tables.device).clamp_max(tables.shape[1] - 1)

@@ -115,7 +115,13 @@ fma.rn.f16x2 $1, $2, $5, y;
 
 @gluon.jit
 def copy_weights(weights, shared, thread):
-    """Copy weights of a KV head to shared memory."""
+    """Copy the weights of a KV head to shared memory.
+
+    Args:
+        weights: pointer to the head's weights, see `fragment_inputs.lane_weights`.
+        shared: address of shared memory.
+        thread: number of each thread in the program, 0 to 127.
+    """
     gl.inline_asm_elementwise(
         _COPY, "=r,l,r", [(weights + 16 * thread).to(gl.int64), shared + 16 * thread],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -139,9 +145,10 @@ def multiply_codes(a, shared):
 
 @gluon.jit
 def unpack_codes(first, second):
-    """Return A, the low and then the high nibbles, from words of tokens g and g + 8.
+    """Unpack a word of codes of token g and one of token g + 8 to words of A, fp8.
 
-    A nibble n is the fp8 number n / 512.
+    The words of the low nibbles precede those of the high nibbles. The bits of a nibble n are the
+    e4m3 number n / 512.
     """
     return gl.inline_asm_elementwise(
         _UNPACK, "=&r,=&r,=&r,=&r,r,r", [first, second],
@@ -151,7 +158,7 @@ def unpack_codes(first, second):
 
 @gluon.jit
 def add_fp16_pairs(x, y):
-    """Add pairs of fp16 numbers."""
+    """Return the sums of two words of two fp16 numbers each."""
     return gl.inline_asm_elementwise(
         "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -159,7 +166,15 @@ def add_fp16_pairs(x, y):
 
 @gluon.jit
 def rotated_words(first, second, cos, sin):
-    """Rotate pairs of fp16 numbers."""
+    """Apply RoPE to words of two fp16 numbers.
+
+    Args:
+        first, second: words of the first and of the second dimensions of two pairs.
+        cos, sin: words of the cosines and sines of the two pairs.
+
+    Returns:
+        The rotated words ``first`` and ``second``.
+    """
     return gl.inline_asm_elementwise(
         _ROTATE, "=&r,=&r,r,r,r,r", [first, second, cos, sin],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -188,7 +203,12 @@ def load_floats(pointer):
 def load_codes(k, page, g, t, STRIDE: gl.constexpr):
     """Load the codes of K of tokens g and g + 8 of a page.
 
-    Lane t has bytes 16 t to 16 t + 15 of the first 64, and 8 t to 8 t + 7 of the others.
+    A lane loads bytes ``16 t`` to ``16 t + 15`` of the first 64 bytes of a token, and bytes ``8 t``
+    to ``8 t + 7`` of the other 32.
+
+    Args:
+        k: pointer to the plane of K, bytes; a token has 96 bytes for all KV heads.
+        page: page id; consecutive pages are STRIDE bytes apart.
     """
     at = k + page.to(gl.int64) * STRIDE + g * TOKEN
     low, high = at + 8 * t, at + (8 * TOKEN) + 8 * t
@@ -197,7 +217,7 @@ def load_codes(k, page, g, t, STRIDE: gl.constexpr):
 
 @gluon.jit
 def load_page(planes, page, row, g, t, STRIDES: gl.constexpr, DIM: gl.constexpr):
-    """Load codes of K and V, and norms, of a page."""
+    """Load the codes of K, the codes of V and the norms of a page."""
     codes = load_codes(planes[0], page, g, t, STRIDES[0])
     values = load_values(planes[1], (page,), row, g, t, STRIDES[1], DIM)[0]
     return codes, values, load_norms(planes[2], (page,), row, g, STRIDES[2])
@@ -272,7 +292,13 @@ def rotated_queries(q, cos, sin, factor, t):
 
 @gluon.jit
 def own_page(table, first, count, warp):
-    """Return the id of the warp's page of the tile from token ``first`` on, or of the last page."""
+    """Return the id of the page that a warp computes, in the tile from token ``first`` on.
+
+    If the page begins at or after token ``count``, the id of the last page is returned.
+
+    Args:
+        table: pointer to int32 page ids of the sequence.
+    """
     return gl.load(table + gl.minimum(first // PAGE + warp, count // PAGE - 1))
 
 

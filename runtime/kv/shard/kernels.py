@@ -30,7 +30,12 @@ SINK_PAGES = tl.constexpr(window.SINK_PAGES)
 
 @triton.jit
 def rotated(first, second, cos, sin):
-    """Rotate pairs by angles with the given cosines and sines."""
+    """Rotate pairs of elements; return the rotated first and second elements.
+
+    Args:
+        first, second: first and second elements of the pairs, `[…, DIM / 2]`.
+        cos, sin: cosines and sines of the angles, of the same shape.
+    """
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -82,7 +87,7 @@ def times_codes(
     """Add the products of the codes in SIZE bytes of each token, from BEGIN on.
 
     Args:
-        rows: offsets of the tokens' bytes, `[BLOCK]`.
+        rows: `[BLOCK]`, offset from ``k`` of each token's first byte.
         weights: see `weights_at`.
         acc: fp32 `[BLOCK, DIM]`.
         TOKEN: bytes of a token.

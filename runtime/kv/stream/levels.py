@@ -34,6 +34,10 @@ def lloyd_max(bits: int) -> tuple[Tensor, Tensor]:
 
 
 def bf16_magnitudes() -> list[int]:
-    """Return the bits of the eight positive levels of 4 bits in bf16, ascending."""
+    """Return the positive levels of `lloyd_max(4)`, rounded to bf16, ascending.
+
+    Returns:
+        Eight bit patterns of 16 bits.
+    """
     levels, _ = lloyd_max(4)
     return [bits & 0xFFFF for bits in levels[8:].to(torch.bfloat16).view(torch.int16).tolist()]

@@ -59,12 +59,12 @@ def send_bf16(pointer, value, flag, mask):
 
 @gluon.constexpr_function
 def poll_bf16_asm(count, vector):
-    """Return PTX that polls ``count`` 32-bit messages until all flags match.
+    """Return PTX that polls ``count`` 32-bit messages per thread until all flags match.
 
-    Each load reads ``vector`` messages, which share a mask.
+    Each load reads ``vector`` consecutive messages with the mask of the first one.
 
-    Operands: the outputs $0 … are the messages. The inputs are one address, one flag shifted by 16,
-    and one mask per message.
+    Operands: the outputs $0 … are the messages. The inputs are, for each message, one address, then
+    one flag shifted left by 16 bits, then one mask.
     """
     firsts = range(0, count, vector)
     lines = [f"mov.b32 ${n}, 0;" for n in range(count)]
@@ -88,10 +88,10 @@ def poll_bf16_asm(count, vector):
 
 @gluon.constexpr_function
 def poll_fp32_asm(count):
-    """Return PTX that polls ``count`` 64-bit messages until all flags match.
+    """Return PTX that polls ``count`` 64-bit messages per thread until all flags match.
 
-    The outputs are the values. The inputs are those of `poll_bf16_asm`, with flags that are not
-    shifted.
+    Operands: the outputs $0 … are the fp32 values, as 32-bit words. The inputs are, for each
+    message, one address, then one 32-bit flag, then one mask.
     """
     lines = []
     for n in range(count):
@@ -119,9 +119,11 @@ def asm_constraints(count):
 
 @gluon.jit
 def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr):
-    """Poll bf16 messages until their flags match; return their values, 0 where masked.
+    """Poll bf16 messages until their flags match; return their values, 0 where ``mask`` is 0.
 
     Args:
+        pointer: pointers to the messages, int32.
+        flag: whole flag of the stage; its lower 16 bits are compared.
         COUNT: messages per thread and polling loop.
         VECTOR: messages per load.
     """
@@ -134,9 +136,10 @@ def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr)
 
 @gluon.jit
 def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
-    """Poll fp32 messages until their flags match; return their values, 0 where masked.
+    """Poll fp32 messages until their flags match; return their values, 0 where ``mask`` is 0.
 
     Args:
+        pointer: pointers to the messages, int64.
         COUNT: messages per thread and polling loop.
     """
     words = gl.inline_asm_elementwise(
@@ -202,7 +205,11 @@ def mma_operands(found):
 
 @gluon.jit
 def keep_input(kept, found):
-    """Store an input of SHARED_COLUMNS columns in shared memory, where all warps can read it."""
+    """Store an input of SHARED_COLUMNS columns in shared memory ``kept``, for all warps.
+
+    Args:
+        found: result of `receive_input`.
+    """
     barrier()
     kept.store(found.reshape([SHARED_COLUMNS // MAX_DIM, N, MAX_DIM]))
     barrier()

@@ -24,11 +24,15 @@ INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 
 @gluon.jit
 def rows_of_program(start, units, total, unit, pid, programs):
-    """Return the begin and end of this program's rows of a matrix.
+    """Return the begin and end (exclusive) of a program's rows of a matrix.
 
-    The matrices of passes that are divided together have ``total`` units of ``unit`` rows, which
-    are distributed evenly among the programs. The units ``start`` to ``start + units - 1`` are
-    those of this matrix.
+    Several matrices may be divided among the programs together. Their units, of ``unit`` rows each,
+    are numbered consecutively, and each program gets the same number of units.
+
+    Args:
+        start, units: first unit and number of units of this matrix.
+        total: number of units of all these matrices.
+        pid, programs: index of the program, and number of programs.
     """
     first = gl.maximum(total * pid // programs - start, 0)
     last = gl.minimum(total * (pid + 1) // programs - start, units)

@@ -72,7 +72,7 @@ def wait_full(ring, tile, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release(ring, tile, SLOTS: gl.constexpr):
-    """Release a slot to the copy warps once all compute warps have read it."""
+    """Wait until all compute warps have read a tile, then release its slot to the copy warps."""
     _, _, empty = ring
     barrier()
     mbarrier.arrive(empty.index(tile % SLOTS), count=1)

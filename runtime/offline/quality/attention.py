@@ -175,7 +175,7 @@ def round_trip(
 class RoundTrip(CompressedFormat):
     """Compressed format whose stored pages hold the decoded values of another format, in fp32.
 
-    It computes what the other format computes, and decodes each page only once.
+    Results equal those of the other format, but each page is decoded only once.
     """
 
     version = 1

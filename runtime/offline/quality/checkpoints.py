@@ -1,8 +1,8 @@
 """Comparison of factorized checkpoints with the dense model, and of runtimes for each of them.
 
-Two questions are separate. How far does factorization move the model? Both are then computed by the
-same kernels. And how far do a runtime and its precision move the output of one checkpoint? The
-reference is then the same checkpoint in fp32.
+There are two comparisons. The effect of factorization: the factorized and the dense model are
+computed by the same kernels. The effect of a runtime and its precision: the output of a checkpoint
+is compared with the output of the same checkpoint in fp32.
 """
 
 import time
@@ -44,7 +44,7 @@ class CheckpointResult:
         name: path or name of the checkpoint.
         method: method of the factorization, "dense" without one.
         keep: fraction of the linears' parameters that remains.
-        nbytes: bytes of its weights in bf16.
+        nbytes: bytes of the checkpoint's weights in bf16.
         perplexity: perplexity on the texts, with exact bf16 KV.
         quality: teacher-forced, against the dense model; None for the dense model.
         outputs: greedy outputs in fp32 against those of the dense model; None for the dense model.

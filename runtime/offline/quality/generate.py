@@ -76,11 +76,11 @@ class Generator:
         self._first = [self._prefill(*pair) for pair in zip(prompts, self._pages, strict=True)]
 
     def exact(self) -> list[list[int]]:
-        """Return the outputs with exact bf16 KV, and the order of summation of `compressed`."""
+        """Return the outputs with exact bf16 KV, summed in the same order as in `compressed`."""
         return self._decode(DenseFormat(self._model.config, ReferenceAttention))
 
     def served(self) -> list[list[int]]:
-        """Return the outputs with the format of the prompts' KV, and its kernels."""
+        """Return the outputs with the KV format in which prompts are computed, ``exact``."""
         return self._decode(self._exact)
 
     def compressed(self, compressed: CompressedFormat) -> list[list[int]]:
@@ -168,5 +168,12 @@ class Generator:
 def outputs_of(
     model: Model, prompts: Sequence[Sequence[int]], max_tokens: int, exact: KVFormat | None = None
 ) -> list[list[int]]:
-    """Return the greedy outputs of a model without a compressed format; see `Generator`."""
+    """Return the greedy outputs of a model without a compressed format, one for each prompt.
+
+    Args:
+        model: model with KV format `dense`.
+        prompts: token ids of each prompt.
+        max_tokens: maximum tokens of an output.
+        exact: KV format of prompts and outputs; by default, `dense` with the model's kernels.
+    """
     return Generator(model, prompts, max_tokens, exact=exact).served()

@@ -84,13 +84,14 @@ class Result:
         name, version, artifact_hash: see `CompressedFormat`.
         window: whether the sinks and the window stayed exact.
         bytes_per_token: bytes of a stored token in all layers, scales included.
-        dense_bytes_per_token: the same of bf16 K and V.
+        dense_bytes_per_token: bytes of a token's bf16 K and V in all layers.
         stored_positions: number of scored positions that attend at least one stored page.
         dense_perplexity: perplexity of the baseline.
         quality: the format against the baseline.
-        noise: exact bf16 KV with another attention kernel against the baseline. It differs in the
-            order of summation only.
-        outputs, outputs_noise: the same for greedy outputs; None if none were generated.
+        noise: exact bf16 KV with another attention kernel against the baseline. The kernels differ
+            in the order of summation only.
+        outputs, outputs_noise: ``quality`` and ``noise`` of greedy outputs; None if none were
+            generated.
         needles: retrieval, for each task and length.
         seconds: elapsed seconds of the teacher-forced passes, without loading the model.
         eviction: fraction of the tokens of the first half of each text that was evicted before the
@@ -134,7 +135,8 @@ def measure(
     """Measure formats by teacher-forced passes. The passes of the baseline are shared.
 
     Args:
-        model: model on the CPU with KV format `dense`, the second kernel of the noise floor.
+        model: model on the CPU with KV format `dense`. Its attention kernel is the other kernel of
+            `Result.noise`.
         formats: the formats by spec; None is exact KV.
         texts: int64 `[texts, tokens]`.
         inputs: description of the model and the texts, see `describe`.

@@ -19,7 +19,7 @@ class Scores:
 
     Attributes:
         kl: fp64, KL(baseline ‖ other) of the distributions of the next token, in nats.
-        same: bool, whether the best tokens are equal.
+        same: bool, whether both computations have the same most probable token.
         baseline_nll, nll: fp64, negative log-likelihood of the text's next token, in nats.
     """
 

@@ -3,7 +3,7 @@
 A context is filler text with facts at given depths. Its KV is computed as that of a prompt, with
 exact KV. Question and answer are then computed as decode steps would compute them, so that every
 token of both attends to stored pages. An answer counts as found if the best token at each of its
-positions is the expected one, which is when greedy decoding would have generated it.
+positions is the expected one. Greedy decoding would then have generated the answer.
 """
 
 import random
@@ -37,7 +37,7 @@ _NAMES = (
 )
 _DIGITS = 5
 _TOKENS = 2560
-"""Tokens of contexts that may be computed for each sample asked for; see `samples_of`."""
+"""Maximum tokens of all contexts, per requested sample; see `samples_of`."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Query:
     """A question about a context, as tokens that follow the context.
 
     Attributes:
-        depth: index in `DEPTHS` of the fact.
-        question: tokens up to the answer.
+        depth: which fact the question asks for, as an index into `DEPTHS`.
+        question: tokens between the context and the answer.
+        answer: tokens of the expected answer.
     """
 
     depth: int
@@ -56,7 +57,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Context:
-    """A context and the questions about it; questions do not follow one another."""
+    """A context and the questions about it. Each question follows the context directly."""
 
     tokens: tuple[int, ...]
     queries: tuple[Query, ...]
@@ -70,9 +71,10 @@ class NeedleScore:
         task: key of `TASKS`.
         length: tokens of context, question and answer.
         asked: questions for each of `DEPTHS`.
-        exact: answers found with exact KV, for each of `DEPTHS`. If they are fewer than `REQUIRED`,
-            the remaining questions were not asked.
-        found: the same with the compressed format; None if exact KV finds too few.
+        exact: number of answers found with exact KV, for each of `DEPTHS`. If exact KV could not
+            reach `REQUIRED`, the remaining questions were not asked.
+        found: number of answers found with the compressed format, for each of `DEPTHS`; None if
+            exact KV did not reach `REQUIRED`.
     """
 
     task: str
@@ -112,7 +114,7 @@ def _passkey(facts: _Facts) -> Iterator[tuple[_Placed, list[_Asked]]]:
 
 
 def _multi_key(facts: _Facts) -> Iterator[tuple[_Placed, list[_Asked]]]:
-    """All facts in one context, each with a name by which it is asked for."""
+    """All facts in one context; each question contains the name of one fact."""
     placed = [
         (depth, f" The {name} pass key: {name} {value}. ")
         for depth, name, value in zip(DEPTHS, facts.names, facts.values, strict=True)
@@ -125,7 +127,7 @@ def _multi_key(facts: _Facts) -> Iterator[tuple[_Placed, list[_Asked]]]:
 
 
 def _variable_tracking(facts: _Facts) -> Iterator[tuple[_Placed, list[_Asked]]]:
-    """Chains of two assignments, the second one later by a twentieth of the context."""
+    """Chains of two assignments; the second is 1/20 of the context after the first."""
     placed: _Placed = []
     asked: list[_Asked] = []
     chains = zip(DEPTHS, facts.names, facts.copies, facts.values, strict=True)
@@ -144,10 +146,10 @@ TASKS: dict[str, Callable[[_Facts], Iterator[tuple[_Placed, list[_Asked]]]]] = {
 
 
 def samples_of(task: str, length: int, samples: int) -> int:
-    """Return the samples of a task and length, to limit the time of long contexts.
+    """Return how many of ``samples`` samples to measure, to limit the time of long contexts.
 
-    It is at most ``samples``, and at least 1. All contexts together otherwise have no more than
-    2,560 tokens for each of ``samples``; a sample of "passkey" has a context for each depth.
+    The result is at least 1. Otherwise, the contexts of all samples have at most 2,560 tokens times
+    ``samples``. A sample of "passkey" has one context for each depth.
     """
     each = length * (len(DEPTHS) if TASKS[task] is _passkey else 1)
     return max(1, min(samples, samples * _TOKENS // each))
@@ -158,22 +160,21 @@ def contexts(
 ) -> Iterator[Context]:
     """Yield contexts with ``samples`` questions for each depth.
 
-    Each context has at most ``length`` tokens with any of its questions and answers, and as many
-    with the longest.
+    A context with its longest question and answer has ``length`` tokens.
 
     Raises:
         QualityError: the facts do not fit into ``length`` tokens.
     """
     generator = random.Random(f"{task} {length} {seed}")
     filler = encoder.encode(_FILLER)
-    before = encoder.encode(encoder.opening(_INTRODUCTION))
+    before = encoder.encode(encoder.start_of_question(_INTRODUCTION))
     for _ in range(samples):
         facts = _Facts(generator)
         for placed, asked in TASKS[task](facts):
             queries = tuple(
                 Query(
                     index,
-                    tuple(encoder.encode(encoder.closing(f"\n{question}", answer))),
+                    tuple(encoder.encode(encoder.end_of_question(f"\n{question}", answer))),
                     tuple(encoder.encode(facts.values[index])),
                 )
                 for index, question, answer in asked

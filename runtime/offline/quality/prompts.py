@@ -41,12 +41,19 @@ class ChatEncoder:
         text: str = self._tokenizer.decode(list(tokens))
         return text
 
-    def opening(self, text: str) -> str:
-        """Return the beginning of a user's message."""
+    def start_of_question(self, text: str) -> str:
+        """Return the start of a user's message that begins with ``text``.
+
+        `end_of_question` returns its end.
+        """
         return f"{_TURN}user\n{text}" if self.chat_ml else text
 
-    def closing(self, text: str, answer: str = "") -> str:
-        """Return the end of a user's message, and the beginning of the answer."""
+    def end_of_question(self, text: str, answer: str = "") -> str:
+        """Return the end of a user's message, ``text``, followed by the start of the reply.
+
+        Args:
+            answer: text with which the model's reply begins.
+        """
         if self.chat_ml:
             return f"{text}{_END}\n{_TURN}assistant\n{answer}"
         return f"{text}\n\n{answer}"
@@ -74,10 +81,10 @@ def chats(encoder: ChatEncoder, text: str, count: int, tokens: int) -> list[list
         QualityError: the text is too short, or ``tokens`` leaves no room for a passage.
     """
     prompts = []
-    after = encoder.encode(encoder.closing(""))
+    after = encoder.encode(encoder.end_of_question(""))
     for number, passage in enumerate(continuations(encoder, text, count, tokens)):
         task = _TASKS[number % len(_TASKS)]
-        before = encoder.encode(encoder.opening(f"{task}\n\n"))
+        before = encoder.encode(encoder.start_of_question(f"{task}\n\n"))
         room = tokens - len(before) - len(after)
         if room < 1:
             raise QualityError(f"a prompt of {tokens} tokens has no room for a passage")

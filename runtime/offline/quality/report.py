@@ -222,7 +222,7 @@ def needle_table(results: Sequence[Result]) -> Table:
 
 
 def _counted(scores: Sequence[NeedleScore]) -> str:
-    """Return what counts, and which tasks do not count at any length."""
+    """Return a sentence about which tasks and lengths count, see `needles.REQUIRED`."""
     text = f"Tasks and lengths count if exact KV finds {REQUIRED:.0%} of the answers"
     counted = {score.task for score in scores if score.found is not None}
     never = {score.task: None for score in scores if score.task not in counted}

@@ -101,8 +101,9 @@ def search_rate(
 ) -> float:
     """Return the highest removal rate that meets a constraint, by bisection of 0 to `MAX_RATE`.
 
-    Quality is assumed to fall with the rate. The result has been evaluated, and it is
-    ``MAX_RATE / 2**evaluations`` below a rate that misses the constraint, or below `MAX_RATE`.
+    Quality is assumed to fall with the rate. The result is an evaluated rate. The next higher rate
+    that was evaluated and misses the constraint, or `MAX_RATE`, is larger by
+    ``MAX_RATE / 2**evaluations``.
 
     Args:
         evaluate: measures the format with a removal rate.
