@@ -95,7 +95,7 @@ class Pending(Protocol[T_co]):
 
     @property
     def seconds(self) -> float:
-        """Duration of the codec work in seconds, valid once `done`; does not block."""
+        """Duration of the codec work in seconds; undefined before `done`. Does not block."""
         ...
 
     def result(self) -> T_co:
@@ -127,7 +127,7 @@ class PendingDecode(Pending[Decoded], Protocol):
 
     @property
     def prefix(self) -> bytes:
-        """The `prefix_bytes` bytes before the payload, valid once `done`, even after an error.
+        """The `prefix_bytes` bytes before the payload; undefined before `done`, valid after errors.
 
         Empty if the payload's length is impossible for its number of tokens.
         """

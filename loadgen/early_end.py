@@ -14,7 +14,7 @@ _PERIOD_S = 0.2
 
 @dataclass
 class EarlyEnd:
-    """Ends a run once the required attainment is out of reach, whatever the other requests do.
+    """Ends a run as soon as the required attainment cannot be reached any more.
 
     Attributes:
         attainment: required fraction of requests that meet all objectives; None never ends a run.
@@ -39,7 +39,7 @@ class EarlyEnd:
                 runner.stopped.set()
 
     def is_out_of_reach(self, records: Sequence[Record], now: float) -> bool:
-        """Return whether the attainment is below the required one however the run continues."""
+        """Return whether the required attainment is missed even if all other requests meet it."""
         if self.attainment is None:
             return False
         measured = [record for record in records if self.window.has(record.due)]

@@ -37,7 +37,7 @@ class Direction(StrEnum):
 
 
 class Call:
-    """A call in flight, and its results once it has finished. Methods may run on any thread."""
+    """A call in flight or finished, and its results. Methods may run on any thread."""
 
     def __init__(self, slot: "Slot", segments: Sequence[SegmentCall]) -> None:
         self.segments = segments

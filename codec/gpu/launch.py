@@ -63,8 +63,8 @@ class Launch:
 
     Attributes:
         raw_bytes: maximum bytes of the KV of a call in the pages, before encoding.
-        results: int64 `[segments, words]`, valid once the kernels have finished. The words are
-            described by `pack_kernel` and `verify_kernel`.
+        results: int64 `[segments, words]`, written by the kernels. The words are described in
+            `pack_kernel` and `verify_kernel`.
 
     Raises:
         InvalidPlanes: there are too many segments and planes for one launch.

@@ -49,9 +49,9 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether first tokens are sampled after this chunk: the last one, without forced tokens.
+        """Whether first tokens are sampled after this chunk.
 
-        See `SequenceState.forced`.
+        They are if it is the last chunk and the sequences have no `SequenceState.forced` tokens.
         """
         return self.completes and not self.group.sequences[0].forced
 

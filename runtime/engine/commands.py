@@ -93,8 +93,8 @@ class Computed:
             wait.
         evicted: number of tokens that were evicted.
         completes: whether this is the last chunk of the prompt.
-        samples: whether first tokens are sampled after it. They are not if more chunks follow, or
-            tokens that decode steps compute again.
+        samples: whether first tokens are sampled after this chunk. They are not if more chunks or
+            forced tokens follow.
     """
 
     id: str

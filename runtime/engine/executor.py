@@ -62,9 +62,10 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step that decodes ``plan.decode`` and computes ``plan.chunks``.
 
-        It samples a token for each of ``plan.sampled``. From prompts that it completes, it evicts
-        tokens, which leaves the pages in ``Chunk.vacated`` empty. It also encodes the pages that
-        complete prompts leave outside of their windows, if the KV format has a page group for them.
+        It samples a token for each of ``plan.sampled``. It evicts tokens of the prompts that it
+        completes, so that the pages in ``Chunk.vacated`` are empty afterwards. If the KV format has
+        a page group for encoded pages, it encodes the pages of complete prompts outside of the
+        window.
         """
 
     @abstractmethod

@@ -32,15 +32,15 @@ class RankSteps:
 
 
 class Ranks(Executor):
-    """Launches every step on all ranks and takes the tokens of the first one.
+    """Launches every step on all ranks and takes the tokens of the first rank.
 
     Ranks exchange activations, so that all of them have the same logits. Sampling depends on these
     and on the plan alone; all ranks therefore sample the same tokens.
 
     Args:
-        ranks: the executors. Those of other processes return from all methods at once, except
-            `LaunchedStep.read`. A rank in this process may block until all ranks have launched a
-            step, so it must be the first: its methods are called last.
+        ranks: the executors. At most one is in this process, and it must be the first. Its methods
+            are called last, because they may block until all ranks have launched a step. Executors
+            of other processes block only in `LaunchedStep.read`.
 
     Raises:
         ValueError: the shapes of ranks differ in more than the numbers of heads.

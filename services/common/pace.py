@@ -61,8 +61,8 @@ class PaceMeter:
 
         Args:
             idle_s: time since the last step.
-            current: the step that is in progress, with its duration so far. It counts once it has
-                taken longer than the mean, so that a step that does not end is noticed.
+            current: the step that is in progress, with its duration so far. If it has already taken
+                longer than the mean, it counts as a step, so that a step that hangs is noticed.
         """
         steps = self._recent()
         if not steps:

@@ -40,11 +40,14 @@ class Admission:
 
     @property
     def limit_s(self) -> float:
-        """Longest predicted wait: ``shed_after_s``, or a share of the mean time on workers."""
+        """Longest wait that is accepted, in seconds.
+
+        This is the larger of ``shed_after_s`` and ``shed_ratio`` times the mean time on workers.
+        """
         return max(self._limits.shed_after_s, self._limits.shed_ratio * self._request_s)
 
     def elapse(self, queue: PlacementQueue, now: float) -> None:
-        """Advance the time. The queue has not changed since the last call."""
+        """Advance the time. Call this before every change of the queue."""
         if len(queue):
             self._placed.add(0.0, now - self._now)
         else:
@@ -52,7 +55,7 @@ class Admission:
         self._now = now
 
     def reset(self) -> None:
-        """Forget the rate, because no worker has work: the cause of a slow rate is over."""
+        """Forget the rate. Call it when no worker has work: what made the rate slow is over."""
         self._placed.reset()
 
     def placed(self, call: PendingPlacement) -> None:
@@ -91,7 +94,10 @@ class Admission:
         return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)
 
     def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
-        """Return the predicted wait, at least the wait so far of the tenant's calls ahead of it."""
+        """Return the predicted wait of a call, in seconds.
+
+        It is at least the time that calls of the same tenant ahead of it have waited already.
+        """
         rate = self._placed.per_s
         tokens = queue.cost_before(call)
         predicted_s = tokens / rate if rate else 0.0

@@ -1,12 +1,13 @@
 """Latency under each policy, and CPU time of the router: ``python -m services.router.bench``.
 
 Simulates two prefill and three decode workers of unequal speed (`services.router.simulation`) with
-Poisson arrivals. Prompt and output lengths are those of FDC's Table 6, times ``--scale``. All
-policies get the same requests. The column ``floor`` is the p99 latency of the same requests if each
-of them ran alone on the fastest workers.
+Poisson arrivals. Prompt and output lengths are those of table 6 of "FDC: Fast KV Dimensionality
+Compression for Efficient LLM Inference", times ``--scale``. All policies get the same requests. The
+column ``floor`` is the p99 latency of the same requests if each of them ran alone on the fastest
+workers.
 
-The CPU time is that of one placement without HTTP, that of a loaded router without HTTP
-(`services.router.load_bench`), and that of a placement over HTTP (`services.router.http_bench`).
+CPU time is measured for one placement without HTTP, for a loaded router without HTTP
+(`services.router.load_bench`), and for a placement over HTTP (`services.router.http_bench`).
 ``--workloads``, ``--loads`` and ``--http`` without a value skip their part, for example
 ``--workloads --loads --http 300`` measures placements over HTTP only.
 """

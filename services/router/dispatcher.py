@@ -182,8 +182,8 @@ class Dispatcher:
     def _place_waiting(self, now: float) -> None:
         """Answer the queued calls that can be placed or refused, in order.
 
-        Nothing is examined if neither the workers nor the queue have changed since no call could be
-        answered.
+        If the last attempt answered no call, and neither workers nor queue have changed since,
+        nothing is examined.
         """
         if not len(self.queue):
             return
@@ -201,11 +201,11 @@ class Dispatcher:
     def _answer_waiting(self, left: dict[Claim, int], now: float) -> bool:
         """Answer the queued calls with these claims that can be placed or refused, in order.
 
-        Calls are examined until no claim can be served: calls with the same claim as a call that
-        waits are blocked by it.
+        A call that cannot be placed reserves the workers that may decode it. Claims whose workers
+        are all reserved are dropped. The examination ends when no claim is left.
 
         Args:
-            left: number of calls by claim; it is changed.
+            left: number of calls for each claim to examine; changed by this method.
 
         Returns:
             Whether any call was answered.
@@ -241,10 +241,12 @@ class Dispatcher:
         return bool(answers)
 
     def _servable(self, roster: Roster) -> dict[Claim, int]:
-        """Return the claims of which a call may be answered now, with the numbers of their calls.
+        """Return the claims whose calls must be examined, with the number of calls of each claim.
 
-        Reservations matter only on workers with capacity, with two exceptions: a slow worker gets a
-        prompt if faster ones are reserved, and calls that would be refused wait if all are.
+        Claims without a worker with capacity (`Claim.is_open`) are left out, as their calls cannot
+        be placed. In two cases all claims are returned, because the workers that these calls
+        reserve affect other calls: if there are slow workers, which get prompts when faster workers
+        are reserved, and if calls would be refused, as they wait when all workers are reserved.
         """
         claims = self.queue.claims
         every = roster.has_slow or any(c and c.reason is not Reason.BUSY for c in claims)

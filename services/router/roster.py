@@ -101,7 +101,8 @@ class Claim:
     Requests that the same workers can serve share one claim.
 
     Attributes:
-        reason: why the request cannot be placed, or `BUSY` if it can be, now or later.
+        reason: why the request can never be placed on these workers; `BUSY` if it can be placed,
+            now or later.
         shapes: shapes of the workers that may decode the request.
         able: shapes of the workers that could decode a request of another size.
         exclude: ids of workers that must not be used.
@@ -162,7 +163,7 @@ class Roster:
         return roster
 
     def update(self, worker: WorkerSnapshot) -> None:
-        """Set the state of a worker. Its shape must be that of its last update."""
+        """Set the state of a worker. It must have the same shape as in its last update."""
         self.updates += 1
         name = worker.worker_id
         known = self._by_worker.get(name)

@@ -45,7 +45,7 @@ class Job:
         output: number of output tokens that the request produces; unknown to the router.
         max_tokens: maximum output tokens that the client allows; known to the router.
         workers: names of the prefill and the decode worker, once it is placed.
-        refused: whether the router refused it.
+        refused: whether the router refused the job.
     """
 
     arrival: float

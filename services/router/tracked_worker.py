@@ -83,7 +83,7 @@ class TrackedWorker:
         return bool(self.promises or (load and (load.queue_tokens or load.running or load.waiting)))
 
     def report(self, load: Heartbeat, now: float) -> None:
-        """Replace the load of the worker by that of a new heartbeat.
+        """Set the load of the worker to a new heartbeat.
 
         Raises:
             ValueError: the heartbeat does not have the page groups of the registration.
@@ -210,14 +210,16 @@ class TrackedWorker:
         return self.snapshot
 
     def _max_slots(self, backlog: float) -> int:
-        """Return the number of slots above which the worker gets no more, or refuses requests."""
+        """Return the number of slots at which the worker gets no further requests."""
         running = self.registration.max_running
         return min(ceil(running * backlog), running + self.registration.max_waiting)
 
     def _max_pending_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
-        """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
+        """Return the pending prompt tokens at which the worker gets no further prompt.
 
-        The mean delay until a worker reports a placement is added, so that it does not idle.
+        These are the tokens that it computes in ``prompt_backlog_s`` plus the mean delay until it
+        reports a placement, so that it does not idle. None if its prompt tokens per second are
+        unknown.
         """
         rate = self.load.prompt_tokens_per_s if self.load else 0.0
         return rate * (prompt_backlog_s + self.admission_s) if rate else None

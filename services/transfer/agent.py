@@ -167,7 +167,7 @@ class TransferAgent:
         return self._call(lambda nixl, future: nixl.add_peer(name, metadata, future))
 
     def remove_peer(self, name: str) -> "Future[None]":
-        """Remove a peer once its running READs have ended; new READs fail. Idempotent."""
+        """Remove a peer as soon as its running READs have ended; new READs fail. Idempotent."""
         return self._call(lambda nixl, future: nixl.remove_peer(name, future))
 
     def read(
@@ -230,7 +230,7 @@ class TransferAgent:
         return self._call(lambda _nixl, future: self._codec_calls.add(job, future))
 
     def codec_idle(self) -> "Future[None]":
-        """Return a future that is settled once all earlier codec jobs have ended."""
+        """Return a future that is settled when all earlier codec jobs have ended."""
         return self._call(lambda _nixl, future: self._codec_calls.add(None, future))
 
     def run_on_codec_stream(self, call: Callable[[], T]) -> "Future[T]":
@@ -247,8 +247,8 @@ class TransferAgent:
     def close(self, grace_s: float = 1.0) -> None:
         """Wait up to ``grace_s`` for running READs, then shut down. Blocks. Idempotent.
 
-        Remaining READs fail with TransferClosed once nothing can touch their landing slots. A
-        thread that hangs inside NIXL is abandoned.
+        Remaining READs fail with TransferClosed when the transport can no longer write to their
+        landing slots. A thread that hangs inside NIXL is abandoned.
         """
         with self._closing_lock:
             if not self._closed:

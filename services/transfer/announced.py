@@ -48,7 +48,7 @@ class AnnouncedSegments:
         return bool(self._waiting)
 
     def add(self, peer: str, segment: pb.Segment, start: Callable[[pb.SegmentReady], None]) -> None:
-        """Call ``start`` once when a segment of a peer's agent is ready, on any thread."""
+        """Call ``start`` exactly once, on any thread, when a segment of a peer's agent is ready."""
         key = peer, segment.sequence, segment.index
         with self._lock:
             early = self._early.pop(key, None)

@@ -14,7 +14,7 @@ class _Account:
     Attributes:
         granted: number of credits that were granted and not used yet.
         occupied: number of slots that hold a segment.
-        member: False once the sequence has left, so that it gets no further credits.
+        member: whether the sequence still gets credits; False after it has left.
     """
 
     peer: str

@@ -1,4 +1,4 @@
-"""Escape rates of recent KV compared with those of the codebooks' calibration sample."""
+"""Escape rates of recent KV, compared with the escape rates in the calibration sample."""
 
 from dataclasses import dataclass
 

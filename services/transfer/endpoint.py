@@ -148,7 +148,7 @@ class KVEndpoint(ABC):
 
     @abstractmethod
     def prepare_decode(self, extent: Extent) -> None:
-        """Create what the decode of such a segment needs, before it can be read."""
+        """Create the codec of a segment's extent, so that its decode starts without delay."""
 
     @abstractmethod
     def decode(
@@ -170,26 +170,27 @@ class KVEndpoint(ABC):
             pages: pages for the segment's tokens, in token order.
             after: number of the event after which the pages may be written to.
             is_wanted: called once before the decode is started. If it returns False, nothing is
-                decoded, and the result is None. Once it returns False, no decode touches the
-                pages after the future of a later `codec_idle` is settled.
+                decoded, and the result is None. After it has returned False, wait for the future of
+                `codec_idle`: no decode then touches the pages.
 
         Raises (through the future):
             EventTimeout: the event was not recorded in time.
             FrameError: the slot did not hold the announced segment; the pages hold other content.
-            CodecError: the payload is malformed, or its checksum differs; as above.
+            CodecError: the payload is malformed, or its checksum differs; the pages hold other
+                content.
         """
 
     @abstractmethod
     def codec_idle(self) -> "Future[None]":
-        """Return a future that is settled once all earlier encodes and decodes have ended."""
+        """Return a future that is settled when all earlier encodes and decodes have ended."""
 
     @abstractmethod
     def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
         """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
         Args:
-            page_tables: pages of the sequence in each page group, by the index of the page in it.
-                Those that are not sent have any value.
+            page_tables: for each page group, page ids by the index of the page in the sequence.
+                Entries of pages that are not sent are ignored.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class ReadTimeout(TransferError):
     Until then the transport may write to the landing slot.
 
     Attributes:
-        drained: resolves to None once nothing can write to the landing slot any more.
+        drained: future that resolves to None when nothing can write to the landing slot any more.
     """
 
     def __init__(self, message: str, drained: "Future[None]") -> None:

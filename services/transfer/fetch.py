@@ -55,8 +55,8 @@ class Fetch:
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
         span: span of the fetch, below which the prefill worker's span will be.
-        closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
-            after that.
+        closed: whether the fetch has failed, was cancelled, or needs no KV. If so, no decode is
+            started.
     """
 
     key: str
@@ -163,5 +163,5 @@ class FetchProgress:
 
     @property
     def complete(self) -> bool:
-        """Whether the first tokens have arrived, and all segments unless none is needed."""
+        """Whether the first tokens have arrived and, if KV is needed, all segments."""
         return self.ended or (self.started and self.expected == self.verified)

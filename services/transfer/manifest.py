@@ -70,7 +70,8 @@ def plan_segments(
         page_tables: pages of the chunk in each page group, by their index in the chunk.
         capacity: bytes of a slot.
         bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
-        sent: what is sent of the whole sequence; default: of one that ends with the chunk.
+        sent: tokens and pages of the sequence that are sent; default: all of a sequence that ends
+            with the chunk.
         kv_heads: KV heads of the segments, counted over all ranks; default: those of a worker of
             one rank.
 
@@ -169,7 +170,7 @@ class Coverage:
         return self._missing == 0
 
     def add(self, extent: Extent) -> range:
-        """Claim the cells of a segment.
+        """Record that the cells of a segment have arrived.
 
         Returns:
             Indices of the segment's pages within the sequence.
@@ -177,7 +178,7 @@ class Coverage:
         Raises:
             ForeignSegment: the extent is outside the sequence or the cache, is not on page
                 boundaries, has only some KV heads of a block, or overlaps an earlier segment. No
-                cell is claimed then.
+                cell is recorded then.
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)

@@ -19,8 +19,8 @@ class KvBytes(NamedTuple):
     Attributes:
         raw: bytes as in the pages.
         wire: bytes as sent.
-        faster_raw: of ``raw``, those that were sent without compression because the link policy
-            measured that as faster; 0 on the receiving side.
+        faster_raw: part of ``raw`` that was sent without compression, because the link policy
+            measured that this is faster; 0 on the receiving side.
     """
 
     raw: int

@@ -17,13 +17,14 @@ from services.transfer.slab import SlotRef
 
 @dataclass
 class SentSegment:
-    """A segment in its slot, from the start of its encode to its acknowledgement.
+    """A segment that occupies a slot, from the start of its encode to its acknowledgement.
 
     Attributes:
         rank: the sender's rank, whose slab has the slot.
         ready: message to the reader that the segment is encoded; None until the end of the encode
             is processed on the event loop.
-        acknowledged: whether the acknowledgement has arrived, which may be before that end.
+        acknowledged: whether the acknowledgement has arrived. It may arrive before ``ready`` is
+            set.
         timing: the reader's measurements, from the acknowledgement.
     """
 
@@ -46,8 +47,8 @@ class Outgoing:
 
     Attributes:
         key: the engine's id of the sequence.
-        reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
-        peer: id of the decode worker; the link policy measures per peer.
+        reader: name of the decode worker's session; `SharedSlots` limits the slots of each session.
+        peer: id of the decode worker; the link policy measures each peer.
         sequence: the reader's number of the sequence.
         sent: tokens and pages that are sent.
         span: span of the sequence on this worker.

@@ -239,7 +239,7 @@ class LinkPolicy:
         link.decode[mode].add(nbytes, timing.decode_s)
 
     def found_raw_faster(self, peer: str) -> bool:
-        """Return whether raw was chosen for the link to ``peer`` because it measured faster."""
+        """Return whether raw is the choice for the link to ``peer`` because it measured faster."""
         link = self._links.get(peer)
         return self._forced is None and link is not None and link.choice is WireMode.RAW
 
@@ -287,7 +287,10 @@ class LinkPolicy:
         return self._explore(link, seconds[link.choice], alone)
 
     def _await_probes(self, link: _Link) -> WireMode:
-        """Return the chosen mode, or at intervals the other one, to replace cancelled probes."""
+        """Return the mode of the next segment while probes have not been measured yet.
+
+        This is the chosen mode, or the other mode at intervals, to replace cancelled probes.
+        """
         link.since_other += 1
         if link.since_other < EXPLORE_EVERY:
             return link.choice
@@ -295,7 +298,7 @@ class LinkPolicy:
         return link.choice.other
 
     def _explore(self, link: _Link, chosen_s: float, other_s: float) -> WireMode:
-        """Return the chosen mode or, if exploring is due and affordable, the other one."""
+        """Return the other mode if exploring is due and affordable, otherwise the chosen mode."""
         link.since_other += 1
         link.allowance_s += EXPLORE_SHARE * chosen_s
         if link.since_other < EXPLORE_EVERY or other_s - chosen_s > link.allowance_s:

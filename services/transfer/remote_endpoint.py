@@ -93,7 +93,7 @@ class RemoteEndpoint(KVEndpoint):
 
     @property
     def busy_s(self) -> float:
-        """That of the other process when it answered last, or the seconds without an answer."""
+        """`KVEndpoint.busy_s` in the last answer, or the seconds without an answer."""
         now, probe = time.monotonic(), self._probe
         if probe is not None and not probe.done():
             return now - self._probed_at
@@ -157,10 +157,11 @@ class RemoteEndpoint(KVEndpoint):
         self._thread.join(_CLOSE_S)
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> "Future[Any]":
-        """Send a call. ``is_wanted`` is called before, and not in the other process.
+        """Send a call to the other process.
 
-        It is called with the lock, so that a call of `codec_idle` after it has changed follows all
-        calls for which it returned True.
+        ``is_wanted`` is called here, before the call is sent. The lock is held for both, so that a
+        call of `codec_idle` after ``is_wanted`` has changed follows all calls for which it returned
+        True.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a call that was sent cannot be cancelled

@@ -4,9 +4,9 @@ KV is copied twice on its way, besides the transfer itself. The sender encodes p
 its slab; the reader READs the slot into a landing slot and decodes that into pages. Pages are not
 registered with NIXL, for three reasons. A segment is one contiguous range and one READ, although
 its pages are scattered over all layers. The length of encoded KV is unknown before its encode. And
-nothing but verified KV is written to a page: a READ from a stopped peer may write long after it was
-given up, but only to a landing slot, which is quarantined until the READ has ended. With SplitZip,
-the copies are the passes over the data that the codec makes in any case.
+only verified KV is written to pages: a READ from a stopped peer may write long after it was given
+up, but only to a landing slot, and that slot is quarantined until the READ has ended. With
+SplitZip, the codec makes both copies in any case.
 """
 
 from collections import deque

@@ -130,7 +130,10 @@ class EngineThread:
 
     @property
     def pace(self) -> StepPace | None:
-        """Means over recent steps, with the current one if it takes longer; None if unknown."""
+        """Means over recent steps, see `services.common.pace`; None if no step was recorded.
+
+        The current step counts if it has already taken longer than the mean.
+        """
         elapsed_s, size = time.perf_counter() - self._since, self._size
         if self._idle or size is None:
             return self._meter.pace(idle_s=elapsed_s)

@@ -149,7 +149,7 @@ def write_split(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Write one split of a KV head, and merge the splits of the head if this is the last one.
+    """Write one split of a KV head. The last program to write a split of the head merges them all.
 
     Args:
         acc: fp32 `[ROWS, WIDTH]`, unnormalized outputs; the first GROUP rows are query heads.

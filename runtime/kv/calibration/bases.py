@@ -1,4 +1,7 @@
-"""Orthonormal bases of activations, and how many of their components a format keeps."""
+"""Orthonormal bases of activations, and how many of their components a format keeps.
+
+Ranks follow "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference" (the FDC paper).
+"""
 
 from dataclasses import dataclass
 
@@ -16,11 +19,11 @@ class RankChoice:
     """Number of components of a basis to keep.
 
     Attributes:
-        removal_rate: bound on the sum of the dropped singular values, as a fraction of all (FDC,
-            section 5.2).
+        removal_rate: maximum sum of the dropped singular values, as a fraction of the sum of all
+            (FDC paper, section 5.2).
         rank: rank of every head, which replaces ``removal_rate`` unless None.
-        adaptive: whether each head has its own rank. Otherwise all heads of a layer have one, from
-            the sums of their singular values.
+        adaptive: whether each head has its own rank. Otherwise all heads of a layer have the same
+            rank, computed from the sums of their singular values.
 
     Raises:
         KVFormatError: a value is out of range.
@@ -93,9 +96,10 @@ def split_basis(basis: Tensor) -> Tensor:
 
 
 def removal_rank(spectrum: Tensor, removal_rate: float) -> int:
-    """Return the number of components to keep (FDC, section 5.2, equation 1).
+    """Return the number of components to keep (FDC paper, section 5.2, equation 1).
 
-    It is the least m for which the dropped singular values sum to at most ``removal_rate`` of all.
+    The dropped singular values sum to at most ``removal_rate`` times the sum of all; the result is
+    the smallest number with this property.
 
     Args:
         spectrum: singular values ``[d]``, descending.

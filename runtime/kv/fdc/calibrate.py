@@ -1,4 +1,7 @@
-"""Bases and ranks of `fdc` from second moments of q, k and v."""
+"""Bases and ranks of format `fdc` from second moments of q, k and v.
+
+The FDC paper is "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference".
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -17,16 +20,16 @@ class FdcOptions:
     """Options of the calibration.
 
     Attributes:
-        removal_rate: bound on the sum of dropped singular values, as a fraction of all; the same
-            for K and V of all heads and layers (FDC, section 5.2).
+        removal_rate: maximum sum of the dropped singular values, as a fraction of the sum of all;
+            the same for K and V of all heads and layers (FDC paper, section 5.2).
         rank: rank of K and V of all heads; replaces ``removal_rate``. It is rounded up to a
             multiple of 16.
         adaptive: whether each head has its own rank. Otherwise a layer has one rank for K and one
             for V, from the sums of its heads' singular values.
-        share_r: whether the basis of K covers queries, too. Without, it is the best basis of K
-            alone (ablation).
-        prc: whether K is projected after RoPE. Without (ablation "FDC/PRC", section 6.6), K is
-            projected before RoPE to its own best basis, and attention has to restore it.
+        share_r: whether the basis of K is computed from queries, too. Otherwise it is the best
+            basis of K alone (ablation).
+        prc: whether K is projected after RoPE. Otherwise K is projected before RoPE to the best
+            basis of K, and attention restores it (ablation "FDC/PRC" of the paper, section 6.6).
         compressed_prefill: whether prompts attend with projected queries and keys, too, but with
             values that are not projected. It needs ``prc``.
     """

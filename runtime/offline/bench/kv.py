@@ -29,9 +29,11 @@ from runtime.offline.bench.shapes import PAGE, SHAPES
 from runtime.pages.window import SINK_PAGES, first_recent
 
 _SHORTEST, _LONGEST = 1.6 / 6.3, 14.1 / 6.3
-"""Lengths of arXiv prompts divided by their mean (FDC, table 6)."""
+"""Minimum and maximum length of arXiv prompts divided by their mean, from table 6 of "FDC: Fast KV
+Dimensionality Compression for Efficient LLM Inference".
+"""
 _SPREAD = 0.5
-"""Standard deviation of the logarithm of these lengths."""
+"""Standard deviation of the logarithm of prompt lengths."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _LAYERS = re.compile(r"layers-(\d+)\.safetensors")
 class WorkFolder:
     """A folder with the decompositions of finished layers.
 
-    A file has its name only once it is complete and flushed to disk. Files for another ``key`` are
+    A file gets its name when it is complete and flushed to disk. Files for another ``key`` are
     deleted.
 
     Args:
