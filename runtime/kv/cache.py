@@ -173,9 +173,9 @@ class CacheLayout:
     def tensors(self) -> tuple[CacheTensor, ...]:
         """All tensors, in the order of `PagedCache.tensors`.
 
-        Planes into which pages are encoded differ in dtype and width, but are always sent together.
-        Those of a layer are a block, so that one segment can contain them, unless they are
-        encodable or their pages are not aligned. Every other plane is a tensor of its own.
+        The planes of a layer into which pages are encoded differ in dtype and width, but are always
+        sent together. They form a block, so that one segment can contain them. Planes that are
+        encodable or whose pages are not aligned, and all other planes, are tensors of their own.
         """
         found = []
         for layer, planes in enumerate(self.layers):
@@ -241,9 +241,9 @@ class PagedCache:
         page_size: token slots of a page.
         pages: number of pages of each page group.
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
-        planes: one view ``[page, kv_head, slot, dim]`` of them for each of ``layout.planes``. Each
-            page is contiguous.
-        events: events after which pages hold the KV of a step, or may be written to.
+        planes: views of ``tensors``, one ``[page, kv_head, slot, dim]`` for each of
+            ``layout.planes``. Each page is contiguous.
+        events: numbered CUDA events, after which pages hold the KV of a step or may be written to.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class PagedCache:
 
     @property
     def null_pages(self) -> tuple[int, ...]:
-        """For each page group, the page of `PagePlan.null_pages`: the last; 0 if it has none."""
+        """For each page group, the id of its null page, the last page; 0 if it has none."""
         nulls = self.layout.plan.null_pages
         return tuple((pages - 1) * null for pages, null in zip(self.pages, nulls, strict=True))
 

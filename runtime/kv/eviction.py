@@ -36,9 +36,9 @@ def check_eviction(
 ) -> None:
     """Raise `KVFormatError` if the tokens of a format's pages cannot be moved.
 
-    Formats that undo RoPE derive the positions of a page's tokens from its index. After an
-    eviction, these positions are not consecutive. A format that does not state ``keeps_rope`` is
-    refused too, and so are models with sliding windows, whose pages lack the first tokens.
+    Formats that undo RoPE assume that the tokens of a page have consecutive positions. After an
+    eviction they have not. Formats without an attribute ``keeps_rope`` are refused, too. So are
+    models with sliding windows, because their pages do not hold the first tokens.
 
     Args:
         windows: see `ModelConfig`.
@@ -77,7 +77,7 @@ def key_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
     """Return the scores of a prompt's tokens, fp32 `[kv_heads, t]`.
 
     Args:
-        queries: `[w, heads, dim]`, those of the last ``w`` tokens, after RoPE.
+        queries: `[w, heads, dim]`, queries of the last ``w`` tokens, after RoPE.
         keys: `[kv_heads, t, dim]`, after RoPE.
         noise: fp32 `[kv_heads, t]`, see `gumbel_noise`.
     """
@@ -128,7 +128,7 @@ def compact(
         layers: planes of each layer, `[page, kv_heads, slot, dim]` each, updated.
         pages: int64 `[p]`, pages of the sequence.
         kept: int64 `[layers, heads, count]`, indices of the tokens to move.
-        first: slot, counted from the start of the sequence, for the first token.
+        first: slot to which the first token is moved, counted from the start of the sequence.
         first_head: index of the first of the KV heads.
     """
     size = layers[0][0].shape[2]

@@ -24,7 +24,7 @@ _LOG2_E = math.log2(math.e)
 _KV = 2
 """Number of planes of K and V, which come first."""
 _MERGED_SPLITS = 16
-"""Splits of a head that are merged per iteration."""
+"""Number of splits of a query head that are merged per iteration."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class LayerInputs:
 class CompressedPageKernels:
     """Kernels of a layer that read compressed pages without decoding them first.
 
-    They read no device value on the host, and their grids depend on shapes only, so that CUDA
-    graphs can contain them. Unless stated otherwise, ``planes`` are K, V, and compressed planes.
+    CUDA graphs can contain the launches: the host reads no device value, and grids depend on shapes
+    only. Unless stated otherwise, ``planes`` are K, V and the compressed planes.
 
     Attributes:
         inputs: inputs that differ between layers.
@@ -240,7 +240,12 @@ class CompressedPageKernels:
         return fragments.compressed_programs(q.device, full_precision)
 
     def _splits(self, sequences: int, programs: int) -> int:
-        """Return the constant SPLITS of the kernel."""
+        """Return SPLITS of `windowed_decode_kernel` for a batch.
+
+        Args:
+            sequences: number of sequences.
+            programs: number of programs for compressed tiles.
+        """
         if self._source.splits is None:
             return 0
         return self._source.splits or max(1, programs // (sequences * self._kv_heads))

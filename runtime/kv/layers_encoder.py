@@ -9,7 +9,7 @@ from runtime.attention.base import Batch
 from runtime.kv.gpu import CompressedPageKernels
 
 _ALIGNED = 16
-"""In one launch, distances between layers are multiples of this number of elements."""
+"""Distances between the layers of one launch are multiples of this number of elements."""
 
 
 class LayersEncoder:
@@ -49,7 +49,7 @@ def _kind(x: Tensor | int) -> Hashable:
 
 
 def _offsets(layers: Sequence[tuple[CompressedPageKernels, tuple[Tensor, ...]]]) -> Tensor:
-    """Return ``offsets`` of `kernels.encode.encode_kernel`."""
+    """Return the distances of all layers from the first, ``offsets`` of `encode_kernel`."""
     inputs = [(*planes, *kernels.inputs.planes) for kernels, planes in layers]
     rows = [
         [

@@ -139,7 +139,12 @@ class WindowedLayer:
         compressed: Tensor,
         length: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return K and V of all pages of a sequence, `[p, kv_heads, page_size, dim]`."""
+        """Return K and V of all pages of a sequence, `[p, kv_heads, page_size, dim]` each.
+
+        Args:
+            full_precision, compressed: page tables of the sequence in both page groups.
+            length: tokens of the sequence.
+        """
         page_size = planes[0].shape[2]
         count = pages_for(length, page_size)
         recent = first_recent(length, page_size)
@@ -240,7 +245,8 @@ class PageEncoder:
     def encode_leaving(self, batch: Batch) -> None:
         """Encode the pages that leave the windows of a decode batch's sequences in this step.
 
-        They do not contain the new tokens, so this can be done before K and V of these are known.
+        These pages do not contain the new tokens, so they can be encoded before K and V of the new
+        tokens are known.
         """
         if compressed_table(batch) is None:
             return

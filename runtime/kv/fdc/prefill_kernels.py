@@ -21,7 +21,17 @@ def project_keys_kernel(
     k_pages, page_stride, head_stride, page_table, table_stride, lengths, k_basis, ranks, latents,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, K_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Project the keys of all pages of each sequence; grid `(sequences, pages, KV_HEADS)`."""
+    """Project the keys of all pages of each sequence to latents.
+
+    Grid `(sequences, pages, KV_HEADS)`.
+
+    Args:
+        k_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`.
+        page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
+        lengths: int32 `[sequences]`, tokens of each sequence.
+        k_basis, ranks: see `runtime.kv.fdc.kernels`.
+        latents: see the head of this file, written.
+    """
     sequence = tl.program_id(0)
     index = tl.program_id(1)
     head = tl.program_id(2)

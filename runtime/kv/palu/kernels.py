@@ -10,8 +10,8 @@ After the compressed planes, all functions get
 - the number of KV heads of a group, for encoding. Attention has it as the constant GROUP.
 
 Attention rebuilds the keys of a tile. RoPE of a key at position p is RoPE by p - p0 and then by p0,
-where p0 is the first position of the tile. The second one is undone on the queries, so that all
-tiles use the same cosines and sines of their keys, which stay in registers.
+where p0 is the first position of the tile. The rotation by p0 is undone on the queries instead. All
+tiles then use the same cosines and sines for their keys, and these stay in registers.
 """
 
 import triton
@@ -87,7 +87,14 @@ def basis_chunks(
     basis, kv_head, first_row,
     DIM: tl.constexpr, LATENTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return half of a head's part of the basis of K, in chunks `[CHUNK, DIM / 2]` of latents."""
+    """Load half of the rows that a KV head has in the basis of K.
+
+    Args:
+        first_row: first dimension of the half, 0 or DIM / 2.
+
+    Returns:
+        Tuple of chunks of CHUNK latents each, `[CHUNK, DIM / 2]`.
+    """
     chunks = ()
     row = kv_head * DIM + first_row + tl.arange(0, DIM // 2)
     for begin in tl.static_range(0, LATENTS, CHUNK):
