@@ -92,7 +92,11 @@ class _Escapes:
 
 
 def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tuple[CodedPlane, int]:
-    """Encode padded elements `[columns, 32]`; also return the number of escapes."""
+    """Encode padded elements, int64 bit patterns `[columns, 32]`.
+
+    Returns:
+        The encoded plane, and the number of elements whose exponent has no code.
+    """
     element, mode = codebook.element, codebook.mode
     exponents = patterns >> element.mantissa_bits & element.exponents - 1
     codes = _table(codebook.code_table, patterns)[exponents]

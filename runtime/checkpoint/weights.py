@@ -161,7 +161,7 @@ def moved(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """Return the parameters of all linears as a fraction of those of the dense model.
+    """Return the number of parameters of all linears, divided by that of the dense model.
 
     A V shared by several linears is counted once. Biases are not counted.
     """

@@ -13,7 +13,7 @@ from runtime.steps.warm_up import Progress, silent
 
 @dataclass(frozen=True)
 class RankSteps:
-    """One step on every rank, the first rank's first."""
+    """A launched step on every rank, in the order of the ranks."""
 
     steps: Sequence[LaunchedStep]
 

@@ -37,7 +37,7 @@ class Messages:
         """Return ``count`` values, starting at offset ``first``.
 
         Raises:
-            ProtocolError: a value was not written in stage ``reader.after``.
+            ProtocolError: a value was not written in stage ``reader.after``, as ``reader`` expects.
         """
         place = slice(first, first + count)
         if not (self._written[place] == reader.after).all():

@@ -68,14 +68,17 @@ class _Line(Generic[_Item]):
         return rank
 
     def until(self, item: _Item) -> Iterator[_Rank[_Item]]:
-        """Yield the ranks that are at least as urgent as an item; the last one has the item."""
+        """Yield the ranks that are at least as urgent as an item, the most urgent first.
+
+        The last rank is that of the item.
+        """
         for urgency in self.urgencies:
             yield self.ranks[urgency]
             if urgency == item.urgency:
                 return
 
     def due(self, wanted: Callable[[_Item], bool]) -> Iterator[tuple[float, int, _Item]]:
-        """Yield the round in which each wanted item is due, the number of its arrival, the item."""
+        """Yield, for each wanted item, the round in which it is due, its arrival number and itself."""
         due, weight = self.start, self.weight
         for urgency in self.urgencies:
             for item, number in self.ranks[urgency].items.items():

@@ -141,7 +141,7 @@ class MutualTls:
         self._current(at_once=at_once)
 
     def _current(self, *, at_once: bool = False) -> _Loaded:
-        """Return the files' content; the last usable one if it cannot be used."""
+        """Return the content of the files. If it cannot be used, return the last usable content."""
         with self._lock:
             found: _Content | None = None
             try:

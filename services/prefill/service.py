@@ -245,7 +245,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         """Set the gauges and end expired leases."""
         super().observe()
         self.sender.expire()
-        self.sender.observe()
+        self.sender.set_gauges()
 
 
 def _text(value: object) -> str:

@@ -171,7 +171,7 @@ class Sender:
         self.policy.forget(peer)
         self._metrics.links.forget(peer)
 
-    def observe(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges of the slab and of every link."""
         self._metrics.slab_slots.set(self.slots_in_use)
         for peer, link in self.policy.links().items():

@@ -26,8 +26,15 @@ def locate_chunk(
 ):
     """Locate a chunk of a head.
 
-    Returns its page index, its first element within the run, its number of elements, and the index
-    of its first column in the plane.
+    Args:
+        i: index of the chunk among the chunks of the head.
+        head: index of the KV head.
+        full_pages: number of pages whose slots are all used.
+        last_run: number of elements of the head in the last, partly used page; 0 if there is none.
+
+    Returns:
+        Index of the chunk's page in the segment; index of its first element within the run; its
+        number of elements; and index of its first column in the plane.
     """
     page = tl.minimum(i // run_chunks, full_pages) if PAGED else 0 * i
     start = (i - page * run_chunks).to(tl.int64) * 1024
@@ -40,11 +47,12 @@ def locate_chunk(
 
 @triton.jit
 def load_row(row, run_chunks):
-    """Load the fields of a plane row that every program needs at once, to overlap their latency.
+    """Load the fields of a plane row that every program needs, to overlap their latency.
 
-    Returns the segment's offset, the offset of the plane's first stream, the plane's offset, the
-    index of the first page id, the full pages, the elements of the last run, and the chunks of a
-    head.
+    Returns:
+        Word offset of the segment from the base address; word offset of the plane's first stream;
+        offset of the plane in elements; index of the first page id; `full_pages` and `last_run`,
+        see `locate_chunk`; and number of chunks of a head.
     """
     segment = tl.load(row + SEGMENT)
     codes_start = segment + tl.load(row + CODES_STREAM)
@@ -58,7 +66,12 @@ def load_row(row, run_chunks):
 
 @triton.jit
 def page_offset(page_ids, page, page_stride, PAGED: tl.constexpr):
-    """Return the element offset of a page; 0 if the plane has a single page."""
+    """Return the offset of a page in its plane, in elements; 0 if the plane has a single page.
+
+    Args:
+        page_ids: pointer to the segment's page ids.
+        page: index of the page in the segment.
+    """
     if PAGED:
         start = tl.load(page_ids + page) * page_stride
     else:
@@ -117,7 +130,14 @@ def first_word(stream, first_column, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
-    """Load COUNT words of each column, in groups of G words that are contiguous in memory."""
+    """Load COUNT words of each column, in groups of G words that are contiguous in memory.
+
+    Args:
+        p: pointer to the chunk's first word in a stream, int32.
+
+    Returns:
+        Tuple of COUNT vectors, int32 `[32]`.
+    """
     lane = tl.arange(0, LANES)[:, None]
     words = ()
     for g in tl.static_range(COUNT // G):
@@ -128,7 +148,7 @@ def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def store_stream(p, num_columns, words, G: tl.constexpr):
-    """Store the words of each column, in groups of G words that are contiguous in memory."""
+    """Store the words of each column, in groups of G words; inverse of `load_stream`."""
     lane = tl.arange(0, LANES)[:, None]
     for g in tl.static_range(len(words) // G):
         at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])
@@ -140,9 +160,15 @@ def load_columns(
     source, source_words, at, num_columns, length, pad,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of the chunk at element `at`, which has `length` elements, and pad with `pad`.
+    """Load the words of a chunk, padded to whole columns.
 
     A full, aligned chunk is loaded with vector loads and without a mask.
+
+    Args:
+        source, source_words: pointer to the plane, as elements and as int32 words.
+        at: index of the chunk's first element in the plane.
+        length: number of elements of the chunk.
+        pad: bit pattern of a padding element.
     """
     if ALIGNED and length == 1024:
         p = source_words + tl.multiple_of(at * ELEMENT_BYTES // 4, 2 * ELEMENT_BYTES)
@@ -169,7 +195,7 @@ def store_columns(
     target_elements, target_words, at, words, num_columns, length,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store the words of the chunk at element `at`, without the padding after `length` elements."""
+    """Store the words of a chunk without padding; see `load_columns` for the arguments."""
     if ALIGNED and length == 1024:
         store_stream(
             target_words + tl.multiple_of(at * ELEMENT_BYTES // 4, 2 * ELEMENT_BYTES),

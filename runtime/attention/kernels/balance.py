@@ -46,7 +46,10 @@ def divide(tiles, most, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
 
 @triton.jit
 def interval_begin(program, each, extra):
-    """Return the first tile of a program; the first ``extra`` programs have ``each`` + 1 tiles."""
+    """Return the number of a program's first tile.
+
+    The first ``extra`` programs have ``each + 1`` tiles, the others ``each``.
+    """
     return program * each + tl.minimum(program, extra)
 
 
@@ -115,8 +118,11 @@ def merge_splits(
 
 @triton.jit
 def head_splits(head_begin, count, each, extra):
-    """Return the first program with a split of a KV head, the number of splits, and the first's
-    slot.
+    """Return the programs that have splits of a KV head.
+
+    Returns:
+        The first of these programs; their number, which is the number of splits; and the slot (0 or
+        1) of the split in the first program.
 
     Args:
         head_begin, count: first tile of the head, and its number of tiles.

@@ -93,7 +93,10 @@ def decode_steps(stored: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes ``[..., n]``; 6 bits are 4 low bits of all codes, then 2 high bits of all."""
+    """Pack codes, uint8 ``[..., n]``, into bytes.
+
+    Of codes of 6 bits, the 4 low bits of all codes are packed first, then the 2 high bits of all.
+    """
     if bits == 8:
         return codes
     if bits == 6:

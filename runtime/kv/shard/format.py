@@ -238,5 +238,5 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """Return whether the kernels' fp8 matmuls run on a device; Triton's interpreter has them."""
+    """Return whether fp8 matmuls of the kernels run on a device or in Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

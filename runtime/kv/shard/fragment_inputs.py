@@ -24,12 +24,12 @@ def lane_weights(decoder: KeyDecoder) -> tuple[Tensor, Tensor]:
     """Return the weights that map codes to keys, and the offsets of their products.
 
     Returns:
-        - e4m3 ``[kv_heads, steps / 2, dim, 4, 16]``. For each of two steps, there are 16 weights
-          of low and then 16 of high nibbles: those of the four bytes that each of four lanes has
-          in the step, see `fragments.load_codes`. The four times 16 bytes of a dimension are
-          swizzled as `wgmma` expects it.
-        - fp16 ``[kv_heads, 4, dim / 4]``: for lane t, offsets of dimensions 8 i + 2 t and the next
-          one, for all i.
+        - e4m3 ``[kv_heads, steps / 2, dim, 4, 16]``: for each of two steps, 16 weights of the low
+          nibbles, then 16 weights of the high nibbles. A step has the 16 bytes that four lanes
+          hold, four each, see `fragments.load_codes`. The four groups of 16 bytes of a dimension
+          are swizzled as `wgmma` expects.
+        - fp16 ``[kv_heads, 4, dim / 4]``: for each t, the offsets of dimensions ``8 i + 2 t`` and
+          ``8 i + 2 t + 1``, for all i.
     """
     weights, offsets, _ = decoder.kernel_inputs()
     heads, _, dim, size = weights.shape

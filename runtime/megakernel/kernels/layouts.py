@@ -101,7 +101,7 @@ def kept_input_layout(n):
 
 @gluon.constexpr_function
 def warp_sums_layout():
-    """Return the layout `[warp, 16, N]` in which each thread holds the sums of all warps."""
+    """Return the layout of sums `[warp, 16, N]` with the elements of all warps in one thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],

@@ -135,8 +135,7 @@ def measure(
     """Measure formats by teacher-forced passes. The passes of the baseline are shared.
 
     Args:
-        model: model on the CPU with KV format `dense`. Its attention kernel is the other kernel of
-            `Result.noise`.
+        model: model on the CPU with KV format `dense`, whose kernel computes `Result.noise`.
         formats: the formats by spec; None is exact KV.
         texts: int64 `[texts, tokens]`.
         inputs: description of the model and the texts, see `describe`.

@@ -148,8 +148,8 @@ TASKS: dict[str, Callable[[_Facts], Iterator[tuple[_Placed, list[_Asked]]]]] = {
 def samples_of(task: str, length: int, samples: int) -> int:
     """Return how many of ``samples`` samples to measure, to limit the time of long contexts.
 
-    The result is at least 1. Otherwise, the contexts of all samples have at most 2,560 tokens times
-    ``samples``. A sample of "passkey" has one context for each depth.
+    The contexts of the returned number of samples have at most ``2560 * samples`` tokens in total.
+    The result is 1 if even one sample has more. A sample of "passkey" has a context for each depth.
     """
     each = length * (len(DEPTHS) if TASKS[task] is _passkey else 1)
     return max(1, min(samples, samples * _TOKENS // each))
