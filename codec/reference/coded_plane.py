@@ -143,7 +143,7 @@ def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Code
 
 
 def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Tensor:
-    """Return the bit patterns `[columns, 32]` of a plane.
+    """Return the bit patterns of a plane, int64 `[columns, 32]`, padding included.
 
     Raises:
         FormatError: an entry is invalid.

@@ -24,7 +24,7 @@ class Chunk:
 
     Attributes:
         vacated: indices of the pages that the eviction after this chunk leaves without tokens, see
-            `runtime.pages.eviction.vacated_pages`; empty if this chunk is followed by no eviction.
+            `runtime.pages.eviction.vacated_pages`; empty if no eviction follows this chunk.
     """
 
     group: SequenceGroup

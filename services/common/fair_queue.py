@@ -78,7 +78,7 @@ class _Line(Generic[_Item]):
                 return
 
     def due(self, wanted: Callable[[_Item], bool]) -> Iterator[tuple[float, int, _Item]]:
-        """Yield, for each wanted item, the round in which it is due, its arrival number and itself."""
+        """Yield (round in which it is due, arrival number, item) for each wanted item."""
         due, weight = self.start, self.weight
         for urgency in self.urgencies:
             for item, number in self.ranks[urgency].items.items():

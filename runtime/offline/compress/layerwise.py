@@ -92,12 +92,12 @@ class LayerwiseModel:
     def backward(
         self, layer: Any, inputs: Tensor, gradients: Tensor, observe: Observer | None = None
     ) -> None:
-        """Compute a layer again, and the gradient of its inputs from that of its outputs.
+        """Compute a layer again, then the gradient of its inputs.
 
         Args:
             layer, observe: as in `forward`; the outputs of linears require gradients.
             inputs: activations before the layer.
-            gradients: gradient of the layer's outputs, replaced by that of its inputs.
+            gradients: gradient of the layer's outputs; overwritten with the gradient of its inputs.
         """
         with self.watch.measure("backward"):
             rope = self._rope(inputs)
