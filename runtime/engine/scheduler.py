@@ -13,9 +13,9 @@ completed, because it may still write to them. CUDA stream order does not protec
 because KV from another worker is written outside of the stream.
 
 If pages are encoded or prompt tokens evicted, output tokens attend to encoded pages or to the
-tokens that are kept. A prompt attends to all of its tokens in full precision. A preempted sequence
-is therefore prefilled to the end of its prompt, and its output tokens are decoded again as forced
-tokens (`SequenceState.forced`).
+tokens that are kept. A prompt attends to the KV of all of its tokens as it was computed. A
+preempted sequence is therefore prefilled to the end of its prompt, and its output tokens are
+decoded again as forced tokens (`SequenceState.forced`).
 """
 
 from bisect import insort

@@ -62,9 +62,7 @@ def build_gemm_model(
     """Pack a checkpoint as bf16; see also `runtime.models.build.build_model`.
 
     Args:
-        plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels. It
-            does not multiply out factor pairs whose outputs are summed over several ranks: a sum
-            of the output of V is smaller, and all ranks hold the bias.
+        plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels.
         reduce: see `build_model`.
 
     Raises:
@@ -77,22 +75,17 @@ def build_gemm_model(
     config = checkpoint.config
     device = torch.device(device)
     dtype = torch.bfloat16
-    chosen = create_format(
-        kv_format, config, device, dtype, by_halves=True, model_hash=checkpoint.model_hash
-    )
+    model_hash = checkpoint.model_hash
+    chosen = create_format(kv_format, config, device, dtype, by_halves=True, model_hash=model_hash)
     check_windows(chosen, config)
     if reason := _unsupported_family(config):
         raise ValueError(reason)
     plan = plan or KernelPlan()
     family = model_family(config)
     reduced = reduce is not one_rank
-    linears = family.layout(config).linears.items()
-    summed = {name for name, linear in linears if reduced and linear.split is Split.INPUT}
-    weights = PackedWeights.pack(plan.multiply_out(checkpoint, keep=summed), device)
-    attention = TritonAttention(
-        config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
-    )
-    fused = attention if chosen.dense_bf16 else None
+    weights = _packed(checkpoint, plan, device, reduced=reduced)
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    fused = TritonAttention(*heads, by_halves=True) if chosen.dense_bf16 else None
     return GemmModel(
         config=config,
         kv_format=chosen,
@@ -117,6 +110,19 @@ def build_gemm_model(
         weights=weights,
         reduced=reduced,
     )
+
+
+def _packed(
+    checkpoint: Checkpoint, plan: KernelPlan, device: torch.device, *, reduced: bool
+) -> PackedWeights:
+    """Return packed weights.
+
+    Factor pairs whose outputs are summed over several ranks are not multiplied out: a sum of the
+    output of V is smaller, and all ranks hold the bias.
+    """
+    linears = model_family(checkpoint.config).layout(checkpoint.config).linears.items()
+    summed = {name for name, linear in linears if reduced and linear.split is Split.INPUT}
+    return PackedWeights.pack(plan.multiply_out(checkpoint, keep=summed), device)
 
 
 def unsupported_by_gemm(
