@@ -74,7 +74,7 @@ class DecodeWorker(Worker):
     def observe(self) -> None:
         """Set the gauges of the worker and the landing slots."""
         super().observe()
-        self.receiver.observe()
+        self.receiver.set_gauges()
 
     async def close(self) -> None:
         """End the sessions with prefill workers and the engine's thread."""

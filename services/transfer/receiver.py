@@ -133,7 +133,7 @@ class Receiver:
                 )
         return None
 
-    def observe(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges of the landing slots."""
         held = sum(landing.held for landing in self.landing)
         quarantined = sum(landing.quarantined for landing in self.landing)
