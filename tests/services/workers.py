@@ -33,6 +33,7 @@ from services.transfer.endpoint import KVEndpoint
 from services.transfer.fetch import Fetch
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.slab import Slab
+from services.worker.codec_warm_up import warm_up_codec
 from services.worker.loading import Identity, Loaded, LoadedRank
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
@@ -63,6 +64,12 @@ def compile_loops(kv_format: str) -> None:
     drive(engine, *(Add(request_of(str(tokens), tokens)) for tokens in (1, CHUNK, 160)))
 
 
+@cache
+def compile_codec(kv_format: str, codebooks: bool) -> None:
+    """Compile what a transfer needs; see `compile_loops`."""
+    warm_up_codec(_load(kv_format=kv_format, codebooks=codebooks).rank, Slab(1, SLOT_BYTES))
+
+
 def load(
     *,
     codebooks: bool = False,
@@ -75,6 +82,17 @@ def load(
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
     compile_loops(kv_format)
+    compile_codec(kv_format, codebooks)
+    return _load(codebooks=codebooks, kv_format=kv_format, kv_eviction=kv_eviction, pages=pages)
+
+
+def _load(
+    *,
+    codebooks: bool = False,
+    kv_format: str = "dense",
+    kv_eviction: float = 0.0,
+    pages: int = 64,
+) -> Loaded:
     tiny = build_model(tiny_checkpoint(), kv_format=kv_format)
     engine = engine_of(tiny, pages=pages, chunk_tokens=CHUNK, kv_eviction=kv_eviction)
     model = ModelInfo(
