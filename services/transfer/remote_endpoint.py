@@ -20,6 +20,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import structlog
+
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import CacheLayout
 from runtime.pages.sent import SentTokens
@@ -30,6 +32,8 @@ from services.transfer.errors import ReadTimeout, TransferClosed, TransferError
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
 from services.transfer.nixl_agent import ReadDone
+
+log = structlog.get_logger()
 
 _CLOSE_S = 15.0
 """Maximum seconds in which the other process shuts its endpoint down."""
@@ -175,8 +179,8 @@ class RemoteEndpoint(KVEndpoint):
                     if self._is_closed:
                         raise TransferClosed("the endpoint is closed")
                     number = next(self._numbers)
-                    self._calls[number] = future
                     self._pipe.send(_Call(number, name, arguments, options))
+                    self._calls[number] = future  # its answer waits for the lock
         except (TransferClosed, OSError) as error:
             future.set_exception(TransferClosed(f"the rank of the endpoint has ended: {error}"))
         else:
@@ -189,6 +193,10 @@ class RemoteEndpoint(KVEndpoint):
             while True:
                 self._take(self._pipe.recv())
         except (EOFError, OSError):
+            log.debug("the pipe of a rank was closed")
+        except Exception:
+            log.exception("an answer of a rank cannot be used")
+        finally:
             self._end()
 
     def _take(self, answer: _Answer) -> None:
@@ -210,13 +218,15 @@ class RemoteEndpoint(KVEndpoint):
             future.set_result(answer.result)
 
     def _end(self) -> None:
-        """Fail all calls, because the other process has closed its end of the pipe.
+        """Close the pipe and fail all calls, because no further answers are read.
 
-        That process no longer accesses any memory.
+        Usually the other process has ended and accesses no memory. Otherwise, `fault` ends this
+        process.
         """
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             calls, self._calls = list(self._calls.values()), {}
+            self._pipe.close()
         error = TransferClosed("the process of a rank has ended")
         for future in calls:
             if not future.done():

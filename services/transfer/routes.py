@@ -1,6 +1,6 @@
 """Which rank of a prefill worker sends which KV heads to which rank of a decode worker."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import prefill_pb2 as pb
@@ -20,6 +20,10 @@ class Route:
     kv_heads: range
 
 
+MAX_RANKS = 64
+"""Maximum number of ranks of a worker. The lists and ranges of a peer are untrusted."""
+
+
 def routes_between(
     senders: Sequence[range], readers: Sequence[range], *, is_whole: bool = False
 ) -> tuple[Route, ...]:
@@ -33,24 +37,37 @@ def routes_between(
         is_whole: whether the KV heads of a rank must be sent together, as blocks of planes are.
 
     Raises:
-        ValueError: one side lacks a KV head of the other, or heads would have to be split.
+        ValueError: one side lacks a KV head of the other, heads would have to be split, or a side
+            has more than `MAX_RANKS` ranks.
     """
+    if max(len(senders), len(readers)) > MAX_RANKS:
+        raise ValueError(f"a worker has at most {MAX_RANKS} ranks")
     routes = []
     for reader, heads in enumerate(readers):
-        first = heads.start
-        while first < heads.stop:
-            sender = next((at for at, own in enumerate(senders) if first in own), None)
-            if sender is None:
-                raise ValueError(f"only the decode worker has head {first}")
-            end = min(heads.stop, senders[sender].stop)
-            routes.append(Route(sender, reader, range(first, end)))
-            first = end
-            if is_whole and not heads == senders[sender] == routes[-1].kv_heads:
+        for sender, part in _shares(heads, senders, "only the decode worker has head"):
+            routes.append(Route(sender, reader, part))
+            if is_whole and not heads == senders[sender] == part:
                 raise ValueError("this KV format does not split the heads of a rank")
-    for head in {head for heads in senders for head in heads}:
-        if not any(head in heads for heads in readers):
-            raise ValueError(f"only the prefill worker has head {head}")
+    for heads in senders:
+        for _ in _shares(heads, readers, "only the prefill worker has head"):
+            pass
     return tuple(routes)
+
+
+def _shares(heads: range, ranks: Sequence[range], missing: str) -> Iterator[tuple[int, range]]:
+    """Yield the ranks that have the heads, and the part of the heads that each provides.
+
+    Raises:
+        ValueError: no rank has a head; the message is ``missing`` and the head.
+    """
+    first = heads.start
+    while first < heads.stop:
+        rank = next((at for at, own in enumerate(ranks) if first in own), None)
+        if rank is None:
+            raise ValueError(f"{missing} {first}")
+        end = min(heads.stop, ranks[rank].stop)
+        yield rank, range(first, end)
+        first = end
 
 
 def heads_of(endpoint: pb.Endpoint) -> range:

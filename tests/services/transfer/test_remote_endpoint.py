@@ -232,3 +232,13 @@ def test_end_of_the_other_process_fails_all_calls(sides: Sides) -> None:
         sides.remote.fault.result(LIMIT_S)
     with pytest.raises(TransferClosed, match="has ended"):
         sides.remote.codec_idle().result(LIMIT_S)
+
+
+def test_answer_that_cannot_be_used_fails_all_calls_and_the_worker(sides: Sides) -> None:
+    waiting = sides.remote.read(SOURCE, 1, 64, deadline_s=1)
+    sides.remote.codec_idle().result(LIMIT_S)  # the other side has read the call
+    sides.pipe.send("not an answer")
+    with pytest.raises(TransferClosed):
+        waiting.result(LIMIT_S)
+    with pytest.raises(TransferClosed):
+        sides.remote.fault.result(LIMIT_S)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transfer.routes import Route, routes_between
+from services.transfer.routes import MAX_RANKS, Route, routes_between
 
 
 def split(heads: int, ranks: int) -> list[range]:
@@ -75,3 +75,17 @@ def test_heads_that_belong_together_are_not_split() -> None:
     for senders, readers in ((2, 1), (1, 2)):
         with pytest.raises(ValueError, match="does not split the heads of a rank"):
             routes_between(split(8, senders), split(8, readers), is_whole=True)
+
+
+def test_ranges_of_a_peer_are_not_expanded() -> None:
+    """A peer may claim any 32-bit numbers; each head of such a range would take minutes."""
+    with pytest.raises(ValueError, match="only the prefill worker has head 2"):
+        routes_between([range(2**32)], [range(2)])
+    with pytest.raises(ValueError, match="only the decode worker has head 2"):
+        routes_between([range(2)], [range(2**32)])
+
+
+def test_a_peer_with_too_many_ranks_is_refused() -> None:
+    assert len(routes_between([range(2)], [range(2)] * MAX_RANKS)) == MAX_RANKS
+    with pytest.raises(ValueError, match="at most 64 ranks"):
+        routes_between([range(2)], [range(2)] * (MAX_RANKS + 1))
