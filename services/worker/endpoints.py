@@ -26,9 +26,9 @@ async def open_endpoints(
     """
     rank = loaded.rank
     agent = TransferAgent(f"{role}-{loaded.identity.epoch}", rank.device, network=network)
-    endpoint = rank.new_endpoint(agent)
     try:
+        endpoint = rank.new_endpoint(agent)
         await warm_up_transfers(rank, endpoint)
         yield (endpoint,)
     finally:
-        await asyncio.to_thread(endpoint.close)
+        await asyncio.to_thread(agent.close)

@@ -3,9 +3,11 @@
 import pytest
 
 from services.common.errors import SettingsError
-from services.transfer.errors import TransferClosed
+from services.transfer.agent import TransferAgent
+from services.transfer.errors import TransferClosed, TransferUnavailable
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.network import TransferNetwork
+from services.transfer.slab import Slab
 from services.worker import endpoints
 from services.worker.endpoints import open_endpoints
 from tests.services.workers import LIMIT_S, load
@@ -45,3 +47,18 @@ async def test_endpoint_is_closed_if_its_codec_does_not_work(
         async with open_endpoints(load(), "prefill", NETWORK):
             pass
     assert_closed(opened[0])
+
+
+async def test_agent_is_closed_if_its_slab_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents: list[TransferAgent] = []
+
+    def refuse(agent: TransferAgent, slab: Slab) -> None:
+        agents.append(agent)
+        raise TransferUnavailable("the memory is refused")
+
+    monkeypatch.setattr(TransferAgent, "register", refuse)
+    with pytest.raises(TransferUnavailable):
+        async with open_endpoints(load(), "prefill", NETWORK):
+            pass
+    with pytest.raises(TransferClosed):
+        agents[0].codec_idle().result(LIMIT_S)
