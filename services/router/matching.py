@@ -12,7 +12,7 @@ _MAX_COMPARED = 16
 _MAX_VALUE_CHARS = 24
 """Maximum characters of a property's value in a reason."""
 _REMEDIES = {"chunk_tokens": "start both with the same chunk_tokens; auto depends on step_tokens"}
-"""What to do about a property that is a setting, or follows from one, by property."""
+"""Advice on properties that follow from settings, by name of the property."""
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 

@@ -81,7 +81,7 @@ class Shape:
 
 
 class Needs:
-    """What one request needs on the workers of each shape, computed once."""
+    """Needs of one request on each shape of workers, computed once."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
