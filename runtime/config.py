@@ -53,7 +53,8 @@ class ModelConfig:
         eos_token_ids: tokens that end the output.
         windows: for each layer, the number of last tokens that a token attends to, itself included,
             or None for all; empty if no layer has a sliding window.
-        first_kv_head: index of the first KV head, counted over all ranks; 0 for a whole model.
+        first_kv_head: index of this rank's first KV head among the KV heads of all ranks; 0 for a
+            whole model.
 
     Raises:
         ValueError: ``windows`` has a wrong length, or a window is empty.

@@ -58,14 +58,14 @@ def write_checkpoint(
     """Write ``checkpoint`` to ``directory``, one tensor after another.
 
     The write is atomic: files are written to a temporary directory beside the target, which is then
-    renamed. If the target already is a canonical checkpoint, it is kept.
+    renamed. If the target is already a canonical checkpoint, it is kept and nothing is written.
 
-    Beside the tensors of the checkpoint, which may be memory-mapped, it takes host memory for one
-    shard (`ShardWriter`).
+    Host memory is needed for one shard (`ShardWriter`), in addition to the tensors of the
+    checkpoint, which may be memory-mapped.
 
     Args:
         dtype: dtype to write; None keeps the dtype of each tensor.
-        progress: called with the bytes of each tensor.
+        progress: called with the number of bytes of each tensor when it is written.
 
     Raises:
         CheckpointError: ``directory`` exists and is not a canonical checkpoint.

@@ -53,7 +53,7 @@ def refuse_unsupported(
         known: if not empty, all other keys that have any value are refused too.
 
     Raises:
-        CheckpointError: it names the key.
+        CheckpointError: there is such a value. The message names its key.
     """
     for key, value in values.items():
         if value is None or key in known or not (known or key in neutral):

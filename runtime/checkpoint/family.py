@@ -60,7 +60,7 @@ class LinearTensor:
         """Return how ranks divide the weight.
 
         A rank computes some heads and some features of the MLP from the whole residual stream. The
-        linears that write the residual stream read only these.
+        linears that write the residual stream read only these heads or features.
         """
         return Split.INPUT if self.writes_residual else Split.OUTPUT
 

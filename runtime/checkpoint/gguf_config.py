@@ -34,7 +34,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0, 1),
     "use_parallel_residual": (False,),
 }
-"""Values without effect, by key, for keys that may change the computation or the files."""
+"""For each key that may change the computation or the set of files: its values without effect."""
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 

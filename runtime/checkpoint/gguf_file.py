@@ -33,7 +33,7 @@ _FINAL_NORM_NAME = "output_norm.weight"
 def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Checkpoint:
     """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
 
-    With None, layers are dequantized to fp32 each time they are accessed.
+    If ``dtype`` is None, layers are dequantized to fp32 each time they are accessed.
 
     Raises:
         CheckpointError: the file is malformed, or no model family supports its architecture.

@@ -59,7 +59,7 @@ def parse_context_length(hf_config: Mapping[str, Any]) -> int:
     """Return the context length in tokens.
 
     With YaRN, it is at least ``factor`` times the original context length, if the config has both.
-    Without the latter, ``max_position_embeddings`` may already be the extended length.
+    If it lacks the original length, ``max_position_embeddings`` may already be the extended one.
     """
     length = count(hf_config, "max_position_embeddings")
     rope = _rope_values(hf_config)
@@ -153,7 +153,7 @@ def _rope_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _original_context(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
     """Return the context length before scaling, or None if the config lacks it.
 
-    The key beside the rope parameters has priority.
+    The key at the top level of the config has priority over the one in ``rope``.
     """
     key = "original_max_position_embeddings"
     stated = (values for values in (hf_config, rope) if values.get(key) is not None)

@@ -19,7 +19,8 @@ Groups = tuple[tuple[str, ...], ...]
 def basis_groups(checkpoint: Checkpoint) -> Groups:
     """Return the groups of linears whose V is the same tensor object, in the order of layers.
 
-    Layers that are read whenever they are accessed share no tensors, and are not read here.
+    Layers that are read on demand (`LayersOnDemand`) share no tensors: there is no group, and the
+    layers are not read.
     """
     if isinstance(checkpoint.layers, LayersOnDemand):
         return ()
@@ -32,7 +33,7 @@ def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
 
 
 def groups_of(pairs: Mapping[str, FactorPair]) -> Groups:
-    """Return `basis_groups` of named factor pairs."""
+    """Return the groups of names whose factor pairs have the same V tensor object."""
     owners: dict[int, list[str]] = {}
     for name, pair in pairs.items():
         owners.setdefault(id(pair.v), []).append(name)

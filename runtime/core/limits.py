@@ -11,7 +11,8 @@ class Limits:
         max_running: number of batch slots. Each choice of a request takes one slot.
         max_waiting: maximum number of requests that wait for batch slots or pages.
         step_tokens: maximum number of tokens computed in one step: one for each running sequence,
-            and prompt tokens. A step computes at least one page of prompt tokens if any wait.
+            the others prompt tokens. If prompts wait, a step may exceed it to compute one page of
+            them.
         chunk_tokens: maximum number of prompt tokens of one sequence computed in one step, a
             multiple of the page size.
     """

@@ -11,7 +11,7 @@ class EngineOptions:
     """Options of one engine. They are equal on all ranks of a worker.
 
     Attributes:
-        pages: number of pages of each page group, for sequences.
+        pages: number of pages of each page group that sequences can use, without null pages.
         limits: limits of the batch, the queue and the tokens of a step.
         kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.pages.eviction`.
         replay: whether to launch steps as CUDA graphs. Without replay, the host takes longer to

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 
 
 def max_logprobs(vocab_size: int) -> int:
-    """Return the maximum of ``SamplingParams.logprobs`` for a vocabulary."""
+    """Return the maximum of ``SamplingParams.logprobs`` for a vocabulary of this size."""
     return min(vocab_size, MAX_LOGPROBS)
 
 
@@ -143,7 +143,7 @@ class Request:
         return min(self.prompt_tokens + self.max_tokens, context_length)
 
     def finish_reason(self, token: int, length: int, limit: int) -> FinishReason | None:
-        """Return the reason if a choice ends with a token, else None.
+        """Return why a choice ends with ``token``, or None if it continues.
 
         Args:
             length: number of tokens of the choice up to this one, including the prompt.

@@ -49,10 +49,10 @@ class SequenceState:
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
-        cancelled: whether the choice was cancelled while its prompt or KV was not complete. It ends
-            when it would start to run.
-        resolved: whether the device could sample the last token. If not, the host must complete the
-            sampling, and the step must be read before the next one is launched.
+        cancelled: whether the choice was cancelled before its prompt was computed or its KV
+            received. It ends when it would otherwise start to run.
+        resolved: False if the device could not sample the last token. The host must then complete
+            the sampling, and read the step before it launches the next one.
     """
 
     request: Request

@@ -83,14 +83,12 @@ class Computed:
 
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size. It is 0 for
-            the first chunk, with which reused tokens are reported (`SequenceGroup.reused`). A
-            prompt of which tokens are evicted is reported once, as one chunk of the tokens that are
-            kept.
+            the first chunk, which includes reused tokens (`SequenceGroup.reused`). A prompt with
+            evicted tokens is reported once, as one chunk of the tokens that are kept.
         page_tables: for each page group, ids of the chunk's pages by their index in the chunk.
-            Pages that the group does not hold are `FREED`, or lack at the end.
+            Pages that the group does not hold are `FREED`, or left out at the end.
         ready: number of the event recorded once the KV is in the pages, for which other CUDA
-            streams and other processes must wait (`PagedCache.events`). None: there is no need to
-            wait.
+            streams and other processes must wait (`PagedCache.events`). None if they need not wait.
         evicted: number of tokens that were evicted.
         completes: whether this is the last chunk of the prompt.
         samples: whether first tokens are sampled after this chunk. They are not if more chunks or
@@ -113,9 +111,9 @@ class Reserved:
 
     Attributes:
         page_tables: for each page group, page ids by the index of the page in the sequence. Pages
-            that are not sent in the group are `FREED`, or lack at the end.
-        ready: number of the event after which the engine's earlier work does not touch the pages
-            (`PagedCache.events`); None as in `Computed`.
+            that are not sent in the group are `FREED`, or left out at the end.
+        ready: number of the event after which no earlier work of the engine accesses the pages
+            (`PagedCache.events`); None if there is nothing to wait for.
         first_token: position of the first token whose KV must be received, a multiple of the page
             size; see `SequenceGroup.reused`.
     """

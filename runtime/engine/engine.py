@@ -41,7 +41,7 @@ class _InFlightStep:
     """A launched step whose tokens are not read yet.
 
     Attributes:
-        sequences: sequences for which it samples a token, see `StepPlan.sampled`.
+        sequences: sequences for which the step samples a token, see `StepPlan.sampled`.
     """
 
     launched: LaunchedStep
@@ -218,8 +218,8 @@ class Engine:
     def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
 
-        Reused tokens are added with the first chunk. Of a prompt with evicted tokens, all that is
-        kept is added with the last chunk.
+        Reused tokens are part of the first chunk. If tokens of a prompt are evicted, its kept
+        tokens are added as one chunk when the prompt is complete.
         """
         first = 0 if chunk.starts else chunk.first
         end, evicted = chunk.end, chunk.group.evicts
@@ -255,7 +255,10 @@ class Engine:
         )
 
     def _collect(self, step: _InFlightStep, output: StepOutput) -> None:
-        """Read the tokens of a step, and drop those of sequences that were dropped."""
+        """Read the tokens of a step.
+
+        Ignore those of sequences that were dropped in the meantime.
+        """
         draws = step.launched.read()
         self._scheduler.step_completed(step.sequences)
         for sequence, draw in zip(step.sequences, draws, strict=True):
@@ -294,7 +297,10 @@ class Engine:
             self.executor.copy_pages(at, [last] * len(others), own)
 
     def _accept(self, sequence: SequenceState, draw: Draw | None, output: StepOutput) -> None:
-        """Append a sampled token and report it. Without a draw, refuse the request."""
+        """Append a sampled token and report it.
+
+        If its logits are not finite, refuse the request.
+        """
         request = sequence.request
         if draw is None:
             fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")

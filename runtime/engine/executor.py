@@ -1,8 +1,8 @@
 """Interface between an engine, which schedules, and the ranks that compute its steps.
 
 An engine calls the methods of an executor on one thread, in this order for each step: `launch`,
-`copy_pages`, and later `LaunchedStep.read`. An executor changes nothing in a plan, and keeps the
-state of a sequence from one step to the next by `SequenceState.arrival`. A rank in another process
+`copy_pages`, and later `LaunchedStep.read`. An executor changes nothing in a plan. Between steps,
+it stores its own state of each sequence under `SequenceState.arrival`. A rank in another process
 therefore implements the same interface by sending a copy of each plan to an executor there.
 """
 
@@ -23,7 +23,7 @@ from runtime.steps.warm_up import Progress
 
 @dataclass(frozen=True)
 class ExecutorShape:
-    """Sizes for which an engine schedules. They are equal on all ranks of a worker.
+    """Sizes that an engine needs for scheduling. They are equal on all ranks of a worker.
 
     Attributes:
         config: shape of the model. Ranks that hold some of its heads differ in the numbers of
@@ -41,7 +41,7 @@ class Executor(ABC):
     """One rank of a worker: a device with weights, KV pages and the graphs of steps.
 
     Attributes:
-        shape: sizes for which steps may be planned.
+        shape: sizes that limit the steps of the engine.
         device: the rank's device.
         lookahead: whether a step should be launched before the previous one is read.
     """
@@ -56,7 +56,7 @@ class Executor(ABC):
 
     @abstractmethod
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        """Return whether a step that decodes ``sequences`` may be launched before reading."""
+        """Return whether a step with ``sequences`` may be launched before the last step is read."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:

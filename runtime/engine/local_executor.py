@@ -26,7 +26,7 @@ class LocalExecutor(Executor):
 
     Raises:
         KVFormatError: tokens cannot be evicted from the pages.
-        ValueError: there are numbers of pages for other page groups than the cache has.
+        ValueError: ``options.pages`` does not have one number for each page group of the cache.
     """
 
     def __init__(self, model: Model, options: EngineOptions) -> None:

@@ -1,8 +1,8 @@
-"""Pages of sequences: the pools of one engine, the need for pages, and deferred release.
+"""Pages of sequences: the pools of one engine, admission, growth and deferred release.
 
-There is a pool for each page group. A prompt is computed over all of its pages. Pages that have
-left the window of their group are freed after each decode step. In a prompt, they are freed after
-each chunk, or after the last chunk if the cache encodes pages.
+There is a pool for each page group. All pages of a prompt are allocated before its first chunk.
+Pages that have left the window of their group are freed after each decode step. While a prompt is
+computed, they are freed after each chunk, or after the last chunk if the cache encodes pages.
 
 A page released while steps are in flight becomes free when the latest of them has completed.
 """
@@ -24,10 +24,10 @@ class SequencePages:
         total: number of pages of each group.
 
     Attributes:
-        plan: counts of the pages that sequences need.
+        plan: computes the numbers of pages that sequences need.
         pools: pool of each group.
         total: number of pages of each group.
-        windows: whether pages leave the window of a group.
+        windows: whether any group has a window, so that pages leave it.
 
     Raises:
         ValueError: a group has no pages.
@@ -136,13 +136,14 @@ class SequencePages:
                 self.release_left(sequence, tokens)
 
     def release_left(self, sequence: SequenceState, length: int) -> None:
-        """Release the pages of a sequence that steps after the launched one do not use.
+        """Release the pages of a sequence that have left the windows of their groups.
 
-        Call it when the step was launched with the right tokens. If the cache encodes pages, that
-        step encodes those that leave the window. For choices without pages, this does nothing.
+        Call it only if the step that attended to ``length`` tokens will not be repeated. If the
+        cache encodes pages, that step encodes those that leave the window. Choices without pages
+        are ignored.
 
         Args:
-            length: tokens of the sequence to which the launched step attends.
+            length: number of tokens of the sequence to which that step attends.
         """
         if not sequence.page_tables:
             return

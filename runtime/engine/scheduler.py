@@ -36,7 +36,7 @@ class Scheduler:
     """Queues, batch slots and pages of one engine. The same calls give the same results.
 
     Args:
-        plan, total: counts and number of the pages; see `SequencePages`.
+        plan, total: page plan and numbers of pages; see `SequencePages`.
         kv_eviction: fraction of the tokens of a prompt to evict.
 
     Attributes:
@@ -184,7 +184,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Allocate pages for running sequences, admit waiting groups and choose prompt chunks.
 
-        The caller must read the in-flight step first if `must_preempt` is true.
+        If `must_preempt` is true, the caller must read the in-flight step before it calls this.
         """
         decode = self.continuing
         refused = self._grow(decode)
@@ -258,7 +258,7 @@ class Scheduler:
         return True
 
     def expects_token(self, sequence: SequenceState) -> bool:
-        """Return whether a token sampled for a sequence is used: it is running or held."""
+        """Return whether a sampled token is used: whether its sequence is running or held."""
         if sequence.running:
             return True
         group = self._held.get(sequence.request.id)

@@ -33,9 +33,9 @@ class WaitingQueue(list[SequenceGroup]):
         insort(self, group, key=by_arrival)
 
     def overflow(self) -> Iterator[SequenceGroup]:
-        """Yield groups that `take_fresh` would return, newest first, while there are too many.
+        """Yield groups submitted since `take_fresh`, newest first, while the limit is exceeded.
 
-        The caller removes each of them.
+        The caller must remove each group before it takes the next one.
         """
         for group in reversed(self._fresh):
             if len(self) <= self._limit:

@@ -42,12 +42,13 @@ class Events:
         return number
 
     def wait(self, number: int | None) -> None:
-        """Block until an event is recorded, then let the current stream wait for it; None: nothing.
+        """Block until an event is recorded, then let the current stream wait for it.
 
-        Instead of an event that is not kept any more, it waits for the oldest one that is kept.
+        None returns at once. For an event that is no longer kept, the stream waits for the oldest
+        one that is kept, which was recorded later.
 
         Raises:
-            EventTimeout: it was not recorded in time.
+            EventTimeout: the event was not recorded in time.
         """
         if number is None:
             return

@@ -50,7 +50,7 @@ class PackedLinear:
     same block size. Otherwise a single row is padded.
 
     Attributes:
-        stored: the weight, or None if only oneDNN can read it.
+        stored: the weight in a form that compiled loops read; None if only oneDNN can read it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -119,15 +119,16 @@ class Projection:
 
     If all are dense, one matmul multiplies the input by the stacked weights. Otherwise, the first
     matmul multiplies the input by the stacked V of factor pairs and W of dense layers. The U of
-    each factor pair then multiplies its slice of the result. Ranks may differ.
+    each factor pair then multiplies its slice of the result. The factor pairs may have different
+    ranks.
 
     Args:
         shared: first matmuls of earlier projections. One with the same weights is reused; a new one
             is added.
-        reduce: sum over ranks of the output of the first matmul. If ranks hold columns of the
-            weights (`runtime.checkpoint.family.Split.INPUT`), each computes an addend of that
-            output, which has the rank of the layer if it is a factor pair. The bias of a dense
-            layer is then held by one rank only.
+        reduce: sum over the ranks of the worker, applied to the output of the first matmul. If the
+            ranks hold columns of the weights (`runtime.checkpoint.family.Split.INPUT`), each
+            computes one addend of that output. The bias of a dense layer is then held by one rank
+            only.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> N
 
     Args:
         source: the weight.
-        blocks: number of blocks of the weight.
+        blocks: number of blocks of LANES rows of the weight.
         x: fp32 `[n, in]`.
         k_block: number of columns whose products are summed before the sum is added to the output,
             a multiple of GROUP.

@@ -54,7 +54,7 @@ def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
 class _Buffer:
     """Memory for one expanded weight. All weights of a shape share it.
 
-    A weight of distinct values shows the layout.
+    Whether oneDNN uses a known layout is determined by packing a weight of distinct values.
     """
 
     def __init__(self, shape: torch.Size) -> None:

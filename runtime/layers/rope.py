@@ -42,7 +42,7 @@ def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Apply Llama 3.1 scaling: divide low frequencies by the factor, keep high ones."""
+    """Apply Llama 3.1 scaling: divide low frequencies, keep high ones, interpolate in between."""
     wavelengths = 2 * math.pi / frequencies
     blend = (rope.original_context / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor

@@ -1,4 +1,4 @@
-"""Builds models whose linear layers are torch's or, on the CPU, oneDNN's and our compiled loops."""
+"""Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
 from dataclasses import fields, is_dataclass, replace
 from functools import partial

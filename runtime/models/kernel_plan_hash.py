@@ -1,4 +1,7 @@
-"""Hash of the kernels that compute results, which two workers compare."""
+"""Hash of everything that determines the results of a worker's kernels.
+
+Workers compare it in the handshake.
+"""
 
 import hashlib
 import json
@@ -10,10 +13,10 @@ from runtime.models.model import Model
 
 
 def kernel_plan_hash(model: Model) -> str:
-    """Return the hash of everything that determines results, except weights and KV format.
+    """Return the hash of software, hardware and kernel choices that determine a model's results.
 
-    If it differs, results may not be bitwise identical. The handshake compares the weights and
-    the KV format separately.
+    If it differs between workers, results may not be bitwise identical. The handshake compares
+    weights and KV format separately.
 
     Returns:
         16 hex digits.

@@ -2,7 +2,7 @@
 
 The behaviour is that of the transformers library. A key that transformers ignores for an
 architecture is ignored here, too. The exception are keys that change the computation of other
-architectures: only values without effect are accepted, see `_NEUTRAL`.
+architectures: they may have only values without effect, see `_NEUTRAL`.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "transformers_weights": (),
 }
-"""Values without effect, by key, for keys that change the computation of some architectures."""
+"""For each key that changes the computation of some architecture: its values without effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Architecture:
         kv_heads: default of ``num_key_value_heads``; None: the number of query heads.
         head_dim: default of ``head_dim``; None: ``hidden_size / num_attention_heads``.
         biased: linears that always have a bias.
-        biased_if: linears that have a bias if a config key is true, by this key.
+        biased_if: maps a config key to the linears that have a bias if the key is true.
         qk_norm: whether query and key heads have a norm.
-        window: whether attention is limited to ``sliding_window``; with ``opt-in``, only if
+        window: whether attention is limited to ``sliding_window`` tokens; ``opt-in``: only if
             ``use_sliding_window`` is true.
     """
 
@@ -103,8 +103,8 @@ def has_qk_norm(hf_config: Mapping[str, Any]) -> bool:
 def parse_llama(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """See `CheckpointFamily.parse_config`.
 
-    Sliding-window attention is not implemented. Within the window it equals full attention, so
-    ``context_length`` is limited to the window of models that use one.
+    Sliding-window attention is not implemented for this family. It equals full attention for
+    sequences within the window, so ``context_length`` is limited to the window of models with one.
     """
     architecture = str(architecture_of(hf_config))
     known = ARCHITECTURES[architecture]

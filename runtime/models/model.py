@@ -92,8 +92,8 @@ class Model:
     def stages(self, batch: Batch, cache: PagedCache) -> list[Callable[[], Tensor]]:
         """Return the parts of `forward`: the embedding, every layer, and the logits.
 
-        Each function must be called once, in order. The last one returns the logits; a CUDA graph
-        may capture each of them.
+        Each function must be called once, in order. The last one returns the logits. Each of them
+        may be captured as a CUDA graph.
         """
         hidden = torch.empty(0)
 

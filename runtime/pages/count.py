@@ -24,7 +24,7 @@ class PageCount(tuple[int, ...]):
         return f"PageCount{tuple(self)}"
 
     def fits(self, free: "PageCount") -> bool:
-        """Return whether there are enough pages of all groups."""
+        """Return whether ``free`` has at least this many pages of each group."""
         return all(map(le, self, free)) and not any(self[len(free) :])
 
     def times(self, count: int) -> "PageCount":

@@ -12,9 +12,9 @@ Generative Inference", MLSys 2024.
 from runtime.pages.window import SINK_PAGES, first_recent
 
 MIN_PROMPT = 128
-"""Prompts with fewer tokens are not evicted."""
+"""Minimum length in tokens of prompts whose tokens are evicted."""
 QUERIES = 32
-"""Number of last prompt tokens whose attention scores the others; at most `MIN_PROMPT`."""
+"""Number of last prompt tokens whose attention determines scores; at most `MIN_PROMPT`."""
 
 
 def evicted_tokens(prompt_tokens: int, share: float, page_size: int) -> int:

@@ -20,7 +20,7 @@ class Part(StrEnum):
 
     ALL = "all"
     ENDS = "ends"  # the sinks, and the pages of the window
-    MIDDLE = "middle"  # all pages between them
+    MIDDLE = "middle"  # all pages between the sinks and the window
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -37,11 +37,12 @@ class PageGroup:
     Attributes:
         name: name, unique among the groups of a cache.
         part: pages of a sequence that the group holds.
-        sink_pages: number of sinks.
+        sink_pages: number of sinks, in pages.
         window: number of tokens in the window, including the one that attends.
 
     Raises:
-        ValueError: a value is out of bounds, or a group of `Part.ALL` has sinks or a window.
+        ValueError: a value is out of bounds, a group of `Part.ALL` has sinks or a window, or
+            another group has no window.
     """
 
     name: str
@@ -61,7 +62,7 @@ class PageGroup:
         """Return the index of the first page after the sinks that is in the window.
 
         Args:
-            tokens: number of tokens with KV, including the token that attends.
+            tokens: length of the sequence, including the token that attends.
         """
         return max(self.sink_pages, (tokens - self.window) // page_size)
 

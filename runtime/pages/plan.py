@@ -39,7 +39,7 @@ _Paged = TypeVar("_Paged", bound=Paged)
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Numbers of pages of sequences on one worker.
+    """Computes the numbers of pages that sequences need on one worker.
 
     Methods take a group as its index in ``groups``.
 
@@ -67,7 +67,7 @@ class PagePlan:
             raise ValueError(f"groups into which pages are encoded must be the last: {self.groups}")
 
     def count(self, pages: Mapping[str, int]) -> PageCount:
-        """Return numbers of pages that are given by the name of the group.
+        """Return numbers of pages, given by group name, as a `PageCount`.
 
         Raises:
             ValueError: the names are not those of the groups.
@@ -78,12 +78,12 @@ class PagePlan:
         return PageCount(*map(pages.__getitem__, names))
 
     def by_name(self, pages: PageCount) -> dict[str, int]:
-        """Return numbers of pages by the name of the group."""
+        """Return the numbers of ``pages`` by group name."""
         return {group.name: count for group, count in zip(self.groups, pages, strict=True)}
 
     @cached_property
     def prompt_groups(self) -> int:
-        """Number of groups over which prompts are computed; those of `Part.MIDDLE` follow them."""
+        """Number of groups that prompts use while computed: all but those of `Part.MIDDLE`."""
         return sum(group.part is not Part.MIDDLE for group in self.groups)
 
     @property
@@ -95,11 +95,11 @@ class PagePlan:
         return self.prompt_groups < len(self.groups)
 
     def pages(self, tokens: int) -> int:
-        """Return the number of pages of a sequence, including pages that left a window."""
+        """Return the number of pages of a sequence, including those that have left a window."""
         return pages_for(tokens, self.page_size)
 
     def full(self, tokens: int) -> int:
-        """Return the number of full pages of a sequence."""
+        """Return the number of full pages of a sequence of ``tokens`` tokens."""
         return tokens // self.page_size
 
     def span(self, first_token: int, end: int) -> range:
@@ -107,11 +107,11 @@ class PagePlan:
         return range(first_token // self.page_size, pages_for(end, self.page_size))
 
     def filled(self, pages: range, tokens: int) -> int:
-        """Return the number of tokens in some pages of a sequence of ``tokens`` tokens."""
+        """Return the number of tokens in ``pages`` of a sequence of ``tokens`` tokens."""
         return max(0, min(pages.stop * self.page_size, tokens) - pages.start * self.page_size)
 
     def each(self, pages: int) -> PageCount:
-        """Return the same number of pages of each group."""
+        """Return a count of ``pages`` pages of each group."""
         return PageCount(*(pages for _ in self.groups))
 
     @cached_property
@@ -121,7 +121,7 @@ class PagePlan:
 
     @property
     def null_pages(self) -> PageCount:
-        """Pages, allocated to no sequence, for the padding of replayed passes."""
+        """Number of null pages of each group. Padding of replayed passes writes to them."""
         return PageCount(*(int(at < self.prompt_groups) for at in range(len(self.groups))))
 
     def ends(self, tokens: int) -> PageCount:
@@ -129,9 +129,12 @@ class PagePlan:
         return PageCount(*(group.end(tokens, self.page_size) for group in self.groups))
 
     def computed(self, tokens: int, evicted: int = 0) -> PageCount:
-        """Return the pages that a prompt needs while it is computed, and then held or decoded.
+        """Return the numbers of pages to allocate for a prompt before its first chunk.
+
+        They include the pages of `Part.MIDDLE` into which the complete prompt is encoded.
 
         Args:
+            tokens: number of prompt tokens to compute.
             evicted: number of the tokens that are evicted after the prompt is complete.
         """
         if self._dense:
@@ -140,12 +143,12 @@ class PagePlan:
         return PageCount(*(len(self.prompt(tokens, group, evicted)) for group in groups))
 
     def received(self, tokens: int) -> PageCount:
-        """Return the pages into which the KV of a prompt is received, without evicted tokens."""
+        """Return the numbers of pages that receive the KV of a prompt of ``tokens`` kept tokens."""
         sent = (self.sent(tokens, group) for group in range(len(self.groups)))
         return PageCount(*(sum(map(len, ranges)) for ranges in sent))
 
     def prompt(self, tokens: int, group: int, evicted: int = 0) -> range:
-        """Return the pages of a group that a prompt needs while it is computed, as indices.
+        """Return which pages of a group to allocate for a prompt, as indices within the sequence.
 
         Args:
             evicted: see `computed`.
@@ -162,7 +165,7 @@ class PagePlan:
         attend to other KV than a prompt does, so decode steps compute them again.
 
         Args:
-            tokens: known tokens, including those of the output.
+            tokens: number of known tokens, including those of the output.
             evicted: see `computed`.
         """
         return prompt_tokens if self.encodes or evicted else tokens
@@ -181,13 +184,13 @@ class PagePlan:
         choices: int = 1,
         received: bool = False,
     ) -> PageCount:
-        """Return the free pages that choices of a request need to run their first decode step.
+        """Return the numbers of free pages that a request needs up to its first decode step.
 
         Pages of `Part.MIDDLE` are counted for all known tokens, including forced ones, because the
         sequence keeps them.
 
         Args:
-            tokens: tokens of the prompt.
+            tokens: number of prompt tokens to prefill or receive, including evicted ones.
             limit: maximum length of a choice, including the prompt.
             known: number of tokens that the host knows, including forced ones after the prompt.
             evicted: number of prompt tokens that are evicted after the prompt is complete.
@@ -214,13 +217,13 @@ class PagePlan:
     def decode(
         self, prompt: int, length: int, *, choices: int = 1, computed: bool = False
     ) -> PageCount:
-        """Return the maximum pages that the choices of a request occupy before a length is reached.
+        """Return the maximum pages of all choices of a request until each has ``length`` tokens.
 
         Choices share full pages of the prompt, except those in their windows.
 
         Args:
-            prompt: tokens of the prompt.
-            length: tokens of each choice with KV, including the prompt.
+            prompt: number of prompt tokens.
+            length: number of tokens of each choice that have KV, including the prompt.
             computed: whether this worker also computes the prompt.
         """
         if self._dense:
@@ -243,7 +246,7 @@ class PagePlan:
         return PageCount(*map(need, self.groups))
 
     def max_tokens(self, pages: PageCount) -> int:
-        """Return the KV tokens of the longest sequence that these pages hold in decode."""
+        """Return the KV tokens of the longest sequence that fits into ``pages`` in decode."""
         longest = UNBOUNDED
         for group, count in zip(self.groups, pages, strict=False):
             if group.part is Part.MIDDLE:
@@ -279,6 +282,10 @@ class PagePlan:
     def batch(self, sequences: int, prompt: int) -> PageCount:
         """Return the pages of `Part.ENDS` that a full batch and one prompt use; 0 for other groups.
 
+        Args:
+            sequences: number of sequences in the batch.
+            prompt: number of tokens of the prompt that is computed beside it.
+
         A sequence keeps one page more than its last step used, until that step has completed. The
         engine waits for this step if no page is free (`Scheduler.must_preempt`).
         """
@@ -298,17 +305,17 @@ class PagePlan:
 
     @cached_property
     def _dense(self) -> bool:
-        """Whether there is one group with all pages."""
+        """Whether the only group is of `Part.ALL`."""
         return len(self.groups) == 1 and self.groups[0].part is Part.ALL
 
     @cached_property
     def _encoded_groups(self) -> tuple[tuple[int, int], ...]:
-        """Groups of `Part.MIDDLE`, and their windows."""
+        """Pairs of the index of each group of `Part.MIDDLE` and its window in tokens."""
         groups = range(self.prompt_groups, len(self.groups))
         return tuple((at, self.groups[at].window) for at in groups)
 
     def _recent(self, group: PageGroup, length: int) -> int:
-        """Return the maximum pages of a group of `Part.ENDS` for a sequence up to a length."""
+        """Return the maximum pages of one sequence in a group of `Part.ENDS` up to a length."""
         return min(self.pages(length), group.max_held(self.page_size))
 
     def _encoded(self, group: PageGroup, prompt: int, length: int, choices: int) -> int:
@@ -320,6 +327,6 @@ class PagePlan:
         return shared + choices * (group.middle(length, self.page_size) - shared)
 
     def _shared(self, prompt: int, length: int, choices: int) -> int:
-        """Return the pages of choices that share the full pages of a prompt."""
+        """Return the number of pages of all choices together, which share full prompt pages."""
         full = self.full(prompt)
         return full + choices * (self.pages(length) - full)

@@ -23,8 +23,8 @@ class SentTokens:
             worker has the KV of earlier tokens. So far always 0.
 
     Raises:
-        ValueError: ``first`` is out of bounds, is not at a page boundary, or tokens are evicted,
-            which mixes the tokens of pages.
+        ValueError: ``first`` is out of bounds, is not at a page boundary, or is not 0 although
+            tokens are evicted (eviction moves tokens between pages).
     """
 
     plan: PagePlan
@@ -65,7 +65,7 @@ class SentTokens:
 
     @classmethod
     def whole(cls, plan: PagePlan, tokens: int) -> Self:
-        """Return all tokens of a prompt."""
+        """Return the value for a prompt whose tokens are all computed and sent."""
         return cls(plan, tokens, tokens)
 
     @property

@@ -1,8 +1,8 @@
 """Bytes of the KV of sequences, and sizes of the page pools of a worker.
 
-Groups of `Part.ENDS` need a limited number of pages: those of the windows of a batch and of one
-prompt (`PagePlan.batch`). The number of pages of the other groups grows with the lengths of the
-sequences; all of these groups get the same number.
+Page groups of `Part.ENDS` (sinks and window) need a bounded number of pages: the sinks and windows
+of a full batch, and all pages of one prompt (`PagePlan.batch`). The other groups need pages for
+every token, and all get the same number.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ class PageBytes:
         groups: bytes of a page of each group, summed over all planes of the group.
 
     Raises:
-        ValueError: the number of sizes is not that of the groups, or one is out of bounds.
+        ValueError: there is not one size for each group of the plan, or one is out of bounds.
     """
 
     plan: PagePlan
@@ -56,8 +56,8 @@ def pools_of_tokens(plan: PagePlan, tokens: int, windows: PageCount) -> PageCoun
     """Return the number of pages of each group for a pool of ``tokens`` token slots.
 
     Args:
-        windows: pages wanted for the groups of `Part.ENDS`. A group gets at most the pages of
-            ``tokens``.
+        windows: pages wanted for the groups of `Part.ENDS`, see `PagePlan.batch`. A group gets at
+            most the pages of ``tokens``.
     """
     pages = plan.full(tokens)
     return _pools(plan, windows, pages, pages)
@@ -67,11 +67,11 @@ def pools_of_bytes(pages: PageBytes, size: int, windows: PageCount, most: int) -
     """Return the number of pages of each group that fit into ``size`` bytes.
 
     Groups of `Part.ENDS` take at most half of the bytes, if there are other groups. If ``windows``
-    takes more, one maximum for the number of pages applies to all groups of `Part.ENDS`.
+    takes more, their numbers of pages are reduced to a common maximum.
 
     Args:
         size: bytes, at least `least_bytes`.
-        windows: pages wanted for the groups of `Part.ENDS`.
+        windows: pages wanted for the groups of `Part.ENDS`, see `PagePlan.batch`.
         most: maximum number of pages of a group.
     """
     plan, growing = pages.plan, pages.growing
@@ -101,7 +101,7 @@ def token_bytes(pages: PageBytes) -> float:
 
 
 def least_bytes(pages: PageBytes) -> int:
-    """Return the minimum size for which `pools_of_bytes` returns a page of each group, bytes."""
+    """Return the minimum number of bytes with which `pools_of_bytes` gives each group a page."""
     return 2 * pages.ends + pages.growing if pages.growing else pages.ends
 
 

@@ -14,6 +14,6 @@ def first_recent(
     Pages from ``sink_pages`` up to this one are encoded, and no others.
 
     Args:
-        length: tokens of the sequence, the one that is being attended included.
+        length: number of tokens of the sequence, including the one that attends.
     """
     return max(sink_pages, (length - window) // page_size)

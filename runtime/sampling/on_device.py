@@ -97,7 +97,7 @@ class DeviceSampler:
         self.logprobs = zeros(rows, 1, dtype=torch.float32)
         self.top_logprobs = zeros(rows, top, dtype=torch.float32)
         self.top_tokens = zeros(rows, top)
-        # int64; rows from _WORDS on hold the bits of fp64 values.
+        # int64 parameters by row; those from _WORDS on hold the bits of fp64 values.
         self._parameters = zeros(_WORDS + _REALS, rows)
         self._greedy = self._parameters[0]
         self._top_k = self._parameters[1, :, None]

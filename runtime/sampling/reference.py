@@ -184,7 +184,7 @@ def _mix64(value: int) -> int:
 
 
 def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
-    """Draw from the candidates. Where they do not suffice, draw from the whole vocabulary."""
+    """Draw from the most probable tokens of each row, or from all tokens where needed."""
     tokens, resolved = draw(logits, parameters)
     found: list[int] = tokens.tolist()
     missing = [number for number, known in enumerate(resolved.tolist()) if not known]
@@ -198,8 +198,9 @@ def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
 def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Draw from the filtered distributions of rows ``[m, vocab]`` by inverting the CDF.
 
-    Tokens are in descending order of probability, so that a few candidates suffice for most rows.
-    Equally probable tokens are in the order of their ids, whatever order `Tensor.topk` gives them.
+    Tokens are in descending order of probability. The `_CANDIDATES` most probable ones (the
+    candidates) suffice for most rows. Equally probable tokens are in the order of their ids,
+    whatever order `Tensor.topk` gives them.
 
     Returns:
         Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. If they did not, the
@@ -212,7 +213,7 @@ def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
     # Rank of the pick among tokens with the same logit.
     rank = picks[:, None] - (values > picked).sum(dim=-1, keepdim=True)
     equal = torch.where(values == picked, indices, vocab - 1).sort(dim=-1).values
-    # Only some of the tokens with the least logit of the candidates may be among them.
+    # Tokens whose logit equals the smallest candidate's may be missing from the candidates.
     complete = (picked > values[:, -1:]) | (values.shape[-1] == vocab)
     return equal.gather(1, rank)[:, 0], resolved & complete[:, 0]
 
@@ -251,11 +252,11 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
     kept = (mass >= mass[:, :1] * min_p) & (rank < parameters.top_k)
     running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
     truncated = (min_p > 0) | (parameters.top_k < vocab)
-    # With min-p or top-k, the total is the mass that they keep; without them it is 1.
+    # With min-p or top-k, the total is the probability mass that they keep; otherwise it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     limit = top_p * total * (1 - _ROUNDING)
     nucleus = kept & ((running - mass < limit) | (top_p == 1.0))
-    nucleus[:, 0] = True  # keep the best token even if top_p * total underflows
+    nucleus[:, 0] = True  # keep the most probable token even if top_p * total underflows
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)

@@ -13,14 +13,14 @@ class LaunchedStep(Protocol):
 
     @property
     def ready(self) -> int:
-        """Number of the event of the cache recorded once all KV is in the pages."""
+        """Number of the event recorded once all KV is in the pages, see `PagedCache.events`."""
         ...
 
     def read(self) -> list[Draw | None]:
-        """Wait for the step and return a draw for each of the plan's ``sampled``.
+        """Wait for the step and return a draw for each sequence of `StepPlan.sampled`, in order.
 
-        A draw is None if the logits are not finite, and `UNRESOLVED` if the next step samples the
-        token again.
+        A draw is None if the logits are not finite. It is `replay.UNRESOLVED` if the token could
+        not be drawn and the next step samples it again.
         """
         ...
 
@@ -39,7 +39,7 @@ class StepRunner(Protocol):
         ...
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        """Return whether a step that decodes ``sequences`` may be launched before reading."""
+        """Return whether a step with ``sequences`` may be launched before the last step is read."""
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

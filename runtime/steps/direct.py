@@ -75,9 +75,10 @@ class DirectSteps:
         groups: list[list[SequenceState]],
         queries: QueryLog | None = None,
     ) -> list[Draw | None]:
-        """Compute a batch, and sample for the sequences of each of its rows of logits.
+        """Compute a batch of ``slices``, and sample its rows of logits.
 
-        Sequences whose next token is forced are not sampled.
+        Row i is sampled once for each sequence of ``groups[i]``, except for those whose next token
+        is forced.
         """
         if not slices:
             return []

@@ -2,7 +2,7 @@
 
 Scores need the last queries of a prompt. A pass that computes some of them logs them
 (`Batch.queries`). They are kept until the prompt is complete, because its last chunk may have fewer
-tokens. Scores therefore do not depend on how the prompt was cut into chunks.
+tokens. Scores therefore do not depend on how the prompt was divided into chunks.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +21,7 @@ from runtime.pages.eviction import QUERIES
 from runtime.pages.window import SINK_PAGES
 
 _KV = 2
-"""Number of planes of K and V, which come first."""
+"""Number of planes of a layer that hold K and V. They precede all other planes."""
 
 
 class PromptEviction:
@@ -36,7 +36,7 @@ class PromptEviction:
         self._noise = torch.empty(0, 0)
 
     def forget_except(self, prefilling: Collection[int]) -> None:
-        """Drop the stored queries of all prompts but these.
+        """Drop the stored queries of all other prompts.
 
         Args:
             prefilling: see `StepPlan.prefilling`.
@@ -117,7 +117,9 @@ class PromptEviction:
 
         Args:
             layers, heads: layers and KV heads to process.
-            tokens: tokens of the prompt.
+            pages: int64, full-precision pages of the prompt.
+            queries: for each chunk with logged queries, one tensor `[n, heads, dim]` per layer.
+            tokens: number of tokens of the prompt.
             candidates: positions between the sinks and the window.
         """
         planes = [self._cache.layer(index)[:_KV] for index in layers]
@@ -150,7 +152,7 @@ class PromptEviction:
 
 
 def _ranges(count: int, each: int) -> Iterator[range]:
-    """Divide ``range(count)`` into ranges of at most ``each``."""
+    """Divide ``range(count)`` into ranges of at most ``each`` numbers."""
     for first in range(0, count, each):
         yield range(first, min(first + each, count))
 

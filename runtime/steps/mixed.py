@@ -36,8 +36,8 @@ SLOTS = (8, 64)
 def pass_shapes(max_rows: int, max_slots: int, *, decodes: bool) -> list[PassShape]:
     """Return the shapes for which graphs are captured, the largest first.
 
-    There is one shape without logits, of the largest size: chunks that do not complete a prompt
-    fill a step.
+    There is one shape without logits, of the largest size, for steps whose chunks complete no
+    prompt: such chunks fill the step.
 
     Args:
         max_rows: maximum number of tokens in a step.
@@ -101,8 +101,8 @@ class MixedReplay:
             decoding: the batch slot of each sequence to decode.
             completed: pairs of a batch slot and the index of a piece: the slot's logits are those
                 of the piece's last token.
-            queries: log of queries of the chunks' tokens. A pass with a log is launched in the same
-                shape, but without a graph.
+            queries: log in which the pass stores queries of the chunks' tokens. A pass with a log
+                has the same shape, but is launched without a graph.
         """
         rows = sum(len(piece.tokens) for piece in pieces) + len(decoding)
         sampled = max((*decoding, *(slot for slot, _ in completed)), default=-1) + 1

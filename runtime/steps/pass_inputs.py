@@ -35,7 +35,7 @@ class PassInputs:
 
     Args:
         size: maximum of each field of the shapes.
-        chunks: maximum number of prompt chunks.
+        chunks: maximum number of prompt chunks in a pass.
         slots: batch slots, from which decode rows are read.
     """
 
@@ -53,7 +53,8 @@ class PassInputs:
             "starts": ((sequences + 1,), torch.int32),
             "lengths": ((sequences,), torch.int32),
             "decoding": ((size.decoded, 1), torch.bool),
-            # Tables of the groups that prompts use. Last, as few rows are written.
+            # Tables of the groups that prompts use. They are last, because usually few rows are
+            # written.
             "page_tables": ((sequences, slots.prompt_groups, pages), torch.int32),
         }
         device = slots.page_tables.device

@@ -79,9 +79,9 @@ class PromptPageEncoder:
             self._encoder.encode(*table)
 
     def _pages(self, chunk: Chunk, end: int) -> range:
-        """Return the pages of a chunk below ``end``, as indices within its sequence.
+        """Return the pages of a chunk before page ``end``, as indices within its sequence.
 
-        Of a prompt with evicted tokens, all pages belong to the last chunk.
+        If tokens of the prompt are evicted, all of its pages belong to the last chunk.
         """
         if chunk.group.evicts:
             return range(end if chunk.completes else 0)

@@ -50,8 +50,8 @@ class SlotAssignment:
     Attributes:
         arrivals: `SequenceState.arrival` of each sequence, which identifies it.
         slots: the slot of each sequence.
-        bucket: number of leading slots that the step samples; 0 if it samples none.
-        features: sampling features of the graph.
+        bucket: number of leading slots that the step samples, one of `slot_buckets`; 0 for none.
+        features: sampling features of the captured sampling graph.
     """
 
     arrivals: list[int]
@@ -69,7 +69,8 @@ class InFlightStep:
 
     Attributes:
         assignment: slots of the step's sequences.
-        sampled: sequences whose sampled tokens are used, see `StepPlan.sampled`, with their slots.
+        sampled: pairs of a sequence of `StepPlan.sampled`, whose sampled token is used, and its
+            slot.
         ready: number of the event of the cache recorded after the forward pass and, with a
             compressed KV format, the encoding of pages.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
@@ -127,7 +128,7 @@ class StepReplay:
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
         self._decode = DecodeReplay(*passes, by_layer=options.by_layer)
-        # A step with all sequences also computes a page of prompts.
+        # A step that decodes ``max_running`` sequences may also compute a page of prompt tokens.
         rows = max(limits.step_tokens, limits.max_running + model.page_size)
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=options.decodes)
         self._eviction = PromptEviction(model, cache)
@@ -151,10 +152,11 @@ class StepReplay:
         self._sampler.warm_up(buckets)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        """Return whether a step that decodes ``sequences`` may be launched before reading.
+        """Return whether a step with ``sequences`` may be launched before the last step is read.
 
-        Return False if sequences should first move to lower slots so that a smaller bucket
-        suffices. To move a sequence, the host must have read all of its tokens.
+        Return False if sequences should first move to lower slots so that a smaller bucket (number
+        of leading slots with a captured graph) suffices. To move a sequence, the host must have
+        read all of its tokens.
 
         Return False as well if the previous step completed a prompt whose first token is random,
         and pages are encoded or tokens were evicted. If the device could not draw that token, the
@@ -191,7 +193,7 @@ class StepReplay:
             self._eviction.evict(chunks, log)
         else:
             self._decode.run(assignment.bucket)
-        # The sampling alone reads the rest, which is written while the pass runs.
+        # Only the sampling reads the rest, which is therefore written while the pass runs.
         joined.update(self._slots.update(prompts, rewritten=prompts))
         if joined:
             self._sampler.load(joined)
@@ -203,8 +205,8 @@ class StepReplay:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
 
         Returns:
-            One item per sequence: its draw, None if its logits are not finite, or `UNRESOLVED` if
-            its slot did not advance.
+            One item per sampled sequence: its draw, None if its logits are not finite, or
+            `UNRESOLVED` if its slot did not advance.
         """
         assignment = step.assignment
         results = step.results.wait()
@@ -238,7 +240,7 @@ class StepReplay:
     ) -> InFlightStep:
         """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
 
-        The pages are encoded last, so that first tokens do not wait for it.
+        The pages are encoded last, so that first tokens are not delayed.
         """
         ready = None if self._encodes else self._events.record()
         results = next(self._host_copies)
@@ -264,7 +266,10 @@ class StepReplay:
     def _held_logits(
         self, assignment: SlotAssignment, chunks: Sequence[Chunk]
     ) -> Mapping[int, Tensor]:
-        """Copy the logits of held prompts with random tokens, because no later step has them."""
+        """Copy the logits of held prompts whose tokens are random.
+
+        No later step computes them again.
+        """
         held = {
             sequence.arrival
             for chunk in chunks
@@ -306,7 +311,7 @@ class StepReplay:
 
 
 def slot_buckets(max_slots: int) -> list[int]:
-    """Return the numbers of slots for which graphs are captured, up to ``max_slots``."""
+    """Return the buckets up to ``max_slots``: numbers of slots for which graphs are captured."""
     buckets = list(BUCKETS)
     while buckets[-1] < max_slots:
         buckets.append(buckets[-1] * 3 // 2)

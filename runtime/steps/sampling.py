@@ -2,8 +2,9 @@
 
 A forward pass writes the logits of each slot to `SlotSampler.logits`. `SlotSampler.run` then
 samples a token for each slot and makes it the slot's next input, all on the device. A graph is
-captured for each number of slots and each set of sampling features, at first use or by
-`SlotSampler.warm_up`. On the CPU the same operations run without a graph.
+captured for each bucket (number of leading slots, `slot_buckets`) and each set of sampling
+features, at first use or by `SlotSampler.warm_up`. On the CPU the same operations run without a
+graph.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,18 +52,18 @@ class SlotSampler:
 
     @staticmethod
     def features_of(sequences: Iterable[SequenceState]) -> SamplingFeatures:
-        """Return the captured features that cover the sampling of all sequences."""
+        """Return the features of all sequences; all features if no graph is captured for them."""
         features = SamplingFeatures.of(sequence.request.sampling for sequence in sequences)
         return features if features in CAPTURED_FEATURES else ALL_FEATURES
 
     @property
     def results(self) -> list[Tensor]:
-        """Sampled tokens, then their log probabilities: see `DeviceSampler`."""
+        """``sampled``, ``logprobs``, ``top_logprobs`` and ``top_tokens`` of the `DeviceSampler`."""
         sampler = self._sampler
         return [sampler.sampled, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens]
 
     def load(self, joined: Mapping[int, SequenceState]) -> None:
-        """Load the sampling state of sequences, given by slot."""
+        """Load the sampling state of the sequences in ``joined``, by slot."""
         rows = [SamplingRow.of(sequence) for sequence in joined.values()]
         self._sampler.load(list(joined), rows)
 
@@ -89,7 +90,10 @@ class SlotSampler:
                 self.run(bucket, features)
 
     def _captured(self, bucket: int, features: SamplingFeatures) -> Callable[[], object]:
-        """Capture a graph. The operations run once before, and their effects are undone."""
+        """Capture a graph.
+
+        The operations run once before the capture, and their effects are undone.
+        """
         run = partial(self._sample, bucket, features)
         if self._pool is None:
             return run

@@ -22,10 +22,10 @@ class _SlotState:
 
     Attributes:
         slot: index of the slot.
-        tokens: length of the sequence in tokens; 0 if the host must write the whole slot, because
-            it was never written or its token is not the input of the next step.
+        tokens: length of the sequence in tokens, or 0 if the host must write the whole slot: the
+            slot was never written, or its token is not the input of the next step.
         pages: number of entries written in the first page table.
-        more: number of entries written in each of the other page tables.
+        more: number of entries written in each of the other page tables, by page group.
     """
 
     slot: int
@@ -114,11 +114,11 @@ class BatchSlots:
         """Write the changes needed before a step that samples a token for each of these sequences.
 
         Args:
-            rewritten: those of the sequences whose pages may all have changed.
+            rewritten: those of ``sequences`` of which any page may have changed.
 
         Returns:
-            Mapping from slot to sequence for the slots whose whole state was rewritten, because the
-            sequence joined, moved to another slot, or has tokens that no launched step sampled.
+            Sequence of each slot whose whole state was written: the sequence joined, moved to
+            another slot, is in ``rewritten``, or has tokens that no launched step sampled.
         """
         joined: dict[int, SequenceState] = {}
         several = len(self.null_pages) > 1
@@ -168,7 +168,8 @@ class BatchSlots:
         """Advance slots that the last step did not advance, because it could not draw their tokens.
 
         Args:
-            tokens: int64 `[max_slots]`, tokens sampled since; only those of ``slots`` are used.
+            tokens: int64 `[max_slots]`, tokens drawn after that step; only those of ``slots`` are
+                used.
         """
         advanced = to_device(np.array(slots, np.int64), self._device)
         self.tokens[advanced] = tokens[advanced]
@@ -187,13 +188,14 @@ class BatchSlots:
         entries: list[int],
         pages: list[int],
     ) -> None:
-        """Add the entries of a sequence's page table beyond the ``written`` ones.
+        """Add the entries of a sequence's page table after the first ``written`` ones.
+
+        Pages that the group does not hold are replaced by the null page; they are never read.
 
         Args:
-            entries: flat indices into the page tables, added to.
-            pages: page ids of these entries, added to.
-
-        Entries of pages that the group does not hold are never read.
+            table: page table of the sequence in the group.
+            entries: list to extend with flat indices into the page tables.
+            pages: list to extend with the page ids of these entries.
         """
         row = self._row(group, slot)
         null_page = self.null_pages[group]
@@ -206,8 +208,8 @@ class BatchSlots:
         """Write slots and page-table entries with one copy to the device.
 
         Args:
-            rows: a slot, its token, its position, whether it is active, and its offset, for each
-                slot.
+            rows: (slot, token, position, active, offset) of each slot, see the attributes of
+                `BatchSlots`.
             entries: flat indices into the page tables.
             pages: page ids of these entries.
         """

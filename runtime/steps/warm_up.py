@@ -1,8 +1,9 @@
 """Warm-up without replay: compile all kernel variants before the first request.
 
 Triton compiles separate kernels for integer arguments equal to 1, for multiples of 16, and for all
-other values. The launch of decode attention also depends on the number of sequences. One batch with
-dummy tokens is computed for each variant. Its KV is written to page 0, which is not allocated yet.
+other values. The launch of decode attention also depends on the number of sequences. One batch of
+dummy tokens is computed for each variant of the kernels. Its KV is written to page 0, which is not
+allocated yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def _small(sequences: int, plan: PagePlan) -> Iterator[list[SequenceSlice]]:
 
 
 def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice]:
-    """Return a prefill batch with the maximum number of tokens in a step."""
+    """Return a prefill batch with the maximum number of tokens of a step, in pages 0."""
     each = min(limits.chunk_tokens, context - 1)
     pages, *more = [(0,) * plan.pages(each)] * plan.prompt_groups
     piece = SequenceSlice((0,) * each, 0, pages, more_pages=more)
