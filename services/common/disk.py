@@ -52,7 +52,7 @@ class DiskCollector(Collector):
     """Space of the disks and numbers of failed writes, read in each scrape.
 
     Args:
-        disks: function that returns the disk, by its use.
+        disks: for each use, the function that returns its disk, or None if it has none.
     """
 
     def __init__(self, disks: Mapping[str, Callable[[], os.statvfs_result | None]]) -> None:

@@ -39,7 +39,7 @@ _Item = TypeVar("_Item", bound=Queued)
 
 @dataclass
 class _Rank(Generic[_Item]):
-    """Items of one tenant with equal urgency, in the order of their arrival, and its number."""
+    """Items of one tenant with equal urgency, in order of arrival, with their arrival numbers."""
 
     cost: int = 0
     items: OrderedDict[_Item, int] = field(default_factory=OrderedDict)

@@ -90,7 +90,8 @@ class CallLimiter(aio.ServerInterceptor):
     ends. It is chosen from the owner with the most requests that are being received.
 
     Health and reflection need no key, so their calls must not use up those of the services: their
-    streams have a number and a duration of their own, and their requests arrive separately.
+    streams have their own limits on number and duration, and their requests do not wait for those
+    of the services.
     ``Health/Check`` has no maximum number and never waits, since probes must not fail because of
     other clients. If `_MAX_CHECKS` of its requests are being received, the oldest one ends. This
     does not affect probes, whose requests arrive with their calls.
@@ -203,7 +204,7 @@ class CallLimiter(aio.ServerInterceptor):
                 try:
                     return await _first(requests)
                 finally:
-                    with suppress(ValueError):  # it was removed to end it
+                    with suppress(ValueError):  # a later check has removed it
                         self._checks.remove(timeout)
         except TimeoutError:
             raise _NoRequest from None

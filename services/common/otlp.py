@@ -118,7 +118,7 @@ class OtlpRecorder:
 def _clock_ns() -> int:
     """Return the difference between the system clock and `time.perf_counter`, nanoseconds.
 
-    An interruption between the two readings would make it smaller.
+    An interruption between the two readings would make it smaller, so it is the maximum of three.
     """
     return max(time.time_ns() - time.perf_counter_ns() for _ in range(3))
 
@@ -207,10 +207,11 @@ class RecordedSpan(Span):
         _trace: TracebackType | None,
     ) -> None:
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            # By the client, a deadline or a shutdown: the span of the request has the reason.
+            # Cancelled by the client, a deadline or a shutdown. The span of the request has the
+            # reason.
             self.set({"error.type": "cancelled"})
         elif isinstance(error, ServiceError) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.set({"error.type": error.code})  # of the client, so the service has not failed
+            self.set({"error.type": error.code})  # the client's error, not a failure of the service
         elif error is not None:
             self.fail(_error_type(error), str(error))
         self.end()

@@ -51,7 +51,7 @@ class PaceMeter:
         self._steps.append((now, step))
 
     def extend(self, seconds: float) -> None:
-        """Add time to the last step, which had not ended."""
+        """Add time to the last recorded step, which has continued since it was recorded."""
         if self._steps:
             ended, step = self._steps.pop()
             self._steps.append((ended + seconds, replace(step, seconds=step.seconds + seconds)))

@@ -16,7 +16,7 @@ PERIOD_S = 1.0
 
 
 class SecretFiles(Protocol):
-    """Files of one kind. Content that cannot be used is reported, and replaces nothing."""
+    """Files of one kind. Unusable content is reported, and the previous content stays in use."""
 
     @property
     def kind(self) -> str:

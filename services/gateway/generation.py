@@ -222,7 +222,7 @@ def _failed_worker(
 ) -> tuple[WorkerAddress | None, str | None]:
     """Return the worker named by a failure, and its id if the router should blame it.
 
-    A worker that is not in the placement is None.
+    The worker is None if it is not in the placement.
     """
     for worker in (placement.decode, placement.prefill):
         if worker is not None and worker.worker_id == failure.blame:

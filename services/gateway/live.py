@@ -19,7 +19,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.keys import Tenant
 
 PERIOD_S = 0.9
-"""Time for which the state of the workers is reused, seconds: shorter than the page's period."""
+"""Time for which the state of the workers is reused, seconds; shorter than the page's interval."""
 MAX_WORKERS = 64
 """Workers that the state lists; totals include all of them."""
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.2, 10.0

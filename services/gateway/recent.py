@@ -20,7 +20,7 @@ MAX_RUNNING = 12
 MAX_ENDED = 12
 """Ended requests of a tenant that are kept, the newest ones."""
 UNPLACED_S = 600.0
-"""Time after the last request of a group of unplaced ones, after which it is dropped, seconds."""
+"""Time in seconds for which a group of unplaced requests is kept after its last request."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Attempt:
     Attributes:
         began: start of the placement request.
         prefill: id of the prefill worker; None if the decode worker computes the prompt.
-        second: time of the second batch of tokens: the decode worker has the KV.
+        second: time of the second batch of tokens. By then the decode worker has the KV.
         last: time of the last batch of tokens.
         failure: reason for which the attempt failed.
     """

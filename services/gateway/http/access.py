@@ -23,8 +23,8 @@ _EXPOSED_HEADERS = ("retry-after", "x-request-id")
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
     """Return the application with CORS for these origins.
 
-    ``*`` allows all origins, and ``moz-extension://*`` those of a scheme: each installation of a
-    browser extension may have an origin of its own.
+    ``*`` allows all origins, and a value such as ``moz-extension://*`` all origins of a scheme:
+    each installation of a browser extension may have an origin of its own.
 
     API keys are sent in a header and not as credentials of the browser, so a page needs an API key.
     """

@@ -20,7 +20,7 @@ class OtherField:
     Attributes:
         values: JSON values that are accepted besides null.
         hint: whether any value is accepted, because no value changes the answer.
-        rule: function of the value and the body that says whether the value is accepted.
+        rule: function ``(value, body)`` that returns whether the value is accepted.
         note: description of ``rule``.
     """
 

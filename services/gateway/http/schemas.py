@@ -43,7 +43,10 @@ _UNSUPPORTED = "unsupported"
 
 
 def _document_ignored(schema: dict[str, Any], body: type["_Body"]) -> None:
-    """Document the values that `_Body` ignores: null for optional fields, and other fields."""
+    """Add to the JSON schema what `_Body` accepts but ignores.
+
+    That is null for optional fields, and the fields in `others`.
+    """
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if name not in required and {"type": "null"} not in field.get("anyOf", ()):
@@ -168,7 +171,7 @@ class TextPart(_Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, content: Any) -> Any:
-        """Refuse parts of other types by name, instead of their fields."""
+        """Refuse a part of another type with an error that names the type, not its fields."""
         kind = content.get("type", "text") if isinstance(content, dict) else "text"
         if isinstance(kind, str) and kind != "text":
             raise _unsupported("type", f"{kind[:_MAX_KIND_CHARS]!r}: only 'text' is supported")
@@ -278,7 +281,7 @@ def parse_body(
 
 
 def _count_messages(messages: Any) -> int:
-    """Return the number of messages, or of parts for messages that consist of parts."""
+    """Return the number of messages. A message with several parts counts once for each part."""
     if not isinstance(messages, list):
         return 0
     contents = (message.get("content") for message in messages if isinstance(message, dict))
