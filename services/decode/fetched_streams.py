@@ -29,15 +29,15 @@ class FetchedStreams(StreamService):
 
     Pages are acquired in one order: **decode pages before prefill pages**. A prompt on a prefill
     worker then never waits for decode pages while its own pages keep out prompts that have decode
-    pages, so that workers cannot wait for each other in a cycle. It does not depend on what routers
-    know or promise.
+    pages, so that workers cannot wait for each other in a cycle. This holds whatever routers know
+    or promise.
 
     A stream submits its reservation before it asks the prefill worker. If few pages are free, it
     waits for them first. Otherwise it asks at once (it is *early*), because the next step almost
-    certainly reserves them. If that step defers the reservation nevertheless, the stream gives the
-    prefill back at once, waits in its place in the engine's queue, and asks again once it has
-    pages. The wait of an early stream is therefore bounded by one step of this worker, and no
-    prompt is computed more than twice for this reason.
+    certainly reserves them. If that step defers the reservation nevertheless, the stream cancels
+    the prefill at once, waits in its place in the engine's queue, and asks again once it has pages.
+    The wait of an early stream is therefore bounded by one step of this worker, and no prompt is
+    computed more than twice for this reason.
 
     With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
     """
@@ -172,7 +172,7 @@ class FetchedStreams(StreamService):
         """Return whether the next step will probably reserve the pages of all waiting streams.
 
         Half of the pages and of the batch are left for running sequences. The load is that after
-        the last step, so the answer may be wrong, which costs a prefill that is given back.
+        the last step, so the answer may be wrong, which costs a cancelled prefill.
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]

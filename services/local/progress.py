@@ -19,7 +19,7 @@ _STAGES = {
     "kv pages": "preparing transfers",
     "ready": "ready",
 }
-"""Stage that begins with each event of a worker's log, with fields of the event."""
+"""Stage that begins with each event of a worker's log. Braces stand for fields of the event."""
 
 
 class StartProgress:

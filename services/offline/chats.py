@@ -70,7 +70,7 @@ def compare_chats(
     """Compare a model with the dense one.
 
     Args:
-        dense, other: models with backend "torch".
+        dense, other: models built by `runtime.models.build.build_model`, without `runtime.gemm`.
         chats: answers of the dense model.
         max_tokens: maximum tokens of an answer of ``other``.
     """

@@ -203,11 +203,11 @@ def parse_choice(choices: type[Choice], name: str) -> Choice:
         raise SettingsError(f"{name!r} is unknown: choose one of {', '.join(choices)}") from None
 
 
-def _progress_callback(progress: Progress, name: str) -> "factorization.Progress":
-    task = progress.add_task(name, total=1.0)
+def _progress_callback(progress: Progress, label: str) -> "factorization.Progress":
+    task = progress.add_task(label, total=1.0)
 
     def update(stage: str, fraction: float) -> None:
-        progress.update(task, description=f"{name}: {stage}", completed=fraction)
+        progress.update(task, description=f"{label}: {stage}", completed=fraction)
 
     return update
 

@@ -18,7 +18,7 @@ class Answer:
     """A response with a JSON body.
 
     Attributes:
-        retry_after_s: value of ``Retry-After``, seconds; None: without this header.
+        retry_after_s: value of ``Retry-After``, seconds; None for a response without this header.
     """
 
     body: str = "{}"
@@ -27,7 +27,7 @@ class Answer:
 
 
 def answer(message: BaseModel | None) -> Answer:
-    """Return the response with a message; None: with an empty object."""
+    """Return the response whose body is ``message``, or an empty object for None."""
     return Answer() if message is None else Answer(message.model_dump_json())
 
 

@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 def build_dispatcher(settings: RouterSettings, now: float) -> Dispatcher:
-    """Return a dispatcher with the settings' limits and policy, of a router that starts ``now``."""
+    """Return a dispatcher with the limits and policy in ``settings``; the router starts ``now``."""
     return Dispatcher(
         Fleet(settings.fleet),
         PlacementQueue(settings.max_waiting),

@@ -217,7 +217,7 @@ class WorkerSnapshot:
 
     @property
     def page_plan(self) -> PagePlan:
-        """Counts of the pages that requests need on the worker."""
+        """Page plan, which computes the numbers of pages that requests need on the worker."""
         return self.compatibility.page_plan
 
     @property

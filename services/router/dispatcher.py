@@ -72,9 +72,9 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self.admission = admission or Admission(AdmissionLimits())
         self._settled_at = settled_at
-        # The roster's version and changes when all claims were last noted as outdated.
+        # `Roster.version` and `Roster.changes` when all claims were last marked as outdated.
         self._claimed = 0, 0
-        # The roster's updates and the queue's changes when no queued call could be answered.
+        # `Roster.updates` and `PlacementQueue.changes` when last no queued call could be answered.
         self._blocked = 0, 0
 
     def is_settled(self, now: float) -> bool:
@@ -151,7 +151,7 @@ class Dispatcher:
         if request_s is None:
             if call := self.queue.find(release.placement_id):
                 self._answer(call, Released("this placement was released"))
-            else:  # as after each call whose connection was closed: nothing has become free
+            else:  # nothing has become free
                 return
         elif release.outcome is Outcome.OK:
             self.admission.ended(request_s)
@@ -243,10 +243,10 @@ class Dispatcher:
     def _servable(self, roster: Roster) -> dict[Claim, int]:
         """Return the claims whose calls must be examined, with the number of calls of each claim.
 
-        Claims without a worker with capacity (`Claim.is_open`) are left out, as their calls cannot
-        be placed. In two cases all claims are returned, because the workers that these calls
-        reserve affect other calls: if there are slow workers, which get prompts when faster workers
-        are reserved, and if calls would be refused, as they wait when all workers are reserved.
+        Claims without a worker with capacity (`Claim.is_open`) are left out, because their calls
+        cannot be placed. All claims are returned in two cases, in which the workers that such calls
+        reserve affect other calls. Slow workers get prompts if all faster workers are reserved. A
+        call that would be refused waits while all workers that could serve it are reserved.
         """
         claims = self.queue.claims
         every = roster.has_slow or any(c and c.reason is not Reason.BUSY for c in claims)

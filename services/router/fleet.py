@@ -5,8 +5,8 @@ admitted, the request is released, or ``placement_ttl_s`` has passed. The load o
 load in its last heartbeat plus its promises. No placement is counted twice.
 
 A change of a worker is noted, and `Fleet.roster` updates the index of the workers (see
-`services.router.roster`) by the noted ones only. Health that changes with the time is noted when
-its time has come.
+`services.router.roster`) by the noted ones only. Changes of health that only depend on the time are
+noted when they are due.
 
 There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
@@ -88,7 +88,7 @@ class Fleet:
         # The times at which promises expire, by placement id, the earliest first.
         self._expiries: OrderedDict[str, float] = OrderedDict()
         self._placements = 0
-        # A change of the registrations resets these two.
+        # Caches, which are reset when a worker is registered or removed.
         self._unmatched: dict[str, str] | None = None
         self._peers: dict[tuple[Role, str], list[TrackedWorker]] = {}
         self._roster = Roster()

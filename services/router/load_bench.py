@@ -1,9 +1,9 @@
 """CPU time of the dispatcher with many workers and a long queue, without HTTP.
 
-Requests are placed and end at a constant rate, and as many arrive, so that the queue stays as long
-as it is. Every worker sends four heartbeats in a second. The times of the events are simulated, and
-the CPU time of each event is measured. One process handles them in order, so that a heartbeat may
-wait for other events.
+Requests are placed and end at a constant rate, and as many arrive, so that the length of the queue
+is constant. Every worker sends four heartbeats in a second. The times of the events are simulated,
+and the CPU time of each event is measured. One process handles them in order, so that a heartbeat
+may wait for other events.
 """
 
 import time
@@ -180,7 +180,7 @@ class LoadBench:
 
 
 def _clock_s() -> float:
-    """Return the time between two readings of the clock, in seconds. It is not that of an event."""
+    """Return the median time between two readings of the clock, in seconds."""
     taken = []
     for _ in range(1000):
         began = time.process_time()

@@ -50,9 +50,10 @@ def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
 
 
 def difference(workers: Sequence[Member]) -> str:
-    """Return the properties in which the two most similar workers of both roles differ.
+    """Return a sentence about the most similar pair of a prefill and a decode worker.
 
-    There must be a prefill and a decode worker.
+    It names the workers and the properties in which they differ. ``workers`` must include both
+    roles.
     """
     prefill, decode = min(
         product(*([w for w in workers if w.role is role] for role in _OTHER)),

@@ -71,7 +71,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self._by_id: dict[str, PendingPlacement] = {}
         # Heap of the deadlines of queued calls, and of some that have left the queue.
         self._deadlines: list[tuple[float, int, PendingPlacement]] = []
-        # Calls whose claim must be set anew.
+        # Calls whose claim must be computed again.
         self._outdated: deque[PendingPlacement] = deque()
         self.changes = 0
         self.claims: Counter[Claim | None] = Counter()

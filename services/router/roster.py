@@ -104,7 +104,8 @@ class Claim:
         reason: why the request can never be placed on these workers; `BUSY` if it can be placed,
             now or later.
         shapes: shapes of the workers that may decode the request.
-        able: shapes of the workers that could decode a request of another size.
+        able: shapes of all workers that decode for the model, also if this request does not fit
+            them.
         exclude: ids of workers that must not be used.
         pools: pools of ``shapes``.
     """

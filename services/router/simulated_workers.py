@@ -228,7 +228,10 @@ def heartbeat(
     prompt_tokens_per_s: float = 0.0,
     pace: StepPace | None = None,
 ) -> Heartbeat:
-    """Return the heartbeat of a simulated worker. A worker with a prompt rate queues prompts."""
+    """Return the heartbeat of a simulated worker.
+
+    If ``prompt_tokens_per_s`` is not 0, its queued tokens are prompt tokens to compute.
+    """
     return Heartbeat(
         worker_id=name,
         epoch=EPOCH,

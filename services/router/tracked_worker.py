@@ -73,7 +73,7 @@ class TrackedWorker:
 
     @property
     def page_plan(self) -> PagePlan:
-        """Counts of the pages that requests need on the worker."""
+        """Page plan, which computes the numbers of pages that requests need on the worker."""
         return self.registration.compatibility.page_plan
 
     @property
@@ -121,7 +121,7 @@ class TrackedWorker:
         self.snapshot = None
 
     def admit(self, placement_id: str, now: float) -> None:
-        """Forget a promise that the load of the worker includes."""
+        """Forget a promise, because the reported load of the worker now includes it."""
         if promise := self.promises.get(placement_id):
             self.admission_s += (now - promise.made_at - self.admission_s) / _AVERAGED
             self.forget(placement_id)

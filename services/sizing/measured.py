@@ -153,8 +153,9 @@ class Figures(_Part):
         """Seconds per squared prompt token, the part of attention in the time of a prompt.
 
         Each chunk of a prompt attends to more tokens than the one before. The value is that of the
-        quadratic through the last three points. It is lower, down to 0, if the rest of the measured
-        times would decrease otherwise, and 0 for fewer than three points.
+        quadratic through the last three points. It is reduced, down to 0, if the times without this
+        part would otherwise decrease from one point to the next. With fewer than three points, it
+        is 0.
         """
         points = [(p.tokens, p.first_ms / 1e3) for p in self.prefill]
         if len(points) < 3:
@@ -171,8 +172,8 @@ class Figures(_Part):
     def overhead_s(self) -> float:
         """Part of `first_token_s` that does not occupy the prefill worker: its value at 0 tokens.
 
-        It is the intercept of the first two points, without their quadratic part. With a single
-        point, or if noise makes the second time the shorter one, all time is taken as occupied.
+        It is extrapolated from the first two points, without their quadratic part. With a single
+        point, or if noise makes the second time the shorter one, it is 0.
         """
         if len(self.prefill) == 1:
             return 0.0
@@ -208,11 +209,10 @@ class Figures(_Part):
     def token_s(self, sequences: float, context: float, kv_format: str = DENSE) -> float:
         """Seconds between two tokens of each of ``sequences`` on a decode worker, interpolated.
 
-        The time to read the KV of a longer or shorter context than the measured one is added or
-        subtracted. If dense KV was measured with more sequences than this format, the increase of
-        the time of dense KV is added beyond the last point, except for the difference in the time
-        to read KV. All other parts of a step take as long as with dense KV. The result is at least
-        the fastest measured time.
+        If ``context`` differs from the measured one, the time to read the difference in KV is added
+        or subtracted. Beyond the last point of this format, the increase measured with dense KV is
+        added if there is one, minus the time that reading this format instead of dense KV saves.
+        The result is at least the fastest measured time.
 
         Raises:
             SettingsError: if no time was measured for this format.

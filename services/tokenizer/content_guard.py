@@ -78,8 +78,8 @@ class ContentGuard:
         template did not write all of its characters.
 
         Raises:
-            InvalidRequest: if the tokenizer, such as one of whole words, gives the special token
-                for a protected name as well.
+            InvalidRequest: if the tokenizer encodes a protected name as the special token
+                nevertheless, as one of whole words may.
         """
         mask = mask_of(text)
         text = str.__str__(text)
@@ -92,7 +92,7 @@ class ContentGuard:
         return "".join(pieces)
 
     def _crosses(self, text: str, edge: int) -> bool:
-        """Return whether a name begins before a position and ends behind it."""
+        """Return whether a name begins before position ``edge`` and ends after it."""
         for at in range(max(0, edge - self._longest + 1), edge):
             for name in self._names.get(text[at : at + 2], ()):
                 if text.startswith(name, at) and at + len(name) > edge:
@@ -102,7 +102,7 @@ class ContentGuard:
 
     def _separate(self, text: str) -> str:
         """Return a text with marks between the characters of all names."""
-        # One search per name, not one regular expression: each is linear in the text.
+        # One search per name instead of one regular expression: a search takes linear time.
         for start, names in self._names.items():
             if start in text:
                 for name in names:

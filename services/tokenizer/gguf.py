@@ -29,7 +29,7 @@ _END_NAMES = frozenset(
         "<end_of_utterance>",
     )
 )
-# Names that do not end a turn in some vocabularies: tokens that identify the vocabulary, the name.
+# A name does not end a turn in vocabularies that have all of certain tokens: (tokens, name).
 _NOT_ENDS = (
     ({"<|return|>", "<|call|>"}, "<|end|>"),
     ({"<|calls|>", "<|flush|>"}, "<|end|>"),

@@ -4,7 +4,7 @@ A chat template joins its own text, which contains special tokens, with text of 
 template, all of it is ordinary text: comparisons, lengths and methods give the results of `str`.
 
 The characters of a `TrackedText` are either written by the template or not. All other strings count
-as text of the client. An operation that is not tracked gives such a string. Text of a client is
+as text of the client. An operation that is not tracked returns such a string. Text of a client is
 therefore never taken for text of the template.
 """
 

@@ -103,7 +103,7 @@ class TransferAgent:
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
         SettingsError: this machine has no interface with the name given in ``network``, or UCX
-            listens elsewhere.
+            listens on another address or port than ``network`` allows.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ class LandingSlots:
         grant: called with a sequence's key and the number of its new credits.
 
     Attributes:
-        overdue: quarantined slots of overdue READs. They return only when the peer answers or dies.
+        overdue: number of slots in quarantine because their READ is overdue. They become free only
+            when the peer answers or dies.
     """
 
     def __init__(
@@ -32,12 +33,12 @@ class LandingSlots:
 
     @property
     def held(self) -> int:
-        """Slots of announced segments that are not decoded yet."""
+        """Number of slots of announced segments that are not decoded yet."""
         return self._slots.in_use
 
     @property
     def quarantined(self) -> int:
-        """Slots of ended sequences that a READ or a decode may still touch."""
+        """Number of slots of ended sequences that a READ or a decode may still touch."""
         return self._slots.quarantined
 
     def join(self, key: str, peer: str) -> None:

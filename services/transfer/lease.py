@@ -54,7 +54,7 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, key: str, reader: str) -> None:
-        """Grant a lease, which does not run yet. Idempotent.
+        """Grant a lease, whose timer does not run yet. Idempotent.
 
         Raises:
             LeasesExhausted: ``max_leases`` other leases are held.
@@ -91,7 +91,7 @@ class LeaseTable:
         return True
 
     def expired(self, now: float) -> list[str]:
-        """Remove and return the leases that have expired, in the order of their ends."""
+        """Remove and return the leases that have expired, in the order of their expiry."""
         ends = {
             key: max(lease.since, self._progress.get(lease.reader, lease.since)) + self._lease_s
             for key, lease in self._leases.items()

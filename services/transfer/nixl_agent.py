@@ -93,7 +93,8 @@ class NixlAgent:
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
-        SettingsError: UCX listens elsewhere than its variables allow.
+        SettingsError: UCX listens on an address or port that ``UCX_NET_DEVICES`` or
+            ``UCX_TCP_PORT_RANGE`` excludes.
     """
 
     def __init__(self, name: str, device: str, network: TransferNetwork) -> None:

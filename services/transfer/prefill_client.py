@@ -262,7 +262,8 @@ class PrefillClients:
                 await asyncio.gather(*(asyncio.wrap_future(peer.added) for peer in adding))
         except BaseException as error:
             call.cancel()
-            # NIXL may have added a peer after the timeout. One that it refuses has a session.
+            # NIXL may have added a peer after the timeout. A peer that it refuses has another
+            # session.
             for peer in adding:
                 if not peer.is_refused:
                     peer.endpoint.remove_peer(peer.sender.agent_name)

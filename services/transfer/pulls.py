@@ -18,8 +18,10 @@ from services.transfer.nixl_agent import ReadDone
 from services.transfer.slab import SlotRef
 
 _LEASE_SHARE = 0.75
-"""Share of a lease after which its READs are overdue. The rest is for the time by which a lease
-starts earlier than the READ."""
+"""Share of the lease time after which READs are overdue.
+
+The rest allows for a lease whose timer started before the READ.
+"""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Route:
 
 
 MAX_RANKS = 64
-"""Maximum number of ranks of a worker. The lists and ranges of a peer are untrusted."""
+"""Maximum number of ranks of a worker; bounds the lists that an untrusted peer sends."""
 
 
 def routes_between(
@@ -29,8 +29,8 @@ def routes_between(
 ) -> tuple[Route, ...]:
     """Return the routes by which every reader gets its KV heads, each of them once.
 
-    Ranges of a route end where one of a sender or of a reader ends. If several senders have a head,
-    the first of them sends it; several readers may have the same head.
+    The heads of a route are consecutive and on one sender and one reader. If several senders have a
+    head, the first of them sends it; several readers may have the same head.
 
     Args:
         senders, readers: KV heads of each rank.

@@ -85,8 +85,8 @@ class EngineThread:
     Attributes:
         submitted: number of commands submitted since the start; see `EngineLoad.commands`.
         load: load after the last step.
-        page_plan: counts of the pages that sequences need.
-        pages_total: number of pages.
+        page_plan: computes the numbers of pages that sequences need.
+        pages_total: number of pages of each page group.
     """
 
     def __init__(
@@ -298,7 +298,8 @@ class EngineThread:
     def _record_pace(self, now: float) -> None:
         """Record the step that ends now.
 
-        With lookahead, a step that launches nothing waits for the previous one, as part of it.
+        With lookahead, a step that launches nothing only waits for the previous step. Its duration
+        is added to that step.
         """
         step_s, size = now - self._since, self._size
         if size is None or not size.tokens:

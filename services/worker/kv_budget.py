@@ -3,8 +3,9 @@
 Page groups that hold a window of each sequence (`runtime.pages.sizes`) need pages for the windows
 of a full batch, and for prompts until they are complete. A worker gets as many of these pages as
 its batch needs in addition to one prompt, but at most half of the memory. The prompt has the
-maximum length, or at most `PREEMPTED_TOKENS` on a worker that receives the KV of prompts. A prefill
-worker, which keeps prompts until they are read, gets half. The rest is for the other groups.
+maximum length, or at most `PREEMPTED_TOKENS` on a worker that receives the KV of prompts. On a
+prefill worker, which keeps prompts until they are read, these pages get half of the memory. The
+other groups get the rest.
 
 With a compressed KV format, the number of long sequences that a worker holds therefore grows with
 the compression ratio if its batch is not much larger: windows of unused batch slots are not
@@ -21,9 +22,12 @@ from services.common.errors import SettingsError
 CPU_TOKENS = 16_384
 """Default token slots on the CPU, whose memory other processes need as well."""
 PREEMPTED_TOKENS = 8192
-"""Tokens of the prompt for which a decode worker has pages of windows. It computes a prompt only
-after preemption. A longer one waits for pages of ended sequences; if it needs more than all of
-these pages, the worker refuses the request, and the gateway continues it elsewhere."""
+"""Number of prompt tokens for which a decode worker has pages in groups with a window.
+
+It computes a prompt only after preemption. A longer one waits for pages of ended sequences; if it
+needs more than all of these pages, the worker refuses the request, and the gateway continues it
+elsewhere.
+"""
 RESERVE = 5 << 28
 """Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60

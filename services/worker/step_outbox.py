@@ -6,8 +6,10 @@ from runtime.core.request import MAX_LOGPROBS
 from services.common.grpc_server import MAX_BATCH_BYTES
 
 _FEW_TOKENS = MAX_BATCH_BYTES // (48 + 16 * MAX_LOGPROBS)
-"""Tokens that fit into one message, each with all alternatives and its own delta. Their size need
-not be computed."""
+"""Number of tokens that fit into one message, each with all alternatives and its own delta.
+
+The size of a message with at most this many tokens need not be computed.
+"""
 
 
 class StepOutbox:
@@ -24,16 +26,16 @@ class StepOutbox:
     def __bool__(self) -> bool:
         return bool(self.deltas)
 
-    def delta(self, stream: int) -> pb.StreamDelta:
+    def delta(self, stream_id: int) -> pb.StreamDelta:
         """Return the unsent delta of a stream. Tokens are added by `add`."""
-        delta = self.deltas.get(stream)
+        delta = self.deltas.get(stream_id)
         if delta is None:
-            delta = self.deltas[stream] = pb.StreamDelta(stream=stream)
+            delta = self.deltas[stream_id] = pb.StreamDelta(stream=stream_id)
         return delta
 
-    def add(self, stream: int, token: sampling_pb2.Token) -> None:
+    def add(self, stream_id: int, token: sampling_pb2.Token) -> None:
         """Add a token of a stream."""
-        self.delta(stream).tokens.append(token)
+        self.delta(stream_id).tokens.append(token)
         self._tokens += 1
 
     def take(self) -> pb.DecodeStep:

@@ -44,7 +44,8 @@ class Stream:
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
-        early: scope of a fetch that began before its pages were reserved; None for any other.
+        early: timeout scope by which a fetch is cancelled that began before its pages were
+            reserved; None for any other.
         decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
