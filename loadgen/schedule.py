@@ -11,7 +11,7 @@ from loadgen.errors import UsageError
 from loadgen.workload.base import RequestSpec, Workload
 
 _ARRIVALS, _CANCELLATIONS = 1, 2
-"""Numbers that make different seeds, so that cancellations do not change the arrivals."""
+"""Numbers from which separate seeds are derived, so that cancellations do not change arrivals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from loadgen.summary import Summary
 from loadgen.validity import invalid_points
 
 _LISTED = [measure for measure in MEASURES if measure not in (TTFT_SENT, E2E_SENT)]
-"""Measures of the summary. Those from the send differ from these by the dispatch lag."""
+"""Measures of the summary. Those left out differ from these only by the dispatch lag."""
 _SWEPT = ("throughput", "ttft:p50", "ttft:p99", "itl:p50", "e2e:p50", "attainment")
 _MAX_NAME = 9
 _ANY_WIDTH = 1000

@@ -1,4 +1,4 @@
-"""Validity of a run: what a late load generator measures is partly its own delay."""
+"""Validity of a run: if the load generator sends late, it measures its own delay as well."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def invalid(
 
 
 def not_prepared(error: str) -> Invalid:
-    """Return why a closed loop is invalid that ran out of prepared requests."""
+    """Return the reason for which a closed loop that ran out of prepared requests is invalid."""
     return Invalid(
         f"no more requests were prepared: {error}",
         "Give --requests, so that all are prepared before the run, or the model's tokenizer.json "

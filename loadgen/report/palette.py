@@ -26,7 +26,7 @@ OF_MEASURE = {
 
 
 def placeholder_colour(name: str) -> str:
-    """Return the colour in which matplotlib draws a named one; see `variables`."""
+    """Return the placeholder with which matplotlib draws a named colour; see `variables`."""
     return _NUMBERS[name]
 
 

@@ -184,7 +184,7 @@ class _Answer:
                 Failure.MALFORMED, "an answer without a token and without a finish reason"
             )
         reported = self._record.reported_tokens or 0
-        if not self._record.times and (self._unknown or reported > 1):  # 1: an end token
+        if not self._record.times and (self._unknown or reported > 1):  # one token may be EOS alone
             fields = ", ".join(sorted(self._unknown)) or "none"
             raise RequestFailed(
                 Failure.NO_TEXT,

@@ -1,4 +1,7 @@
-"""Generated text in the events of a stream, in the fields of OpenAI's API and of other servers."""
+"""Find the generated text in streamed events of OpenAI's API and of similar servers.
+
+The text is in different fields, depending on the server.
+"""
 
 from collections.abc import Iterator
 from typing import Any
