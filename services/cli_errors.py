@@ -38,7 +38,10 @@ class Commands(TyperGroup):
 
 
 def describe(error: Exception) -> str:
-    """Return one line for an expected error. Errors of files in the cache say how to move it."""
+    """Return one line for an expected error.
+
+    For a file in the cache, it says how to move the cache.
+    """
     if not isinstance(error, OSError) or not isinstance(error.filename, str | bytes | os.PathLike):
         return " ".join(str(error).splitlines())
     path = Path(os.fsdecode(error.filename))

@@ -20,7 +20,7 @@ _TIMES: dict[Measure, Callable[[Record], Sequence[float]]] = {
     ITL: lambda record: record.times[1:],
     E2E: lambda record: (record.due,),
 }
-"""Times of the values of each measure: of a gap, its end; of other latencies, the due time."""
+"""Functions that return the times of the values: the end of a gap (ITL), else the due time."""
 
 Floats = NDArray[np.float64]
 

@@ -157,7 +157,7 @@ class _Shapes:
 
 
 class _Reader:
-    """Reads tensors, each at most once, and records which ones are left."""
+    """Reads tensors, each at most once, and records which ones have not been read."""
 
     def __init__(
         self,

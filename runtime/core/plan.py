@@ -79,12 +79,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepSize:
-    """Amount of work of one engine step. Its duration grows with each of the three.
+    """Amount of work of one engine step. The duration of the step grows with each attribute.
 
     Attributes:
-        decoded: number of sequences that it decodes.
-        tokens: number of tokens that it computes: one for each decoded sequence, and those of the
-            prompt chunks.
+        decoded: number of sequences that the step decodes.
+        tokens: number of tokens that the step computes: one for each decoded sequence, and those
+            of the prompt chunks.
         context: sum over these tokens of the number of tokens that each attends to.
     """
 
@@ -94,7 +94,7 @@ class StepSize:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens that it computes."""
+        """Number of prompt tokens that the step computes."""
         return self.tokens - self.decoded
 
 

@@ -78,7 +78,7 @@ def _with_more_rows(x: Tensor) -> Tensor:
 
 
 def _stored_once(weight: Tensor) -> tuple[ExpandedWeight | PackedWeight, StoredWeight | None]:
-    """Return a weight for oneDNN and for compiled loops, with one copy of it if possible."""
+    """Return a weight for oneDNN and for compiled loops; both share its memory if possible."""
     compact = StoredWeight.compact(weight)
     if compact and (expanded := ExpandedWeight.of(compact, weight)):
         return expanded, compact

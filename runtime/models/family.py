@@ -106,7 +106,7 @@ class LayerBuilder(Protocol):
     """Makes callables from the fields of a layer's weights. Tensors are ``[..., size]``."""
 
     def has(self, field: str) -> bool:
-        """Return whether the layer has this optional vector."""
+        """Return whether the layer has the optional vector ``field``."""
         ...
 
     def qkv(self, *fields: str) -> Callable[[Tensor], Any]:

@@ -70,7 +70,7 @@ class SentTokens:
 
     @property
     def samples_first(self) -> bool:
-        """Whether the prefill worker samples first tokens: it computes all tokens."""
+        """Whether the prefill worker samples first tokens, because it computes all known tokens."""
         return self.computed == self.known
 
     @property

@@ -34,7 +34,7 @@ class PageBytes:
             raise ValueError(f"sizes of pages are out of bounds: {self.groups}")
 
     def of(self, pages: PageCount) -> int:
-        """Return the total bytes of these pages."""
+        """Return the total bytes of ``pages``."""
         return sum(size * count for size, count in zip(self.groups, pages, strict=True))
 
     @property

@@ -93,7 +93,7 @@ class SamplingTensors:
         return cls(temperature, min_p, top_p, top_k, random)
 
     def select(self, rows: list[int]) -> "SamplingTensors":
-        """Return the parameters of some rows."""
+        """Return the parameters of the rows with these indices."""
         return SamplingTensors(*(column[rows] for column in vars(self).values()))
 
 

@@ -228,7 +228,7 @@ class RecordedSpan(Span):
         )
 
     def _time_ns(self, at: float) -> int:
-        """Return the time since 1970 of a time of `time.perf_counter`, or of now if it is 0."""
+        """Convert a time of `time.perf_counter` to nanoseconds since 1970; 0 stands for now."""
         return self._clock_ns + (int(at * 1e9) or time.perf_counter_ns())
 
 

@@ -35,7 +35,7 @@ class SecretMetrics:
         )
 
     def observe(self, files: Sequence[SecretFiles], check: TokenCheck | None) -> None:
-        """Report these files and the second cluster token from now on."""
+        """Export metrics of these files and of calls with the second cluster token from now on."""
         for each in files:
             self._failed.labels(each.kind).set_function(partial(_has_failed, each))
             self._loaded.labels(each.kind).set_function(partial(getattr, each, "loaded_at"))

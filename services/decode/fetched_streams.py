@@ -73,14 +73,17 @@ class FetchedStreams(StreamService):
         stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
 
     def _free(self, stream: Stream) -> None:
-        """Free the pages of an ended stream; if its transfer might still write to them, later."""
+        """Free the pages of an ended stream.
+
+        A transfer that may write to them is cancelled first.
+        """
         if stream.transfer is None or stream.decoding:
             super()._free(stream)
         elif stream.transfer is not asyncio.current_task():
             stream.transfer.cancel()
 
     def _end_transfer(self, stream: Stream) -> None:
-        """Free the pages of a stream that ended while its transfer might still write to them."""
+        """End the transfer of a stream. If the stream has ended in the meantime, free its pages."""
         stream.transfer = None
         if stream.key not in self.streams:
             self._worker.engine.submit(Cancel(stream.key))

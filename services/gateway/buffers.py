@@ -45,7 +45,7 @@ class Buffers:
                 del self._held[owner]
 
     def take(self, owner: str, size: int) -> None:
-        """Take bytes for an owner, or raise `Overloaded`."""
+        """Count ``size`` more bytes for an owner. Raises `Overloaded` if a limit is exceeded."""
         if self._held[owner] + size > self._free:
             raise Overloaded("there is no memory for this request now: too many are being read")
         self._free -= size

@@ -210,7 +210,11 @@ def _cancel_stopped(stream: WorkerStream, deltas: Sequence[TextDelta], progress:
 def _record_failure(
     failure: WorkerFailure, routed: RoutedPlacement, retries: Retries, progressed: bool
 ) -> None:
-    """Set the outcome of a failed attempt and count it; ``progressed``: it delivered tokens."""
+    """Set the outcome of a failed attempt, and count it.
+
+    Args:
+        progressed: whether the attempt delivered tokens.
+    """
     refused = failure.verdict.cause is Cause.REFUSAL
     routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
     failed, routed.blame = _failed_worker(failure, routed.placement)

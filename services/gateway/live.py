@@ -87,7 +87,7 @@ class TransferRates:
 
 
 class LiveState:
-    """The state for all viewers of one gateway, which share one call of a router per period."""
+    """The state for all viewers of one gateway. They share one call to a router per `PERIOD_S`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -150,7 +150,7 @@ class LiveState:
 
 
 def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[TransferredKV]) -> dict[str, Any]:
-    """Return the KV that the decode workers received, and why prefill workers sent some raw."""
+    """Return the KV that decode workers received, and the share sent raw because it was faster."""
     moved = [_moved(worker) for worker in workers]
     received = _sum(moved, workers, Role.DECODE)
     receiving = _sum(rates, workers, Role.DECODE)

@@ -57,7 +57,7 @@ class TenantRequests:
         self.unplaced: dict[str, Unplaced] = {}
 
     def end(self, timeline: RequestTimeline, now: float) -> None:
-        """Move a request that has ended at monotonic time ``now``."""
+        """Move a request, which has ended at monotonic time ``now``, to the ended ones."""
         self.running.pop(timeline.number, None)
         if timeline.was_placed:
             self.ended.appendleft(timeline)

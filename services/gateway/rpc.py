@@ -251,7 +251,7 @@ def _client(clients: ClientAddresses, context: Context) -> Client:
 
 
 def _owner(gateway: Gateway, context: Context) -> str:
-    """Return whose share of resources a call with a valid key uses."""
+    """Return the owner whose share of resources a call with a valid key uses."""
     tenant = gateway.authenticate(_authorization(context.invocation_metadata()))
     return tenant.name if tenant else _client(gateway.clients, context).name
 

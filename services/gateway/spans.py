@@ -17,7 +17,7 @@ from services.gateway.router_client import RoutedPlacement
 
 
 def http_span(scope: Scope, headers: Headers, request_id: str) -> Span:
-    """Start the span of a POST request; others, such as probes, have none."""
+    """Start the span of a POST request; return `NO_SPAN` for others, such as probes."""
     if scope["method"] != "POST":
         return NO_SPAN
     attributes = {

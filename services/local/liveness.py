@@ -41,7 +41,7 @@ class Liveness:
         self._reports.close()
 
     def inherited(self) -> None:
-        """Close the end that the process has inherited."""
+        """Close this process's copy of the end that the child process has inherited."""
         self._child_end.close()
 
     async def silence(

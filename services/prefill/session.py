@@ -78,7 +78,7 @@ class Job:
         self.page_tables = tuple(map(add, before, page_tables))
 
     def end_span(self) -> None:
-        """End the span, after one for each stage that was reached."""
+        """Record a child span for each stage that was reached, then end the span."""
         outgoing, encodes = self.outgoing, self.outgoing.encodes
         if self.computing_since:
             outgoing.span.record("queue", self.accepted, self.computing_since)

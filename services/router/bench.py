@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _print_cost(load: Load, seconds: float) -> Cost:
-    """Measure and print the cost of a load, with the bounds of the largest one."""
+    """Measure and print the cost of a load, and its ratio to the bounds in `GOAL`."""
     cost = LoadBench(load).run(seconds)
     p99_ms, goal_ms = cost.heartbeat_p99_s * 1e3, GOAL.heartbeat_p99_s * 1e3
     print(

@@ -115,7 +115,7 @@ class Call:
 
 
 class Handler(Protocol[M_contra]):
-    """Handles the calls of one path. It returns the answer. None stands for an empty object."""
+    """Handles the calls of one path and returns the answer; None stands for an empty object."""
 
     def __call__(self, body: M_contra, call: Call, /) -> Awaitable[BaseModel | None]: ...
 

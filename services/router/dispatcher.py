@@ -114,7 +114,10 @@ class Dispatcher:
         return call
 
     def _admit(self, call: PendingPlacement) -> None:
-        """Refuse a queued call that must not wait, or another one if the queue is full."""
+        """Refuse a queued call that would wait too long.
+
+        If the queue is full, refuse it or the last call of the tenant with the most queued tokens.
+        """
         if refusal := self.admission.refusal(self.queue, call):
             self._answer(call, refusal)
         elif self.queue.overfull:

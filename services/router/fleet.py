@@ -291,7 +291,7 @@ class Fleet:
                 self._changed[address.worker_id] = None
 
     def _registrations_changed(self, worker_id: str) -> None:
-        """Note the registration or removal of a worker, on which the match of others depends."""
+        """Note that a worker was registered or removed, which may change the partners of others."""
         self._roster.remove(worker_id)
         self._unmatched = None
         self._peers = {}

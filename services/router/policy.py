@@ -59,7 +59,7 @@ class Pair:
 
 
 class Candidate(Protocol):
-    """A worker or a pair of workers: the property that policies compare besides the delay."""
+    """A worker or a pair of workers, with the property that policies compare besides delays."""
 
     @property
     def last_placement(self) -> int: ...
@@ -237,7 +237,7 @@ def _all(by_output: Mapping[int, list[WorkerSnapshot]]) -> list[WorkerSnapshot]:
 
 
 def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
-    """Return the groups without workers that are too small for a request of unknown output."""
+    """Remove workers that are too small for a request whose output may be long; see the top."""
     if demand.least_tokens >= demand.max_tokens:
         return groups
     regular = [group for group in groups if not group.is_fallback] or groups

@@ -45,6 +45,6 @@ def noticeable(factor: float) -> float:
 
 
 def _ratio(pace: StepPace, other: StepPace) -> float:
-    """Return the ratio of two durations of steps, corrected for their sizes; see the module."""
+    """Return the ratio of two step durations, corrected for sizes; see the module docstring."""
     larger = max(1.0, pace.tokens / other.tokens, pace.context / other.context)
     return pace.step_s / other.step_s / larger

@@ -90,7 +90,7 @@ def latencies(jobs: Sequence[Job]) -> list[float]:
 
 
 def slow_share(jobs: Sequence[Job]) -> float:
-    """Return the share of the jobs that a worker beside the healthy ones has served."""
+    """Return the share of the jobs that a slow worker has served."""
     slow = {f"p{len(HEALTHY.prefill)}", f"d{len(HEALTHY.decode)}"}
     return sum(not slow.isdisjoint(job.workers or ()) for job in jobs) / len(jobs)
 

@@ -86,7 +86,7 @@ class KVFigures(_Part):
         return sequence_bytes(pages, length) - (length - tokens) * token_bytes(pages)
 
     def read_s_per_token(self, kv_format: str) -> float:
-        """Return the seconds in which attention reads the KV of a token; 0 if unknown."""
+        """Return the seconds that attention takes to read the KV of one token; 0 if unknown."""
         rate = self.read_bytes_per_s.get(kv_format)
         return 0.0 if rate is None else token_bytes(self._pages(kv_format)) / rate
 

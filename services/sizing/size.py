@@ -217,7 +217,7 @@ def _decode(load: Load, figures: Figures, links: int) -> Decode:
 
 
 def _max_sequences(load: Load, figures: Figures) -> tuple[int, str]:
-    """Return how many sequences a decode worker can have within the targets, and the limit."""
+    """Return the maximum sequences of a decode worker, and the name of the limit that applies."""
     limits = {"max_running": figures.max_running}
     if figures.kv is not None:
         limits["kv"] = int(figures.kv.bytes / _sequence_bytes(load, figures))

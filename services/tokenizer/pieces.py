@@ -68,5 +68,5 @@ def sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def table_size(backend: tokenizers.Tokenizer) -> int:
-    """Return the largest id plus one."""
+    """Return the largest token id plus one, which is the length of a table by token id."""
     return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

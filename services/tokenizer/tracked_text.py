@@ -125,7 +125,7 @@ class TrackedText(str):
         return TrackedText(plain, self._mask) if len(plain) == len(self) else plain
 
     def _parts(self, parts: Iterable[str], separator: str = "") -> list[str]:
-        """Return parts, which occur in this order in the text, with their masks."""
+        """Return ``parts``, which must occur in the text in this order, with their masks."""
         found = []
         at = 0
         for part in parts:

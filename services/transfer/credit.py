@@ -54,7 +54,7 @@ class CreditPool:
 
     @property
     def free(self) -> int:
-        """Slots that are neither granted nor occupied."""
+        """Number of slots that are neither granted nor occupied."""
         return self._free
 
     def join(self, key: str, peer: str) -> None:

@@ -81,7 +81,10 @@ class WorkerMetrics:
         self.queue_tokens.set(queue_tokens)
 
     def observe_pages(self, free: Mapping[str, int], total: Mapping[str, int]) -> None:
-        """Set the gauges of the KV pages of each page group; both arguments are by its name."""
+        """Set the gauges of KV pages.
+
+        Both arguments map names of page groups to numbers of pages.
+        """
         for group, pages in total.items():
             self.pages_total.labels(group).set(pages)
             self.pages_free.labels(group).set(free[group])

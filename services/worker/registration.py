@@ -66,7 +66,7 @@ class Registrar:
 
     @property
     def unregistered(self) -> str | None:
-        """Reason for which no router knows this worker; None if one does, or if there is none."""
+        """Reason for which no router knows this worker; None if one does or none is configured."""
         if len(self._failures) < max(1, len(self._routers)):
             return None
         return f"not registered: {', '.join(self._failures.values())}"
@@ -169,7 +169,7 @@ class Registrar:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a call to a router failed; what the router said, if it answered."""
+    """Return why a call to a router failed: the message of its answer, if it answered."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"HTTP status {error.response.status_code}: {error.response.text[:_MAX_REASON]}"
     return repr(error)

@@ -85,14 +85,14 @@ class Stream:
         return self.request.finish_reason(token.token, length, self.request.limit(context_length))
 
     def start_decoding(self) -> None:
-        """Record the start of decoding, and the stages before it if this worker did them."""
+        """Record the start of decoding, and earlier stages if this worker computed the prompt."""
         self.decoding_since = time.perf_counter()
         if self.computing_since:
             self.stages.queue = self.computing_since - self.began
             self.stages.prefill = self.decoding_since - self.computing_since
 
     def end_span(self) -> None:
-        """End the span, after one for each stage on this worker's engine that was reached."""
+        """Record a child span for each stage that the engine has reached, then end the span."""
         if self.computing_since:
             computed = self.decoding_since or time.perf_counter()
             self.span.record("queue", self.began, self.computing_since)

@@ -26,7 +26,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def progress_log() -> Callable[[str, int], None]:
-    """Return a callback that logs a finished stage and the time since the one before."""
+    """Return a callback that logs a finished stage and the time since the previous one."""
     since = time.perf_counter()
 
     def progress(stage: str, size: int) -> None:
