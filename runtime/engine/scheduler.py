@@ -168,10 +168,7 @@ class Scheduler:
             self.pages.release([sequence])
 
     def cancel(self, request_id: str, choice: int) -> bool:
-        """End one choice, see `CancelChoice`.
-
-        Return whether its request has no other unfinished one.
-        """
+        """End one choice; see `CancelChoice`. Return whether it was the last unfinished one."""
         for sequence in self._running:
             if sequence.is_choice(request_id, choice):
                 return self.finish(sequence)

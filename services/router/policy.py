@@ -237,7 +237,10 @@ def _all(by_output: Mapping[int, list[WorkerSnapshot]]) -> list[WorkerSnapshot]:
 
 
 def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
-    """Remove workers that are too small for a request whose output may be long; see the top."""
+    """Return the groups without workers on which less than half of the largest output fits.
+
+    All workers are kept for a request that requires all of its output tokens.
+    """
     if demand.least_tokens >= demand.max_tokens:
         return groups
     regular = [group for group in groups if not group.is_fallback] or groups
