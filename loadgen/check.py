@@ -47,7 +47,7 @@ class Check:
 
     Attributes:
         equal: number of equal answers.
-        different: one entry per unequal answer, its first difference.
+        different: the first difference of each unequal answer.
         missing: number of requests that the target or the reference did not answer.
     """
 

@@ -19,7 +19,7 @@ class RankSteps:
 
     @property
     def ready(self) -> int:
-        """Number of the event, which every rank records."""
+        """Number of the event that every rank records after the step; see `LaunchedStep`."""
         return self.steps[0].ready
 
     def read(self) -> list[Draw | None]:

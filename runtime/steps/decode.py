@@ -93,7 +93,7 @@ class DecodeReplay:
         ]
 
     def _batch(self, bucket: int) -> Batch:
-        """Return the leading slots as a batch of static tensors."""
+        """Return the first ``bucket`` slots as a batch of static tensors."""
         leading = slice(bucket)
         slots = self._slots
         tables = tuple(table[leading] for table in slots.page_tables)

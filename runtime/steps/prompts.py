@@ -26,7 +26,7 @@ def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
 
 
 class PromptPageEncoder:
-    """Encoding of the pages of complete prompts that are outside of the window.
+    """Encodes the pages of prompts that have a compressed page: those outside of sinks and window.
 
     Without a compressed KV format, nothing is encoded.
     """

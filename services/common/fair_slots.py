@@ -43,9 +43,9 @@ class FairSlots:
         return self._free > 0 and self._held[tenant] < self._per_tenant
 
     def is_wanted(self, tenant: str) -> bool:
-        """Return whether a tenant should give a slot back, since another caller waits for it.
+        """Return whether a tenant should give a slot back to a waiting caller.
 
-        This is the case if no tenant holds more slots, and a waiting caller would get the slot.
+        This is the case if no other tenant holds more slots, and the caller would get the slot.
         """
         return self._held[tenant] == max(self._held.values(), default=0) and any(
             waiting == tenant or self._held[waiting] < self._per_tenant

@@ -89,12 +89,11 @@ class CallLimiter(aio.ServerInterceptor):
     but cannot block others: while calls wait, a call whose request has not arrived within `_SLOT_S`
     ends. It is chosen from the owner with the most requests that are being received.
 
-    Health and reflection need no key, so their calls must not use up those of the services: their
-    streams have their own limits on number and duration, and their requests do not wait for those
-    of the services.
-    ``Health/Check`` has no maximum number and never waits, since probes must not fail because of
-    other clients. If `_MAX_CHECKS` of its requests are being received, the oldest one ends. This
-    does not affect probes, whose requests arrive with their calls.
+    Health and reflection need no key, so their calls must not use up the limits of other calls.
+    Their streams have separate limits on number and duration, and their requests do not wait for
+    other requests. ``Health/Check`` has no maximum number and never waits, since probes must not
+    fail because of other clients. If `_MAX_CHECKS` of its requests are being received, the oldest
+    one ends. This does not affect probes, whose requests arrive with their calls.
     """
 
     def __init__(self, limits: ServerLimits) -> None:

@@ -16,10 +16,10 @@ _LOCAL = ("localhost", "*.localhost", "*.internal")
 
 
 class HostCheck:
-    """Accepts IP addresses, names that are local to a machine, and given names.
+    """Accepts IP addresses, names that are local to a machine, and the names in ``allowed``.
 
     Args:
-        allowed: further names; ``*.example.com`` allows all names below a domain.
+        allowed: names to accept; ``*.example.com`` allows all names below a domain.
     """
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Signals during the start of a process, SIGHUP, and the end of a process with its parent."""
+"""Signal handling during the start of a process, on SIGHUP, and when its parent ends."""
 
 import asyncio
 import ctypes

@@ -56,8 +56,9 @@ class RoutedPlacement:
 class RouterClient:
     """Calls the routers in turn until one answers. The router that answered last is tried first.
 
-    A call to place that ends without an answer, for example because it was cancelled, may have been
-    executed. It is released, so that no router counts a request that will not be sent.
+    If `place` ends without an answer, for example because it was cancelled, the router may have
+    placed the request. The placement is then released, so that no router counts a request that will
+    not be sent.
 
     Must be created inside a running event loop.
 

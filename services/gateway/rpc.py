@@ -77,7 +77,7 @@ _METHODS = frozenset(inference_pb2.DESCRIPTOR.services_by_name["Inference"].meth
 
 
 class _KeyInterceptor(aio.ServerInterceptor):
-    """Rejects calls without an API key before their request arrives and before any limit."""
+    """Rejects calls without an API key before a request is received and any limit applies."""
 
     def __init__(self, gateway: Gateway, servicer: "InferenceServicer") -> None:
         self._gateway = gateway

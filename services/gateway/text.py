@@ -152,8 +152,8 @@ class TextAssembler:
     """Detokenizes all choices of one request incrementally.
 
     Args:
-        min_tokens: number of first tokens of a choice. Stop strings that end in their text are
-            ignored.
+        min_tokens: number of output tokens at the start of each choice in whose text no stop string
+            counts.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def start_in_background(options: UpOptions) -> int:
 def _wait(child: "subprocess.Popen[bytes]", result: IO[bytes], log_file: Path) -> int:
     """Return 0 when the deployment is ready, or the exit code of a child that failed.
 
-    The child writes its result, how to use the service, when it is ready.
+    When it is ready, the child writes its result: how to use the service.
     """
     deadline = time.monotonic() + 3 * READY_TIMEOUT_S
     console = diagnostics()

@@ -57,7 +57,7 @@ class Given:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the values of the command's arguments, which have the names of their flags."""
+        """Return the values in ``arguments``: those of the command, by the names of their flags."""
         unset = {"adaptive": "no_adaptive", "prc": "no_prc"}
         return cls(
             text={"tokens": arguments["tokens"], "files": arguments["text"]},

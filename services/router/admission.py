@@ -68,7 +68,7 @@ class Admission:
         self._request_s += (request_s - self._request_s) / self._ended
 
     def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> QueueFull | None:
-        """Return the answer to a queued call that would wait too long, or None if it may wait.
+        """Return the refusal of a queued call that would wait too long, or None if it may wait.
 
         Requests that were admitted before may wait until their deadline.
         """

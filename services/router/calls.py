@@ -127,7 +127,7 @@ class _Route:
 
 
 class JsonCalls:
-    """ASGI app of the calls.
+    """ASGI app that answers the calls of workers and gateways.
 
     Args:
         access: check of every call.

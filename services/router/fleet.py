@@ -4,9 +4,9 @@ A new placement is a promise on each of its workers, until the worker's heartbea
 admitted, the request is released, or ``placement_ttl_s`` has passed. The load of a worker is the
 load in its last heartbeat plus its promises. No placement is counted twice.
 
-A change of a worker is noted, and `Fleet.roster` updates the index of the workers (see
-`services.router.roster`) by the noted ones only. Changes of health that only depend on the time are
-noted when they are due.
+Changed workers are noted, and `Fleet.roster` updates only their entries in the index of the workers
+(see `services.router.roster`). Changes of health that only depend on the time are noted when they
+are due.
 
 There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """

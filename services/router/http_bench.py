@@ -52,7 +52,7 @@ class HttpCost:
 
 
 def measure(placements_per_s: float, seconds: float) -> HttpCost:
-    """Return the cost at a constant rate of placements, over this time.
+    """Return the cost at a constant rate of placements, measured for ``seconds`` seconds.
 
     Args:
         placements_per_s: placements per second; 0: as many as possible.

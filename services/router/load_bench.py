@@ -49,7 +49,7 @@ class Cost:
     """Measured cost of a load.
 
     Attributes:
-        core: CPU time per simulated time.
+        core: CPU seconds per simulated second.
         heartbeat_p99_s: p99 of the time from the arrival of a heartbeat until it is handled.
         placements_per_s: placements per simulated second.
         queued: number of queued requests at the end.

@@ -107,7 +107,7 @@ def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
 
 
 def context_length(workers: Iterable[WorkerSnapshot]) -> int | None:
-    """Return the largest context of these workers; None if they cannot serve requests."""
+    """Return the largest context length of the workers; None if they cannot serve requests."""
     return max((w.context_length for w in _decoders(workers)), default=None)
 
 
@@ -155,7 +155,7 @@ class _Group:
         return max(self.decode if self.prefill and self.decode else self.colocated)
 
     def with_output(self, least: float) -> "_Group":
-        """Return the group without decoders on which fewer output tokens fit."""
+        """Return the group without decoders on which fewer than ``least`` output tokens fit."""
         decode, colocated = (
             {output: workers for output, workers in by_output.items() if output >= least}
             for by_output in (self.decode, self.colocated)

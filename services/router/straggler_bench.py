@@ -27,7 +27,8 @@ class Row:
 
     Attributes:
         slow: role of the slow workers.
-        p50_s, p99_s: percentiles of the latency without, before and after, in seconds.
+        p50_s, p99_s: percentiles of the latency in the cases ``without``, ``before`` and ``after``
+            of the module docstring, in seconds.
         share: share of the requests that a slow worker served, before and after.
     """
 

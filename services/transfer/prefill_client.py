@@ -311,7 +311,7 @@ class PrefillClients:
         return welcome
 
     def _peers(self, welcome: pb.Welcome) -> list[tuple[KVEndpoint, pb.Endpoint]]:
-        """Return which endpoints read from which ranks of a prefill worker.
+        """Return pairs of an own endpoint and a rank of a prefill worker from which it reads.
 
         Raises:
             ValueError: the prefill worker lacks a KV head of this worker.
@@ -347,7 +347,7 @@ class _Addition:
 
     @property
     def is_refused(self) -> bool:
-        """Whether NIXL has refused it, for example because it was added already."""
+        """Whether NIXL has refused to add the peer, for example because it was added already."""
         if not self.added.done() or self.added.cancelled():
             return False
         return isinstance(self.added.exception(), PeerRefused)

@@ -260,7 +260,7 @@ class Receiver:
                 landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
-        """Close a fetch and wait for its decodes in progress, even if cancelled again.
+        """Close a fetch and wait for its decodes in progress, even if this task is cancelled again.
 
         READs may continue, since they do not touch the pages.
         """

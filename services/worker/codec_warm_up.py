@@ -63,7 +63,7 @@ def warm_up_codec(rank: LoadedRank, slab: Slab) -> int:
 
 
 def _kinds_of_segments(rank: LoadedRank, slot_bytes: int) -> list[SegmentPlan]:
-    """Return the longest segment of each plane group and number of layers."""
+    """Return the longest segment for each pair of a plane group and a number of layers."""
     layout, codecs = rank.executor.cache.layout, rank.codecs
     total = rank.executor.shape.options.pages
     pages = min(layout.plan.full(rank.sizes.limits.chunk_tokens), *total)

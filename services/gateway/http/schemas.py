@@ -131,7 +131,7 @@ class _GenerationBody(_Body, GenerationFields):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """Names that this body has for fields of `GenerationOptions`, where they differ."""
+        """Maps fields of `GenerationOptions` to their names in this body, where these differ."""
         return {}
 
     def options(self) -> GenerationOptions:
