@@ -243,9 +243,9 @@ class _Reader:
 
 
 def _refuse_not_finite(name: str, embedding: Tensor) -> None:
-    """Check the embedding of every token.
+    """Check the embedding of every token, because a request uses only those of its tokens.
 
-    Each request uses all other weights, so that any prompt shows whether they are finite.
+    All other weights are used by every request, so any prompt shows whether they are finite.
 
     Raises:
         CheckpointError: a value is NaN or infinite.

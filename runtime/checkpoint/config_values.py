@@ -50,7 +50,8 @@ def refuse_unsupported(
     Args:
         neutral: keys that may change the computation, with their values that have no effect. Null
             never has an effect.
-        known: if not empty, all other keys that have any value are refused too.
+        known: other supported keys. If there are any, keys that are in neither argument are refused
+            unless they are null.
 
     Raises:
         CheckpointError: there is such a value. The message names its key.

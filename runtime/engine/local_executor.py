@@ -21,11 +21,11 @@ class LocalExecutor(Executor):
 
     Attributes:
         model: the model, or the rank's part of it.
-        cache: KV pages; with replay, those for sequences precede null pages.
+        cache: KV pages; with replay, null pages follow those for sequences.
         steps: computes the steps, with ``options.replay`` a `StepReplay`.
 
     Raises:
-        KVFormatError: tokens cannot be evicted from the pages.
+        KVFormatError: the KV format or the model does not support eviction.
         ValueError: ``options.pages`` does not have one number for each page group of the cache.
     """
 

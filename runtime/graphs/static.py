@@ -45,7 +45,7 @@ class StaticTensors:
         no value.
 
         Args:
-            values: the leading rows of tensors, with all dimensions but the first in full.
+            values: leading rows of tensors, by name. The other dimensions must be complete.
         """
         ends = [self._ranges[name][0] + value.nbytes for name, value in values.items()]
         on_device = self._device.type == "cuda"

@@ -18,7 +18,7 @@ class Uploader:
     A plain copy of memory that is not pinned, such as that of a memory-mapped file, reads it in one
     thread. Here the threads also take the page faults of such a file.
 
-    Tensors that are not contiguous, small or already on the device are copied by torch, and so is
+    Tensors that are small, not contiguous or already on the device are copied by torch, and so is
     everything if the device is a CPU. Leaving the context manager ends the threads.
 
     Attributes:

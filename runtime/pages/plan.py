@@ -282,12 +282,12 @@ class PagePlan:
     def batch(self, sequences: int, prompt: int) -> PageCount:
         """Return the pages of `Part.ENDS` that a full batch and one prompt use; 0 for other groups.
 
+        A sequence keeps one page more than its last step used, until that step has completed. The
+        engine waits for this step if no page is free (`Scheduler.must_preempt`).
+
         Args:
             sequences: number of sequences in the batch.
             prompt: number of tokens of the prompt that is computed beside it.
-
-        A sequence keeps one page more than its last step used, until that step has completed. The
-        engine waits for this step if no page is free (`Scheduler.must_preempt`).
         """
         return PageCount(
             *(

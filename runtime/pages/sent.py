@@ -57,7 +57,7 @@ class SentTokens:
         Args:
             known: number of its tokens, including those of the output of an earlier attempt.
             kv_eviction: fraction of the prompt tokens to evict.
-            first: see `SentTokens`, as are the errors.
+            first: see `SentTokens`, which also describes the errors.
         """
         evicted = evicted_tokens(prompt_tokens, kv_eviction, plan.page_size)
         computed = plan.prefilled(known, prompt_tokens, evicted)

@@ -34,7 +34,7 @@ class PassInputs:
     """Static tensors for passes up to a maximum size.
 
     Args:
-        size: maximum of each field of the shapes.
+        size: maximum of each field of the pass shapes.
         chunks: maximum number of prompt chunks in a pass.
         slots: batch slots, from which decode rows are read.
     """

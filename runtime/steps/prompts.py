@@ -40,7 +40,7 @@ class PromptPageEncoder:
             self._encoder = model.kv_format.encoder(layers)
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
-        """Encode pages of prompt chunks, in stream order.
+        """Encode the pages of prompt chunks that have a compressed page, in stream order.
 
         The full-precision pages are not changed, because later chunks attend to them.
 

@@ -69,8 +69,8 @@ class InFlightStep:
 
     Attributes:
         assignment: slots of the step's sequences.
-        sampled: pairs of a sequence of `StepPlan.sampled`, whose sampled token is used, and its
-            slot.
+        sampled: (sequence, slot) pairs of the sequences in `StepPlan.sampled`, whose tokens are
+            used.
         ready: number of the event of the cache recorded after the forward pass and, with a
             compressed KV format, the encoding of pages.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.

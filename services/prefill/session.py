@@ -186,7 +186,7 @@ class PrefillSession:
     def _start(self, start: pb.StartPrefill) -> None:
         key = self._key(start.sequence)
         message = start.request
-        if start.sequence <= self._newest:  # its output might be taken for that of the first one
+        if start.sequence <= self._newest:  # its output could be mistaken for the first one's
             log.error("sequence started twice", request_id=message.request_id)
             return
         self._newest = start.sequence

@@ -270,7 +270,8 @@ class Dispatcher:
         )
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
-        # Gateways ask again without exclusions, so only a call without them needs to wait.
+        # Gateways repeat a refused call without exclusions, so only calls without exclusions need
+        # to wait for workers that have not registered yet.
         starting = not self.is_settled(now) and not request.exclude
         if starting and reason is not Reason.AMBIGUOUS_MODEL:
             return Starting(

@@ -259,7 +259,7 @@ class TransferAgent:
         if self._thread.is_alive():
             log.error("transfer thread did not end", waited_s=grace_s + CLOSE_S)
             self._refuse_commands()
-            self._commands.put(None)  # the thread ends if it continues
+            self._commands.put(None)  # ends the thread if it ever resumes
             self._codec_calls.close()
 
     def _call(self, run: "Callable[[NixlAgent, Future[Any]], None]") -> "Future[Any]":
@@ -340,7 +340,7 @@ class TransferAgent:
                 for notification in nixl.notifications():
                     listener.notified(*notification)
             active |= nixl.poll()
-            calls.start_queued()  # of the READs that have just ended, too
+            calls.start_queued()  # including those of READs that have just ended
             if calls.poll() or active:
                 last_event = time.monotonic()
 

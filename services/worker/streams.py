@@ -136,7 +136,7 @@ class StreamSession:
 
     async def run(self, context: MessageStream) -> None:
         """Serve until the gateway disconnects, then end all its streams."""
-        # The first write would send it, and the call could not be aborted during that write.
+        # Otherwise the first write sends the metadata, and the call could not be aborted meanwhile.
         await context.send_initial_metadata(())
         writer = asyncio.create_task(self._write(context))
         try:
@@ -173,7 +173,7 @@ class StreamSession:
         if start.stream in self.streams:
             log.error("stream started twice", request_id=start.request.request_id)
             return
-        # Not the stream's number, which a gateway may repeat: the engine refuses ids that it knows.
+        # The stream's number is no key: a gateway may repeat it, and the engine refuses known ids.
         key = f"{self._name}/{next(self._keys)}"
         try:
             request = request_from_message(key, start.request)

@@ -7,7 +7,7 @@ from services.common.errors import ServiceError
 _MAX_PATH_CHARS = 128
 """Maximum characters of a path in an error message."""
 
-# By the first segments of the path.
+# Names of APIs by the first segments of the path.
 NOT_SUPPORTED = {
     "/v1/responses": "the Responses API",
     "/v1/conversations": "the Conversations API",
