@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class ClientLimit:
-    """Counts what is in use, for example connections.
+    """Counts concurrent uses, for example connections, in total and for each client.
 
     Args:
         total: maximum of all clients together.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that the block raises without one. Errors of writes have none.
+    """Add the path to an OSError that the block raises without one, such as a failed write.
 
     Raises:
         OSError: with ``path`` as its ``filename``.

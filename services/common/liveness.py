@@ -1,4 +1,4 @@
-"""Reports of a service process that it works, for the supervisor of `headrace up`.
+"""Reports by which a service process shows the supervisor of `headrace up` that it works.
 
 The supervisor gives each process a pipe. While ``/health`` succeeds, the process writes a byte to
 it in each period. A process that hangs, or that is stopped, writes none. A check that raises an
@@ -22,7 +22,7 @@ VARIABLE: Final = "HEADRACE_LIVENESS_PIPE"
 
 @dataclass(frozen=True)
 class ReportPipe:
-    """The end of the pipe to which a process writes, as the environment names it.
+    """Write end of the pipe of a process, as an environment variable describes it.
 
     Attributes:
         descriptor: file descriptor, which the child process inherits.

@@ -30,8 +30,8 @@ class MetricFactory:
         """Return a counter. The suffix ``_total`` is added to its name.
 
         Args:
-            values: values of the only label whose series begin at 0, so that a rate includes their
-                first event.
+            values: for a counter with one label, values of the label whose series begin at 0, so
+                that a rate includes their first event.
         """
         made = Counter(f"headrace_{name}", text, labels, registry=self._registry)
         for value in values:

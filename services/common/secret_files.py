@@ -40,8 +40,8 @@ class SecretFiles(Protocol):
         Thread-safe.
 
         Args:
-            at_once: whether to use content that is otherwise left for a later call, and to report
-                again why content is not used.
+            at_once: whether to use new content even if a later call would otherwise confirm it
+                first, and to report unusable content again.
         """
 
 

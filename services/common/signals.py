@@ -33,7 +33,7 @@ def end_on_sigterm_as_first_process() -> None:
 def ignore_sighup_during_start() -> None:
     """Ignore SIGHUP until `handle_sighup`, if this process has no terminal.
 
-    It asks a service to read its files again. A service that is starting will read them anyway.
+    SIGHUP asks a service to read its files again. A service that is starting will read them anyway.
     """
     if not has_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

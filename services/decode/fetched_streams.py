@@ -188,7 +188,7 @@ class FetchedStreams(StreamService):
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them.
 
-        Those of a prompt that is computed again are dropped, because they were sent before.
+        First tokens of a prompt that is computed again are dropped, because they were sent before.
 
         Raises:
             ForeignSegment: a token is malformed; none is sent then.

@@ -23,8 +23,8 @@ class TextDelta:
     Attributes:
         offsets: position of each token in the text of the choice, in characters. The offset of a
             token that continues a character is that of the character. The offset of a token without
-            visible text is the length of the text before it. Tokens of a stop string, which the
-            text does not include, have the length of the text.
+            visible text is the length of the text before it. The offset of tokens of a stop string,
+            which the text does not include, is the length of the text.
     """
 
     choice: int

@@ -185,7 +185,7 @@ def _not_ready(deployment: Deployment) -> list[str]:
 
 
 def _ask_router(deployment: Deployment, name: str) -> dict[str, Any]:
-    """Return the answer of the first router that is reachable to ``GET /v1/<name>``.
+    """Return the answer to ``GET /v1/<name>`` of the first router that is reachable.
 
     Raises:
         SettingsError: if the files of mutual TLS cannot be used.

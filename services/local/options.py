@@ -28,7 +28,8 @@ class UpOptions:
         keep: fraction of the parameters to keep in a factorized model; None serves the model
             unchanged.
         dense_meanwhile: whether to serve the unchanged model while the factorized one is made. The
-            next start serves the factorized one. On a GPU, the latter is made first.
+            next start serves the factorized one. On a GPU, the factorized model is made before
+            anything is served.
         codec: encoding of KV transfers: auto, raw or splitzip.
         device: device of the workers: auto, cpu or cuda.
         kv_format: KV format of the workers, see `runtime.kv.registry`.

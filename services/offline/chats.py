@@ -35,8 +35,9 @@ class ChatFidelity:
 
     Attributes:
         chats: number of questions.
-        kl_mean: mean KL divergence of the next token in the dense model's answers, in nats.
-        top1: fraction of these positions at which the best token is the dense model's.
+        kl_mean: mean KL divergence of the next-token distributions over all positions of the dense
+            model's answers, in nats.
+        top1: fraction of these positions at which both models have the same most probable token.
         loops, dense_loops: answers of this model, and of the dense one, that end in a loop.
     """
 

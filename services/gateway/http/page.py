@@ -1,6 +1,6 @@
 """Routes of the live page: its files, and the state that it shows.
 
-The files are public; they contain nothing of the deployment. The state needs an API key.
+The files are public; they contain nothing about the deployment. The state needs an API key.
 """
 
 import hashlib
