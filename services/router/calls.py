@@ -95,7 +95,7 @@ class Call:
         """Wait for an event. The body must have been received.
 
         Raises:
-            Disconnected: if the caller disconnects, even if the event has occurred since then.
+            Disconnected: if the caller disconnects, even if the event occurs as well.
         """
         if event.is_set():
             return

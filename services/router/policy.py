@@ -126,7 +126,7 @@ def _decoders(workers: Iterable[WorkerSnapshot]) -> Iterator[WorkerSnapshot]:
 class _Group:
     """Compatible workers with capacity for a request, by role.
 
-    Those that would decode it are listed by the number of output tokens that fit on them.
+    Workers that would decode it are listed by the number of output tokens that fit on them.
 
     Attributes:
         alone: whether the workers are colocated.

@@ -230,7 +230,7 @@ def heartbeat(
 ) -> Heartbeat:
     """Return the heartbeat of a simulated worker.
 
-    If ``prompt_tokens_per_s`` is not 0, its queued tokens are prompt tokens to compute.
+    If ``prompt_tokens_per_s`` is not 0, the queued tokens are prompt tokens to compute.
     """
     return Heartbeat(
         worker_id=name,

@@ -1,11 +1,12 @@
 """Speed of workers, from the paces that they report.
 
-The duration of a step grows with its number of tokens and with its context, the number of tokens to
-which they attend. Durations of steps cannot be compared directly, because a busy worker has longer
-steps than an idle one. The ratio of two durations is therefore divided by the ratio of the tokens,
-the ratio of the contexts or 1, whichever is largest. If durations are linear functions of tokens
-and context with coefficients that are not negative, the result for workers of equal speed is at
-most 1. `slowdown` is thus a lower bound. It is exact if both steps have the same size.
+The duration of a step grows with its number of tokens and with its context: the sum, over these
+tokens, of the number of tokens that each attends to. Durations of steps cannot be compared
+directly, because a busy worker has longer steps than an idle one. The ratio of two durations is
+therefore divided by the ratio of the tokens, the ratio of the contexts or 1, whichever is largest.
+If durations are linear functions of tokens and context with coefficients that are not negative, the
+result for workers of equal speed is at most 1. `slowdown` is thus a lower bound. It is exact if
+both steps have the same size.
 
 A slow worker gets few requests or none, and therefore no new measurements. Its slowdown decays
 towards 1, the value of a worker without measurements, so that it gets requests again.

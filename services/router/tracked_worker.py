@@ -217,9 +217,9 @@ class TrackedWorker:
     def _max_pending_prompt_tokens(self, prompt_backlog_s: float) -> float | None:
         """Return the pending prompt tokens at which the worker gets no further prompt.
 
-        These are the tokens that it computes in ``prompt_backlog_s`` plus the mean delay until it
-        reports a placement, so that it does not idle. None if its prompt tokens per second are
-        unknown.
+        These are the tokens that it computes in the sum of ``prompt_backlog_s`` and the mean delay
+        until it reports a placement, so that it does not idle. None if its prompt tokens per second
+        are unknown.
         """
         rate = self.load.prompt_tokens_per_s if self.load else 0.0
         return rate * (prompt_backlog_s + self.admission_s) if rate else None

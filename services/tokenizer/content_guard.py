@@ -33,7 +33,7 @@ _NEVER = -1e6
 
 
 class ContentGuard:
-    """Protects texts from `backend`'s special tokens.
+    """Keeps names in texts from becoming special tokens of ``backend``.
 
     Args:
         backend: the original tokenizer.
@@ -119,7 +119,7 @@ class ContentGuard:
 def _exclude_pieces(model: dict[str, Any], names: frozenset[str]) -> None:
     """Give names of special tokens a score with which a Unigram model never chooses them.
 
-    Other models need no change: a Unigram model may choose any piece of its vocabulary.
+    A Unigram model may choose any piece of its vocabulary. Other models need no change.
 
     Args:
         model: ``model`` of ``tokenizer.json``, changed.

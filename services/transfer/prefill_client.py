@@ -87,7 +87,7 @@ class Subscription:
         self._events.put_nowait(event)
 
     async def next_event(self) -> pb.PrefillEvent | None:
-        """Wait for the sequence's next event; return None if something else woke this up.
+        """Wait for the sequence's next event; return None if `put` was called with None.
 
         Raises:
             FetchFailed: the session has ended.

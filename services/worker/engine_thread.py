@@ -246,8 +246,8 @@ class EngineThread:
     def _round(self) -> bool:
         """Take incoming commands and run a step; return False to end the thread.
 
-        At most one job is run, before the step. Commands submitted before the job have a step of
-        their own, before it.
+        At most one job is run, before the step. Commands submitted before the job are taken by a
+        step of their own, which precedes the job.
         """
         commands: list[Command] = []
         block = self._idle = not self._engine.has_work

@@ -44,8 +44,8 @@ class Stream:
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
-        early: timeout scope by which a fetch is cancelled that began before its pages were
-            reserved; None for any other.
+        early: timeout scope that can cancel a fetch which began before its pages were reserved;
+            None for other fetches.
         decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
@@ -105,8 +105,8 @@ class Stream:
 class StreamSession:
     """Executes one gateway's commands, and sends it the output of the engine's steps.
 
-    Unsent output is merged into one delta per stream. The memory for a slow gateway is therefore
-    bounded by the tokens of its own streams. It is sent in messages of bounded size.
+    Unsent output is merged into one delta per stream, and sent in messages of bounded size. The
+    memory for a slow gateway is therefore bounded by the tokens of its own streams.
 
     Args:
         open_stream: called with every new stream.
