@@ -161,7 +161,7 @@ class WorkerSnapshot:
         slowdown: factor by which the worker is slower than the fastest comparable one; 1 if that is
             unknown or not noticeable.
         pages_total: number of pages of each page group.
-            pages_free: reported free pages minus promised ones; may be negative.
+        pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.
         max_slots: number of slots at which the worker counts as full.
         max_running: number of batch slots that the worker has.
