@@ -207,7 +207,7 @@ class Engine:
             output.refused.append((request.id, fault))
 
     def _launch(self, plan: StepPlan, output: StepOutput) -> _InFlightStep:
-        """Launch a step, report its chunks, and then record it."""
+        """Launch a step, report its chunks, and record the launch in the scheduler."""
         launched = self.executor.launch(plan)
         for chunk in plan.chunks:
             self._report(chunk, launched.ready, output)

@@ -69,7 +69,7 @@ def _small(sequences: int, plan: PagePlan) -> Iterator[list[SequenceSlice]]:
 
 
 def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice]:
-    """Return a prefill batch with the maximum number of tokens of a step, in pages 0."""
+    """Return a prefill batch with the maximum number of tokens of a step. All pages are page 0."""
     each = min(limits.chunk_tokens, context - 1)
     pages, *more = [(0,) * plan.pages(each)] * plan.prompt_groups
     piece = SequenceSlice((0,) * each, 0, pages, more_pages=more)

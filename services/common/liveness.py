@@ -37,7 +37,7 @@ class ReportPipe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for the child process."""
+        """Environment variables that describe the pipe to the child process."""
         return {VARIABLE: f"{self.descriptor} {self.inode} {self.period_s:g}"}
 
     @classmethod

@@ -98,7 +98,7 @@ class LiveState:
         self._until = float("-inf")
 
     async def describe(self, tenant: Tenant | None) -> dict[str, Any]:
-        """Return the state with the recent requests of a tenant."""
+        """Return the state of the deployment, and the recent requests of a tenant."""
         loop = asyncio.get_running_loop()
         async with self._collecting:
             if loop.time() >= self._until:
@@ -167,7 +167,7 @@ def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[TransferredKV]) 
 
 
 def _sum(kv: Sequence[TransferredKV], workers: Sequence[WorkerView], role: Role) -> TransferredKV:
-    """Return the sum over the workers of a role."""
+    """Return the sum of ``kv`` over the workers of a role."""
     of_role = [own for own, worker in zip(kv, workers, strict=True) if worker.role is role]
     return TransferredKV(*map(sum, zip(*of_role, strict=True))) if of_role else _NO_KV
 

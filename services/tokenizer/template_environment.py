@@ -77,7 +77,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """The function ``dict`` of templates, without other attributes of the class."""
+    """The function ``dict`` of templates, without the other attributes of Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

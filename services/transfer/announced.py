@@ -79,7 +79,10 @@ class AnnouncedSegments:
         self._start(peer, ready, keep=True)
 
     def _start(self, peer: str, ready: pb.SegmentReady, *, keep: bool) -> None:
-        """Start a READ. If the segment is not announced, keep the message if ``keep``."""
+        """Start a READ.
+
+        Store the message if the segment is not announced yet and ``keep`` is true.
+        """
         key = peer, ready.sequence, ready.index
         with self._lock:
             found = self._waiting.get(key)

@@ -77,7 +77,7 @@ class StaleSegment(FrameError):
 
 
 class ForeignSegment(FrameError):
-    """A segment with another request, extent, length or content."""
+    """A segment of another request, or whose extent, length or content was not announced."""
 
 
 class SlabError(TransferError):

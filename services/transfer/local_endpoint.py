@@ -71,7 +71,7 @@ class LocalEndpoint(KVEndpoint):
         self.agent.listen(listener)
 
     def wake(self) -> None:
-        """Read `NotificationListener.waiting` again."""
+        """Make the agent read `NotificationListener.waiting` again."""
         self.agent.wake()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":

@@ -61,7 +61,7 @@ class Page:
             app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(endpoint)
 
     async def index(self, request: Request) -> Response:
-        """Return the page."""
+        """Return the HTML of the live page."""
         return _respond(request, self._files[_INDEX])
 
     async def file(self, request: Request, name: str) -> Response:
