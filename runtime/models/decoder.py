@@ -187,7 +187,7 @@ def _attend_rows(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batc
 
 
 def _attend(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-    """Return the attention of a batch, `[n, heads * dim]`; decode rows have a call of their own."""
+    """Return the attention of a batch, `[n, heads * dim]`; decode rows use a separate call."""
     if not isinstance(batch, MixedBatch):
         return kv.attend(q, planes, batch)
     attended = kv.attend(q, planes, batch.chunks)

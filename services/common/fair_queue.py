@@ -78,7 +78,7 @@ class _Line(Generic[_Item]):
                 return
 
     def due(self, wanted: Callable[[_Item], bool]) -> Iterator[tuple[float, int, _Item]]:
-        """Yield (round in which it is due, arrival number, item) for each wanted item."""
+        """Yield (round in which it is due, arrival number, item) where ``wanted(item)`` is true."""
         due, weight = self.start, self.weight
         for urgency in self.urgencies:
             for item, number in self.ranks[urgency].items.items():

@@ -66,7 +66,7 @@ def start_metrics_server(
 def start_probe_server(host: str, port: int, probes: Probes) -> WSGIServer:
     """Serve only ``/health`` and ``/ready`` from a daemon thread, over plain HTTP.
 
-    A kubelet has no client certificate, so that it cannot probe a port with mutual TLS.
+    A kubelet has no client certificate, so it cannot probe a port with mutual TLS.
 
     Args:
         host: address to listen on.

@@ -297,8 +297,8 @@ class PlaceRequest(Message):
     Attributes:
         placement_id: id of the placement, a new one for each call. The caller chooses it, so that
             it can release a placement without having received the answer.
-        admitted: whether the request was admitted before: it is repeated, or another one of its
-            prompts was placed. It then waits until its deadline, however long the queue is.
+        admitted: whether the request was admitted before, because it is repeated or another of
+            its prompts was placed. It then waits until its deadline, however long the queue is.
         model: name of the model; None selects the only served model.
         prompt_tokens: number of tokens of the prompt, including the output of an earlier attempt
             that is replayed after it.

@@ -261,7 +261,7 @@ def _read(files: TlsFiles) -> _Content:
 
 
 def _load(files: TlsFiles, content: _Content) -> _Loaded:
-    """Return contexts with the content of the files.
+    """Return TLS contexts that use the content of the files.
 
     Raises:
         SettingsError: if a file is invalid, if the CAs do not verify the certificate, or if a file

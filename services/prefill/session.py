@@ -98,7 +98,7 @@ class PrefillSession:
         agent: name of the NIXL agent of its first rank, or "".
         jobs: sequences of all sessions, by the engine's id.
         context_length: maximum tokens of a prompt and its output.
-        slot_bytes: bytes of its landing slots.
+        slot_bytes: bytes of one of its landing slots.
         routes: ranks and KV heads between which KV is sent.
     """
 

@@ -242,7 +242,7 @@ class Fleet:
         return removed
 
     def roster(self, now: float) -> Roster:
-        """Return the workers by shape, for the policy. The next call updates the same object."""
+        """Return the workers for the policy. The next call updates and returns the same object."""
         self._note_health(now)
         for worker_id in self._changed:
             if worker := self._workers.get(worker_id):
@@ -303,7 +303,7 @@ class Fleet:
         heappush(self._timers, (worker.suspect_at, worker.registration.worker_id))
 
     def _note_health(self, now: float) -> None:
-        """Note the workers whose health may have changed because of the time."""
+        """Note the workers whose health may have changed because a time limit has passed."""
         timed = []
         while self._timers and self._timers[0][0] <= now:
             time, worker_id = heappop(self._timers)

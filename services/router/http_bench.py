@@ -39,7 +39,8 @@ class HttpCost:
         placements_per_s: rate that was reached, per second.
         router_us, client_us: CPU time of the router's and of the client's process per placement.
         p50_us, p99_us: latency of a placement request.
-        echo_us, echo_p50_us: CPU time of the server and latency of the floor.
+        echo_us, echo_p50_us: CPU time and latency of the floor: of the server that only returns
+            bytes.
     """
 
     placements_per_s: float

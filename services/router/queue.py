@@ -114,7 +114,7 @@ class PlacementQueue(FairQueue[PendingPlacement]):
         self._outdated = deque(dict.fromkeys((*self._outdated, *calls)))
 
     def reclaim(self, claim: Callable[[Demand, Needs], Claim]) -> None:
-        """Compute the next `MAX_RECLAIMED` outdated claims again.
+        """Recompute the next `MAX_RECLAIMED` outdated claims (`PendingPlacement.claim`).
 
         An outdated claim does no harm: the call is not placed on workers that have joined since,
         and workers that have left are not found any more.

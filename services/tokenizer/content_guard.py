@@ -72,14 +72,14 @@ class ContentGuard:
         }
 
     def protect(self, text: str) -> str:
-        """Return ``text`` with marks inside of the names that the template did not write.
+        """Return ``text`` with marks in names of special tokens, unless the template wrote them.
 
-        Characters that the template wrote are those of `TrackedText`. A name is protected if the
+        `TrackedText` knows which characters the template wrote. A name is protected if the
         template did not write all of its characters.
 
         Raises:
             InvalidRequest: if the tokenizer encodes a protected name as the special token
-                nevertheless, as one of whole words may.
+                nevertheless. A tokenizer that encodes whole words may do so.
         """
         mask = mask_of(text)
         text = str.__str__(text)

@@ -49,7 +49,7 @@ class WireMode(StrEnum):
 
     @property
     def other(self) -> "WireMode":
-        """SplitZip for raw, raw for SplitZip."""
+        """The other mode: SplitZip for raw, raw for SplitZip."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
 
 
