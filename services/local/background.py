@@ -25,7 +25,7 @@ _MAX_RESULT_BYTES = 1 << 16
 def start_in_background(options: UpOptions) -> int:
     """Run `headrace up` in a session of its own, and return once it is ready or has ended.
 
-    Ctrl-C ends it.
+    Ctrl-C during the start ends the deployment.
 
     Returns:
         0, or the exit code of the deployment.

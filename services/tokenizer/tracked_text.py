@@ -135,7 +135,7 @@ class TrackedText(str):
         return found
 
     def _directives(self, values: Any) -> Iterator[str]:
-        """Return the text between the directives of ``%``, and the results of the directives."""
+        """Yield the parts of a ``%`` format: its text, and the values in place of ``%s`` etc."""
         left = list(values) if isinstance(values, tuple) else [values]
         for index, part in enumerate(_DIRECTIVE.split(self)):
             if index % 2 == 0:

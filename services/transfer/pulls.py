@@ -154,7 +154,7 @@ class PullContext:
     """Settings and resources of all pulls of a receiver.
 
     Attributes:
-        read_timeout_s: upper limit on `deadline_s`.
+        read_timeout_s: maximum time after which a READ is overdue, seconds; see `deadline_s`.
     """
 
     read_timeout_s: float
