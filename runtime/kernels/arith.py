@@ -15,7 +15,7 @@ LINE = tl.constexpr(LINE_ELEMENTS)
 
 @constexpr_function
 def power_of_2(size):
-    """Return the least power of two of at least 16, as matmuls require, and at least ``size``."""
+    """Return the least power of two that is at least ``size`` and 16, the minimum in matmuls."""
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -50,7 +50,7 @@ class _Line(Generic[_Item]):
     """The queued items of one tenant, by urgency.
 
     Attributes:
-        start: round after which the tenant receives units for its first item.
+        start: round after which the tenant receives units of cost for its first item.
         urgencies: keys of ``ranks``, sorted.
     """
 

@@ -150,7 +150,7 @@ class _Group:
     def largest_output(self) -> int:
         """Output tokens that fit on the largest decoder.
 
-        Prefill workers count only in a fallback.
+        Prefill workers count only if there is no decode worker (`is_fallback`).
         """
         return max(self.decode if self.prefill and self.decode else self.colocated)
 

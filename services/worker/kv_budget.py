@@ -66,6 +66,8 @@ def kv_bytes_for(
 
         min(utilization * total - own, free) - slab - ROW_BYTES * logits - RESERVE
 
+    where total, own and free are fields of ``memory``.
+
     Args:
         utilization: share of the whole device that this worker may allocate.
         slab: bytes that the slab for KV transfers will allocate.
