@@ -59,7 +59,7 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Contexts with the content of the files. Times are in seconds since 1970."""
+    """TLS contexts that use the content of the files. Times are in seconds since 1970."""
 
     content: _Content
     server: ssl.SSLContext

@@ -112,7 +112,7 @@ async def measure_router(url: str, process: int, rate: float, seconds: float) ->
 
 
 async def measure_echo(host: str, port: int, process: int, rate: float, seconds: float) -> Cost:
-    """Return the cost if a server returns the bytes of the same requests."""
+    """Return the cost of placement requests to a server that only returns their bytes."""
     release = Release(placement_id=_REQUEST.placement_id, outcome=Outcome.OK)
     sizes = [HEAD_BYTES + len(each.model_dump_json()) for each in (_REQUEST, release)]
     idle: deque[_EchoClient] = deque()

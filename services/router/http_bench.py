@@ -86,7 +86,7 @@ def _client(url: str, process: int, load: list[str]) -> dict[str, float]:
 
 @contextmanager
 def _running(serve: Callable[[int], None]) -> Iterator[tuple[int, int]]:
-    """Run a server in a process of its own. Yield its port and the id of the process."""
+    """Run a server in a new process. Yield its port and the id of the process."""
     with socket.create_server((_HOST, 0)) as probe:
         port = int(probe.getsockname()[1])
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(port,))

@@ -122,7 +122,7 @@ def _exclude_pieces(model: dict[str, Any], names: frozenset[str]) -> None:
     A Unigram model may choose any piece of its vocabulary. Other models need no change.
 
     Args:
-        model: ``model`` of ``tokenizer.json``, changed.
+        model: ``model`` of ``tokenizer.json``; modified in place.
     """
     if model["type"] == "Unigram":
         model["vocab"] = [
