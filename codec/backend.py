@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         length: length of the segment in bytes. Output bytes after it are undefined.
-        raw_bytes: bytes of a segment's KV in the pages, before encoding.
+        raw_bytes: size of the segment's KV before encoding, in bytes.
         escapes: number of elements, in planes with a codebook, whose exponent has no code. A rising
             rate means that the data have drifted from the calibration sample.
         checksum: 64-bit checksum of the segment, also stored in its header.
@@ -109,7 +109,7 @@ class Pending(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Finished(Generic[T]):
-    """Completed `Pending` result: a value, or the error that `result` raises."""
+    """Completed `Pending` or `PendingDecode`: a value, or the error that `result` raises."""
 
     value: T | PayloadError
     seconds: float = 0.0
@@ -138,7 +138,8 @@ class EncodeSegment(NamedTuple):
     """One segment of a `PagedCodec.encode_batch` call.
 
     Attributes:
-        page_ids: pages of the tokens, in token order. The validation of a tuple is cached.
+        page_ids: pages of the tokens, in token order. If it is a tuple, the result of its
+            validation is cached.
         num_tokens: number of tokens, at least one.
         offset: start of the segment in the buffer, in bytes. On a GPU its address must be a
             multiple of 16.
@@ -265,5 +266,5 @@ def paged_codec_for(device: torch.device) -> PagedCodecFactory | None:
 
 
 def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
-    """Return the bytes of a segment's KV in the pages of all planes, before encoding."""
+    """Return the size of a segment's KV in all planes before encoding, in bytes."""
     return len(planes) * geometry.elements * element_of(planes[0].dtype).size

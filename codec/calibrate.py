@@ -13,9 +13,9 @@ from codec.format import Mode
 
 _ENTRY_BITS, _NIBBLE_BITS = 32, 4
 _MIN_TABLE_GAIN = 1.005
-"""Calibration selects the most frequent exponents only if a window of consecutive exponents needs
-more than this many times their bits. A window needs no lookup table, so encoding and decoding are
-two to three times as fast.
+"""Calibration gives the codes to the most frequent exponents only if the best window of consecutive
+exponents needs more bits by at least this factor. A window needs no lookup table, so encoding and
+decoding are two to three times as fast.
 """
 
 
@@ -110,7 +110,7 @@ class Histogram:
         """Return the best codebook of a mode.
 
         Raises:
-            InvalidCodebook: the element type does not support the mode.
+            InvalidCodebook: the mode is `RAW`, or the element type does not support it.
         """
         order = self.by_frequency()
         dtype = self.element.dtype

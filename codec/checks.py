@@ -133,7 +133,12 @@ def check_bytes(payload: Tensor, device: torch.device) -> None:
 
 
 def check_output(size: int, layout: Layout) -> None:
-    """Raise an `ArgumentError` unless `size` bytes can hold any segment of this layout."""
+    """Raise an `ArgumentError` unless `size` bytes can hold any segment of this layout.
+
+    Raises:
+        InvalidPlanes: the layout may need more entry words than 32-bit starts can address.
+        BufferTooSmall: `size` is less than `layout.bound`.
+    """
     if layout.bound - layout.entries > WORD_BYTES * MAX_ENTRY_WORDS:
         raise InvalidPlanes("the segment is too large for 32-bit starts; split it")
     if size < layout.bound:

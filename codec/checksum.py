@@ -17,10 +17,10 @@ number of entry words of the chunk. In a raw plane, `entry_words` is 0 and the w
 its elements in memory order. In an uncoded chunk, too, the words of a column are its elements in
 memory order; words that are stored as entries have no entry terms.
 
-Keys are odd, so a change of one word always changes the digest of its column, and at most one
-change of any other word of the column cancels it. `fold` is a bijection, so a changed digest always
-changes the term of its column. One multiplication covers two to four elements. Sums commute, so
-columns may be computed in any order.
+Keys are odd, so a change of one word always changes the digest of its column, and for any other
+word of the column at most one new value restores the digest. `fold` is a bijection, so a changed
+digest always changes the term of its column. One multiplication covers two to four elements. Sums
+commute, so columns may be computed in any order.
 """
 
 import torch

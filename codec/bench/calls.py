@@ -1,4 +1,4 @@
-"""Benchmark of small codec calls on a GPU, with what they cost the host.
+"""Benchmark of small codec calls on a GPU: their speed, and their time on the host and the device.
 
 Calls follow one another on one CUDA stream, up to six in flight, and every result is read. They
 rotate through 512 MiB of pages, so that the data are not in the L2 cache. Page ids are tuples that
@@ -34,8 +34,8 @@ class CallRow:
         raw_bytes: raw bytes of a call.
         encode, decode: speed in GB/s (10^9 bytes/s) of raw data, host included.
         floor: speed limit in GB/s, as in `GpuRow`.
-        encode_host, decode_host: microseconds of the host for a call and its results.
-        encode_device, decode_device: microseconds on the device, from `Pending.seconds`.
+        encode_host, decode_host: host time in microseconds to start a call and read its results.
+        encode_device, decode_device: device time in microseconds, from `Pending.seconds`.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _row(segments: int, mib: int, streams: int, copied: float) -> CallRow:
 
 
 def _measured(call: Call, streams: int) -> tuple[float, float, float]:
-    """Return the microseconds of a call: back to back, on the host, and on the device."""
+    """Return microseconds per call: total of back-to-back calls, host time, and device time."""
     queues = [torch.cuda.Stream() for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def run(calls: int) -> float:

@@ -249,7 +249,8 @@ def sum_chunk(
 
     Args:
         chunk: index of the chunk in the segment.
-        elements: address of its elements, read if it is uncoded. `parts` is read otherwise.
+        elements: address of the chunk's elements, read only if it is uncoded. `parts` is read
+            otherwise.
     """
     digests = scratch + DIGESTS
     if entry_words == book.overflow * columns:

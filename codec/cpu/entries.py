@@ -196,7 +196,7 @@ def scan_list(element: Element, length: int, columns: int, entries: int, entry_w
 
 @compiled
 def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tuple[int, int]:
-    """Validate the second-level codes of a chunk with `count` escapes, and `entry_words`.
+    """Validate the second-level codes of a chunk with `count` escapes, and its `entry_words`.
 
     Returns:
         0 or an error code, and the number of listed escapes.

@@ -33,7 +33,7 @@ _STAMP = _stamp_of(_PACKAGE)
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """numba's cache on disk, except that a full disk does not fail the call of a function."""
+    """numba's cache on disk. If a write fails, it logs a warning instead of raising an error."""
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -47,7 +47,7 @@ def compiled(function: _Function) -> _Function:
 
     numba caches beside the source, or in the user's cache directory if that is not writable. If
     neither is writable, every process compiles the function again. numba's cache key is the
-    function's name and its own file. The stamp in the name invalidates the cache when other files
+    function's name and its own file. `_STAMP` in the name invalidates the cache when other files
     change.
     """
     function.__qualname__ += _STAMP

@@ -70,7 +70,7 @@ def _next_parts(
 ) -> Parts:
     """Return the addresses of the next chunk of a block.
 
-    Only `codes` of a raw block is meaningful.
+    If the block is raw, only `codes` of the result is meaningful.
 
     Args:
         parts, columns, entry_words: addresses, columns and entry words of the current chunk.

@@ -37,7 +37,7 @@ _bases: dict[torch.device, Tensor] = {}
 
 
 def base_of(device: torch.device) -> Tensor:
-    """Return a device's int64 `[2]` tensor, the base address of all offsets in descriptors."""
+    """Return a device's int64 `[2]` tensor. Offsets in descriptors are relative to its address."""
     if device not in _bases:
         _bases[device] = torch.zeros(2, dtype=torch.int64, device=device)
     return _bases[device]
@@ -45,10 +45,10 @@ def base_of(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SegmentTemplate:
-    """Descriptor of all segments with the same number of tokens.
+    """Descriptor fields that all segments with the same number of tokens share.
 
     Attributes:
-        raw_bytes: bytes of a segment's KV in the pages, before encoding.
+        raw_bytes: size of a segment's KV before encoding, in bytes.
         rows: the segment row, then the plane rows of each group, int64. Fields that differ between
             calls are zero.
     """
@@ -170,8 +170,8 @@ class Descriptors:
     Attributes:
         host: int64, pinned, written by `write`.
         device: the copy that kernels read; the same tensor on a CPU.
-        segment_rows, plane_rows, page_ids: kernel arguments, views of `device`; plane rows for each
-            group.
+        segment_rows, plane_rows, page_ids: kernel arguments, views of `device`. `plane_rows` is a
+            tuple with one view for each plane group.
     """
 
     def __init__(self, shape: PlaneShape, segments: int, pages: int, device: torch.device) -> None:
@@ -229,7 +229,7 @@ class Descriptors:
 
 
 def _tables(book: Codebook | None) -> bytes:
-    """Return the tables of a codebook, `TABLE_BYTES` bytes, zeros for None."""
+    """Return the lookup tables of a codebook, `TABLE_BYTES` bytes; zeros for None."""
     if book is None:
         return bytes(_TABLE_BYTES)
     exponents = (bytes(each).ljust(16, b"\0") for each in (book.exponents, book.second))

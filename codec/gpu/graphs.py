@@ -72,7 +72,7 @@ class Call:
         return self._numbers[segment]
 
     def seconds(self, segment: int) -> float:
-        """Wait for the call and return the share of a segment in its duration on the device."""
+        """Wait for the call. Return a segment's share of the call's device time, in seconds."""
         if self._seconds is None:
             each = [call.template.raw_bytes for call in self.segments]
             speed = int(self.results()[:, _NANOSECONDS].max()) / 1e9 / sum(each)
@@ -197,7 +197,7 @@ class Graphs:
         """Start a call on the current CUDA stream."""
         pages = max([len(segment.pages) for segment in segments])
         key = (direction, *self._size(len(segments), pages))
-        slots = self._slots[key]  # the one that was used last is the last
+        slots = self._slots[key]  # the last one is the most recently used
         if not (slots and slots[0].idle):
             slots = self._other_slots(*key)
         slots.rotate(-1)
@@ -206,8 +206,9 @@ class Graphs:
     def prepare(self, direction: Direction, segments: int, pages: int, slots: int = 1) -> None:
         """Compile and capture slots for calls of this size.
 
-        After this call, no slot is captured for a size that has one. If all slots of a size are
-        busy, a call uses an idle slot of a larger size or waits, because a capture takes longer.
+        After this call, no further slot is captured for a size that already has one. If all slots
+        of a size are busy, a call uses an idle slot of a larger size or waits, because a capture
+        takes longer.
         """
         self._prepared = True
         key = (direction, *self._size(segments, pages))

@@ -31,14 +31,18 @@ _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 
 
 class Workspace:
-    """Scratch memory shared by the launches on one CUDA stream. It grows to the largest need."""
+    """Scratch memory shared by the launches on one CUDA stream. It grows to the largest request."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = torch.empty(0, dtype=torch.int32, device=device)
         self._accumulators = torch.empty(0, dtype=torch.int64, device=device)
 
     def scratch(self, *sizes: int) -> tuple[Tensor, ...]:
-        """Return uninitialized int32 tensors of these lengths, aligned to 16 bytes."""
+        """Return uninitialized int32 tensors of at least these lengths.
+
+        Lengths are rounded up to multiples of 4, so that each tensor is aligned to 16 bytes. Later
+        calls may return the same memory.
+        """
         sizes = tuple(-(-max(size, 4) // 4) * 4 for size in sizes)
         if len(self._scratch) < sum(sizes):
             self._scratch = self._scratch.new_zeros(sum(sizes))
@@ -62,7 +66,7 @@ class Launch:
         workspace: scratch memory of the CUDA stream.
 
     Attributes:
-        raw_bytes: maximum bytes of the KV of a call in the pages, before encoding.
+        raw_bytes: maximum size of the KV of a call before encoding, in bytes.
         results: int64 `[segments, words]`, written by the kernels. The words are described in
             `pack_kernel` and `verify_kernel`.
 
@@ -188,16 +192,16 @@ class Launch:
 
     @property
     def _tail_options(self) -> dict[str, Any]:
-        """Options of the kernels after those of the chunks.
+        """Launch options of the kernels that follow the per-chunk kernels.
 
-        On a GPU that supports it, each one is launched before the previous kernel ends.
+        On a GPU that supports it, each of them starts before the previous kernel ends.
         """
         dependent = self._dependent
         return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": 4}
 
     @property
     def _page_args(self) -> tuple[Tensor | int, ...]:
-        """Kernel arguments `page_ids` to `run_columns`."""
+        """The kernels' consecutive arguments from `page_ids` to `run_columns`."""
         shape = self._shape
         return self._descriptors.page_ids, shape.page_stride, shape.head_stride, *shape.run_sizes
 

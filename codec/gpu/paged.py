@@ -43,8 +43,8 @@ _MAX_LAUNCH_BYTES = 1 << 29
 the scratch memory, which is 1/4 to 1/3 of it.
 """
 _LARGEST_SLOTS = 3
-"""Number of slots that `warm_up` prepares of the largest size for each number of segments. Large
-prompts use this size most; the other sizes have one slot.
+"""Number of slots that `warm_up` prepares for the largest size of each number of segments. Large
+prompts use this size most; every other size gets one slot.
 """
 
 

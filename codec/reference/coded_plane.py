@@ -265,7 +265,7 @@ def _remainders_of(patterns: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _overflow_at(columns: Columns, start: Tensor, overflow: int) -> Tensor:
-    """Return the indices of the entries that hold the last words of columns if uncoded.
+    """Return, for each column, the indices of the entries with its last words if it is uncoded.
 
     Args:
         start: int64 `[chunks]`, index of each chunk's first entry.

@@ -103,9 +103,10 @@ def _bit_positions(bits: int, device: torch.device, raw: bool) -> list[tuple[Ten
 
     Both indices are int64 `[32]`, one for each place of a column.
 
-    The two elements of a pair are in the two halves of a word. Pair h is in word h mod `bits`; with
-    `raw`, pairs fill one word after another. With three bits, the last pair uses the highest bit of
-    each half of the three words.
+    Places h and h + 16 of a column form pair h, 0 <= h < 16. Its two values have the same bit
+    offset in the lower and the upper half of one word: word h mod `bits`, or with `raw`, words are
+    filled one after another. With three bits, pair 15 does not fit: its bit k is the highest bit of
+    each half of word k. See `codec/FORMAT.md`, Streams.
     """
     place = torch.arange(COLUMN, device=device)
     half, h = 16 * (place >> 4), place & 15

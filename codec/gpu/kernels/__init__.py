@@ -36,9 +36,9 @@ Compile-time configuration:
     OVERFLOW_WORDS: words of each column of an uncoded chunk that are stored as entries.
     SCRATCH_STRIDE: scratch words per chunk.
     KEYS: keys of the checksum.
-    TIMED: record the start of the call, or its duration; requires a GPU.
+    TIMED: the first kernel of a call records its start, the last one its duration; requires a GPU.
     DEPENDENT: launched before the previous kernel ends (programmatic dependent launch, from sm_90
-        on). The kernel waits for that kernel before it reads what it writes.
+        on). The kernel waits for the previous one before it reads the results of that one.
 """
 
 from codec.gpu.kernels.decode import decode_kernel, raw_decode_kernel

@@ -131,7 +131,7 @@ def pack_kernel(
     SUMMED: tl.constexpr, SCRATCH_STRIDE: tl.constexpr, TIMED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Pack the entries of PACK_CHUNKS chunks; the last program of a segment completes it.
+    """Pack the entries of PACK_CHUNKS chunks; the last program of a segment completes the segment.
 
     Descriptors are read before the wait for the previous kernel, and all loads are issued before
     the first reduction, to overlap their latency. The results are: length in bytes, checksum,

@@ -45,7 +45,7 @@ def verify_kernel(
 
     The results are: length in the header, computed checksum, checksum in the header, error flags
     (1: invalid header, 2: invalid entry starts or entries); the words before the segment; and, if
-    the header is invalid, as many bytes as the expected header has.
+    the header is invalid, the first bytes of the segment, as many as the expected header has.
 
     Grid: `[segments]`. See `kernels/__init__.py` for the parameters.
     """

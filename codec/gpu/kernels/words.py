@@ -82,14 +82,14 @@ def column_digest(words, KEYS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def record_start(accumulators):
-    """Store the time at which the first program of a grid starts in the accumulators of a call."""
+    """In the first program of a grid, store the current time in `accumulators`."""
     if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
         tl.store(accumulators + START, tl.extra.cuda.globaltimer())
 
 
 @triton.jit
 def nanoseconds_since(start, TIMED: tl.constexpr):
-    """Return the time since `record_start`, 0 unless TIMED."""
+    """Return the nanoseconds since `start`, a time from `record_start`; 0 unless TIMED."""
     if TIMED:
         elapsed = tl.extra.cuda.globaltimer() - start
     else:
