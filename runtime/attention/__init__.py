@@ -19,7 +19,7 @@ def dense_attention(
     """Return the attention backend for a model's shape and dtype on a device.
 
     Args:
-        window: sliding window of the layers that use it, in tokens; None: they have none.
+        window: number of last tokens that a token attends to, itself included; None: all.
 
     Raises:
         ValueError: the layers have a window, and the device is a GPU.

@@ -18,14 +18,15 @@ class SequenceSlice:
     Attributes:
         tokens: token ids at positions ``first``, ``first + 1``, ….
         first: position of the first token. The KV of all earlier tokens is in the pages.
-        pages: page ids of the sequence in the first page group, by the index of the page in the
-            sequence, enough for its tokens up to the end of this slice. Ids of pages that the group
-            does not hold are negative.
+        pages: page ids of the sequence in the first page group: entry i is the id of its i-th page.
+            They cover its tokens up to the end of this slice. The id of a page that the group does
+            not hold is negative.
         want_logits: whether to compute logits at the last of these tokens.
-        more_pages: ``pages`` in each of the other page groups that the pass uses. A prompt does not
+        more_pages: like ``pages``, for each other page group that the pass uses. A prompt does not
             use the groups into which pages are encoded; they are the last groups
             (`PagePlan.prompt_groups`).
-        evicted: number of earlier tokens that are not in ``pages``; see `runtime.pages.eviction`.
+        evicted: number of earlier tokens whose KV was evicted and is not in ``pages``; see
+            `runtime.pages.eviction`.
     """
 
     tokens: Sequence[int]
@@ -232,7 +233,7 @@ def _padded(pages: Sequence[int], width: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedBatch(Batch):
-    """Batch of prompt chunks, some of whose last `d` rows are decode rows.
+    """Batch of prompt chunks, then decode rows. The last `d` rows include all decode rows.
 
     A decode row is the only token of its sequence. Decode attention computes these rows, and
     prefill attention all others.
@@ -240,7 +241,8 @@ class MixedBatch(Batch):
     Attributes:
         chunks: all rows, but only the sequences of the prompt chunks, which come first.
         decode: the last `d` rows as a decode batch.
-        decoding: bool `[d, 1]`, which of the last `d` rows are decode rows.
+        decoding: bool `[d, 1]`, which of the last `d` rows are decode rows. The others are padding
+            or belong to chunks.
     """
 
     chunks: Batch

@@ -10,9 +10,9 @@ from runtime.attention.kernels.prefill_hopper import BOX, KEYS, QUERIES, prefill
 
 _CAPABILITY = (9, 0)
 _SWIZZLED_ROWS = 8
-"""Rows of the swizzle pattern of shared memory: the smallest page that can be loaded."""
+"""Rows of the swizzle pattern of shared memory, and the minimum page size in tokens."""
 _SLOTS = 4
-"""Tiles of keys and values in shared memory, 32 KiB each with 128 dimensions."""
+"""Number of tiles (of keys or of values) in shared memory, 32 KiB each with 128 dimensions."""
 
 
 def supports(q: Tensor, k_pages: Tensor) -> bool:

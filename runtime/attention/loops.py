@@ -12,9 +12,9 @@ Common arguments:
 
 Online softmax keeps for each query row the running maximum ``m`` of the scores, the sum ``l`` of
 ``exp(score - m)``, and the weighted sum ``acc`` of values, not yet divided by ``l``. When ``m``
-grows, ``l`` and ``acc`` are multiplied by ``rescale = exp(old m - new m)``. ``m`` starts with the
-least finite number, since ``exp`` of the difference of two infinities is NaN: the first pages of a
-block of rows may have no keys in the windows of its last rows.
+grows, ``l`` and ``acc`` are multiplied by ``rescale = exp(old m - new m)``. With a
+sliding window, the first pages of a block of rows may have no keys for its last rows. ``m``
+therefore starts with the least finite number: with -inf, the difference in ``exp`` would be NaN.
 """
 
 import numpy as np

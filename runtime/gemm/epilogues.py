@@ -11,7 +11,7 @@ class Epilogue(IntEnum):
     Attributes:
         PLAIN: store the output.
         RESIDUAL: add the output to the residual stream, in place.
-        GATED: store the SiLU of the first matrix's output times the second's output.
+        GATED: store SiLU(a) * b, with the outputs a and b of the first and the second matrix.
     """
 
     PLAIN = small_m.PLAIN.value

@@ -117,8 +117,9 @@ def _packed(
 ) -> PackedWeights:
     """Return packed weights.
 
-    Factor pairs whose outputs are summed over several ranks are not multiplied out: a sum of the
-    output of V is smaller, and all ranks hold the bias.
+    Factor pairs whose outputs are summed over several ranks are not multiplied out. The ranks sum
+    the output of V, which is smaller than that of U V. A sum of whole outputs would also add the
+    bias once for each rank, because all ranks hold it.
     """
     linears = model_family(checkpoint.config).layout(checkpoint.config).linears.items()
     summed = {name for name, linear in linears if reduced and linear.split is Split.INPUT}
@@ -181,7 +182,10 @@ def build_fastest_model(
 
 
 def _unsupported_family(config: ModelConfig) -> str | None:
-    """Return why `runtime.gemm` does not support a model's family, or None if it supports it."""
+    """Return why `runtime.gemm` cannot run a model of this config, or None if it can.
+
+    Reasons are the model family and sliding windows.
+    """
     family = model_family(config)
     if any(config.windows):
         return "layers with a sliding window have no GPU kernels"

@@ -26,9 +26,10 @@ _BAND = 8
 class GroupedGemm:
     """A GEMM over one to three weight matrices: bf16 `[n, in]` to `[n, sum of rows]`.
 
-    RESIDUAL adds the output to the residual stream, in place. GATED returns the SiLU of the first
-    matrix's output times the second's. Each matrix reads either the group's input ``x``, or columns
-    of ``inner``, the output of the group's stacked V (`PackedMatrix.inner_column`).
+    RESIDUAL adds the output to the residual stream, in place. GATED returns SiLU(a) * b, with the
+    outputs a and b of the first and the second matrix. Each matrix reads either the group's input
+    ``x``, or columns of ``inner``, the output of the group's stacked V
+    (`PackedMatrix.inner_column`).
 
     Args:
         base: tensor whose address is the base of all offsets in the kernels.

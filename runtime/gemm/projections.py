@@ -27,7 +27,7 @@ class PackedProjection:
 
     Args:
         names: the projections, one entry of `PROJECTION_GROUPS`.
-        reduce: sum over ranks of the output of V or, of a dense projection, of the whole output;
+        reduce: sum over ranks, of the output of V, or of the whole output if it is dense;
             see `runtime.layers.linear.Projection`. Only for RESIDUAL, whose projections are split
             by their input. The residual stream is then added after the sum.
     """

@@ -7,10 +7,10 @@ are numbered by sequence, KV head and position, and each program attends over an
 them. A long sequence is therefore shared by many programs, and a program may attend over several
 short ones.
 
-The tiles of a KV head that are in one interval are a split. The result of a head in one split is
-written at once. Otherwise, the last program to finish a split of the head merges all of them, so
-that one launch suffices. Lengths are read on the device, so that a CUDA graph can be replayed with
-other lengths.
+The tiles of a KV head that are in one interval are a split. If a head has only one split, its
+result is written at once. Otherwise, the last program to finish a split of the head merges all of
+them, so that one launch suffices. Lengths are read on the device, so that a CUDA graph can be
+replayed with other lengths.
 
 Kernels that use these functions have a grid `(programs,)`, find their interval with `divide`, walk
 through it from head to head with `head_of_tile`, and write results with `write_whole` or
@@ -62,7 +62,7 @@ def program_of(tile, each, extra):
 
 @triton.jit
 def head_of_tile(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
-    """Return the sequence and KV head of a tile, the first tile of the head, and their number.
+    """Return the sequence and KV head of a tile, the head's first tile and its number of tiles.
 
     Args:
         s: ``arange(0, SEQUENCES)``.

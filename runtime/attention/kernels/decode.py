@@ -40,7 +40,7 @@ def tokens_at(
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the state of an online softmax over no keys: ``acc``, ``m`` and ``l``."""
+    """Return the initial state of an online softmax: ``acc``, ``m`` and ``l``."""
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -53,10 +53,11 @@ def attend_tiles(
     head_stride, table, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend over the keys ``begin`` to ``end`` in the pages of one KV head, multiples of BLOCK.
+    """Attend over the keys ``begin`` to ``end - 1`` in the pages of one KV head.
 
     Args:
         queries: `[ROWS, WIDTH]`.
+        begin, end: multiples of BLOCK.
         acc: fp32 `[ROWS, WIDTH]`, unnormalized output over the keys attended so far.
         m, l: fp32 `[ROWS]`, maximum and sum of the online softmax over them.
         length: number of keys of the sequence in ``k_pages``.

@@ -165,7 +165,7 @@ def factored_prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`prefill_kernel` with queries that each program computes from their factors.
+    """`prefill_kernel` with queries that each program computes from their factors, rounded to bf16.
 
     FlashSVD v1.5 also computes K and V from their factors, for every block of queries. Here they
     are computed once and read from pages.
@@ -176,8 +176,7 @@ def factored_prefill_kernel(
             `gemm.weights.by_halves`.
         biases: fp32 `[HEADS * DIM]`, in the same order, with BIAS.
         cos, sin: fp32 `[context, DIM / 2]`.
-        out: bf16 `[tokens, HEADS, DIM]`, written. Queries are rounded to bf16, as when they are
-            stored.
+        out: bf16 `[tokens, HEADS, DIM]`, written.
         DIM: a power of two.
         BLOCK_R: columns of the factors per iteration.
 

@@ -3,8 +3,9 @@
 """Causal prefill attention for Hopper GPUs, in Gluon: `kernels.prefill` with warp specialization.
 
 One warp loads tiles of keys and values into a ring of shared memory with TMA. Two warp groups, of
-64 queries each, compute. Each group computes the scores of a tile and the product of the weights
-and values of the tile before it at the same time as the softmax, as FlashAttention 3 does
+64 queries each, compute. Each group starts the matmul for the scores of a tile together with the
+matmul of weights and values of the previous tile, and computes the softmax of the new scores while
+the second matmul runs, as FlashAttention 3 does
 (https://arxiv.org/abs/2407.08608, section 3.2).
 
 Scores, weights and sums are computed in the same order as by `kernels.prefill`. They do not depend
@@ -86,7 +87,8 @@ def softmax(scores, m, l, first, position, scale, CAUSAL: gl.constexpr):
         position: position of each query `[ROWS]`.
 
     Returns:
-        Weights, as ``scores``; new maximum and sum; factor of the earlier output.
+        Weights, shaped as ``scores``; new maximum and sum; and the factor by which the output of
+        the earlier tiles must be multiplied.
     """
     if CAUSAL:
         layout: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
@@ -223,8 +225,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """Attend with QUERIES queries of one head of one sequence per program.
 
-    Grid `(HEADS, tokens // QUERIES + sequences)`. The longest sequences start first, since
-    programs of later queries attend to more keys.
+    Grid `(HEADS, tokens // QUERIES + sequences)`. Programs start with the last block,
+    since later queries of a sequence attend to more keys.
 
     Args:
         q: bf16 `[tokens, HEADS, DIM]`.

@@ -12,8 +12,8 @@ import triton.language as tl
 from runtime.kernels.arith import LINE, VECTOR, matmul
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(n) for n in range(3))
-"""Epilogues: store the output; add it to the residual stream; or store the SiLU of the first
-matrix's output times the second's."""
+"""Epilogues: store the output; add it to the residual stream; or store SiLU(a) * b, with the
+outputs a and b of the first and the second matrix."""
 
 
 @triton.jit
