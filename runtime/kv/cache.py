@@ -26,8 +26,8 @@ _ALIGNMENT = 16
 class CacheTensor:
     """One tensor of a cache, `[page, kv_heads, page_size, dim]`: a plane of a layer, or a block.
 
-    A *block* contains several planes. A page of it has that page of each plane, one after the
-    other. Its ``dim`` is computed from the number of bytes.
+    A *block* contains several planes, as uint8. Each of its pages holds that page of every plane,
+    one after the other. Its ``dim`` is the number of bytes per KV head and token of all planes.
 
     Attributes:
         layer: index of the layer.
@@ -43,7 +43,7 @@ class CacheTensor:
 
     @property
     def name(self) -> str:
-        """Name of the plane."""
+        """Name of the plane, or "block"."""
         return "block" if self.is_block else self.planes[0].name
 
     @property
@@ -174,8 +174,9 @@ class CacheLayout:
         """All tensors, in the order of `PagedCache.tensors`.
 
         The planes of a layer into which pages are encoded differ in dtype and width, but are always
-        sent together. They form a block, so that one segment can contain them. Planes that are
-        encodable or whose pages are not aligned, and all other planes, are tensors of their own.
+        sent together. They form a block, so that one segment can contain them. Encodable planes
+        are not part of it. There is no block if the pages of one of its planes would not be
+        aligned. All planes outside blocks are tensors of their own.
         """
         found = []
         for layer, planes in enumerate(self.layers):
@@ -225,7 +226,7 @@ class CacheLayout:
 
     @cached_property
     def page_groups(self) -> tuple[PageGroup, ...]:
-        """Page groups of the planes, in the order of `plan`: those that are encoded into last."""
+        """Page groups of the planes, in the order of `plan`: groups of encoded pages are last."""
         groups = dict.fromkeys(plane.group for _, plane in self.planes)
         return tuple(sorted(groups, key=lambda group: group.part is Part.MIDDLE))
 

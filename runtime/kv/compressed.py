@@ -73,11 +73,11 @@ class CompressedLayer(ABC):
         planes: tuple[Tensor, ...],  # noqa: ARG002
         batch: Batch,  # noqa: ARG002
     ) -> Tensor | None:
-        """Return the attention of prompts, `[n, heads * dim]`; None to use ``planes``.
+        """Return the attention of prompts, `[n, heads * dim]`; None for exact attention.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.
-            planes: K and V of the layer.
+            planes: full-precision K and V of the layer.
         """
         return None
 
@@ -114,5 +114,5 @@ class CompressedFormat(ABC):
         """Return the encoding of one layer."""
 
     def describe(self, layer: int) -> str:  # noqa: ARG002 - the default is for uncalibrated formats
-        """Return the ranks or bits of one layer in words; empty if all layers are alike."""
+        """Return the ranks or bits of one layer as text; empty if all layers are alike."""
         return ""

@@ -37,7 +37,8 @@ class DenseFormat(KVFormat):
     There is a page group for all layers with the same sliding window, and one for those without.
 
     Args:
-        attention: returns the attention of the layers with a window, or of those without for None.
+        attention: function that returns the attention backend of the layers with a given sliding
+            window in tokens, or for None that of the layers without one.
     """
 
     name = "dense"

@@ -37,8 +37,8 @@ def check_eviction(
     """Raise `KVFormatError` if the tokens of a format's pages cannot be moved.
 
     Formats that undo RoPE assume that the tokens of a page have consecutive positions. After an
-    eviction they have not. Formats without an attribute ``keeps_rope`` are refused, too. So are
-    models with sliding windows, because their pages do not hold the first tokens.
+    eviction they do not. Formats whose ``keeps_rope`` is None are refused, too. So are models with
+    sliding windows, because their pages do not hold the first tokens.
 
     Args:
         windows: see `ModelConfig`.

@@ -32,9 +32,9 @@ class Plane:
             ``kv_heads`` and ``page_size``; ``dim`` may differ.
         encodable: whether the elements are floating-point values that a lossless codec may encode.
             Planes of integers, packed codes or scales set it to False and are sent as raw bytes.
-        group: page group of the plane, without its size. The pages of each group are numbered
-            separately. Batches have the page table of the group of the layer's first plane as
-            `Batch.page_table`.
+        group: page group of the plane. The pages of each group are numbered separately. In the
+            batch that a layer gets, `Batch.page_table` is the table of the group of its first
+            plane.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LayerKV(Protocol):
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """Return the causal attention of a batch's tokens, `[n, heads * dim]`.
 
-        Rows of ``q`` beyond the batch's last sequence have any value in the result.
+        Rows beyond the batch's last sequence are undefined in the result.
         """
         ...
 

@@ -32,8 +32,9 @@ class _Costs:
     """Costs of tiles; see `runtime.kv.kernels.division`.
 
     Attributes:
-        prefix: int32 `[kv_heads + 1]`, or None if all tiles cost the same.
-        least: minimum cost of a program.
+        prefix: int32 `[kv_heads + 1]`, exclusive prefix sums of the cost of a tile of each KV head;
+            None if all tiles cost the same.
+        least: minimum cost of the tiles of a program.
     """
 
     prefix: Tensor | None = None
@@ -106,7 +107,7 @@ class CompressedPageKernels:
     ) -> None:
         """Encode whole pages.
 
-        The result is bitwise identical to that of `encode_leaving` and, for formats of codes, to
+        The result is bitwise identical to that of `encode_leaving` and, for quantized formats, to
         that of `CompressedLayer.encode` in torch.
 
         Args:
@@ -116,9 +117,9 @@ class CompressedPageKernels:
             sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
             first_positions: int64 `[t]`, position of the first token of each page to encode.
                 Formats that undo RoPE need it.
-            offsets: int64 `[layers, 2 + len(planes)]`, distances of the tensors of several layers
-                from those of this layer, to encode the pages of all of them; see
-                `kernels.encode.encode_kernel`.
+            offsets: int64 `[layers, 2 + len(planes)]`, to encode the same pages of several layers:
+                distances of their tensors from those of this layer, see
+                `kernels.encode.encode_kernel`. None encodes this layer only.
         """
         if not len(targets):
             return
@@ -157,10 +158,13 @@ class CompressedPageKernels:
         )  # fmt: skip
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Return the attention of a decode batch over both kinds of pages, `[n, heads * dim]`.
+        """Return the attention of a decode batch over full-precision and compressed pages.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.
+
+        Returns:
+            `[n, heads * dim]`, in the dtype of ``q``.
         """
         out = q.new_empty(len(q), self._heads * self._dim)
         if not len(q):
@@ -271,7 +275,7 @@ def _compressed_table(batch: Batch) -> Tensor:
 
 
 def page_strides(planes: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the elements from a page to the next one, for each plane.
+    """Return the page stride of each plane, in elements.
 
     Raises:
         ValueError: a page of a plane is not contiguous.

@@ -7,7 +7,7 @@ from runtime.pages.groups import PageGroup, Part
 from runtime.pages.window import SINK_PAGES, WINDOW
 
 FULL_PRECISION = PageGroup("full_precision", Part.ENDS, SINK_PAGES, WINDOW)
-"""Page group of K and V."""
+"""Page group of full-precision K and V."""
 COMPRESSED = PageGroup("compressed", Part.MIDDLE, SINK_PAGES, WINDOW)
 """Page group of the planes of compressed formats."""
 

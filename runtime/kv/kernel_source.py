@@ -43,10 +43,10 @@ class FragmentSource:
     def compressed_programs(self, device: torch.device, full_precision: int) -> int:
         """Return the number of programs for compressed tiles.
 
-        Programs for full-precision tokens start first. If a program has one warp, the GPU runs all
-        programs of both kinds at once, because programs that started later would end last. At least
-        half of the GPU is left for compressed tiles. If a program has several warps, programs for
-        compressed tiles may start later: programs for full-precision tokens are few and short.
+        Programs for full-precision tokens start first. If a program has one warp, all programs of
+        both kinds fit on the GPU at once, because programs that start later would end last. But at
+        least half of the GPU is used for compressed tiles. If a program has several warps, programs
+        for compressed tiles may start later: programs for full-precision tokens are few and short.
 
         Args:
             full_precision: number of programs for full-precision tokens.

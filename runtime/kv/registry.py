@@ -134,8 +134,8 @@ def create_format(
         spec: a built-in name; ``name:PATH`` for a format of `CALIBRATED` and its calibration; or
             ``module:Class`` for a class with a ``create`` classmethod.
             `runtime.kv.format.KVFormatFactory` documents ``create`` and the other arguments.
-        model_hash: hash of the model, which a calibration must be for; empty to accept one of any
-            model.
+        model_hash: hash of the model that a calibration must belong to; empty to accept a
+            calibration of any model.
 
     Raises:
         CalibrationError: the calibration is missing or malformed, or is for another model.
@@ -160,7 +160,8 @@ def create_format(
 def check_windows(kv_format: KVFormat, config: ModelConfig) -> None:
     """Raise `KVFormatError` if a format does not support the sliding windows of a model.
 
-    A format that supports a layer's window has pages of the window alone; see `sliding_window`.
+    A format supports the window of a layer if its planes are in the page group returned by
+    `sliding_window`.
     """
     for layer in range(config.num_layers):
         window = config.window(layer)

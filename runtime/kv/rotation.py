@@ -11,9 +11,9 @@ class PageRotation:
     """RoPE of one model for runs of consecutive positions, in fp32.
 
     Attributes:
-        factor: factor on rotated vectors, which YaRN has; 1 for other models.
-        inverse: cosines and sines that undo RoPE with a negative sine, fp32
-            ``[context_length, dim / 2]``. They include the inverse of the factor.
+        factor: factor by which YaRN scales rotated vectors; 1 for models without YaRN.
+        inverse: cosines and sines that undo RoPE if the sine is negated, fp32
+            ``[context_length, dim / 2]`` each. They include the inverse of the factor.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:

@@ -158,7 +158,7 @@ class WindowedLayer:
 
 
 class WindowedFormat(KVFormat):
-    """Implements `KVFormat` with a compressed format."""
+    """A `KVFormat` that adds the pages of a compressed format to those of `dense`."""
 
     def __init__(self, dense: DenseFormat, compressed: CompressedFormat) -> None:
         self._dense = dense
@@ -177,7 +177,7 @@ class WindowedFormat(KVFormat):
         full_precision = (
             replace(plane, group=FULL_PRECISION) for plane in self._dense.planes(layer, page_size)
         )
-        # The names differ from those of K and V, because formats may call their planes so, too.
+        # Formats may name their planes "k" and "v", but names must be unique within a layer.
         compressed = (
             replace(plane, name=f"{plane.name}_stored", group=COMPRESSED)
             for plane in self._compressed.planes(layer, page_size)

@@ -75,7 +75,7 @@ class CalibratedFormat(CompressedFormat, Generic[LayerT]):
 
     @abstractmethod
     def describe(self, layer: int) -> str:
-        """Return the ranks or bits of one layer in words."""
+        """Return the ranks or bits of one layer as text."""
 
     def layer(self, index: int) -> LayerT:
         """Return the encoding of one layer."""

@@ -19,8 +19,8 @@ class KVMoments:
     24 kv_heads * dim²`` bytes.
 
     Args:
-        sample_every: V of one of this many tokens is kept; 0 keeps none.
-        page_every: one of this many pages is kept; 0 keeps none.
+        sample_every: V of one token of every ``sample_every`` is kept; 0 keeps none.
+        page_every: one page of every ``page_every`` is kept; 0 keeps none.
 
     Attributes:
         queries: ``[kv_heads, dim, dim]``, Σ qᵀq of q after RoPE, over the query heads of each KV
@@ -69,7 +69,7 @@ class KVMoments:
         return cls(config.num_kv_heads, config.head_dim, device, sample_every, page_every)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, rotation: PageRotation) -> None:
-        """Add texts that start at position 0, without their first `SKIPPED` tokens.
+        """Add texts that start at position 0. Their first `SKIPPED` tokens are ignored.
 
         Args:
             q: ``[batch, heads, length, dim]``, after RoPE, of any floating-point dtype.
@@ -97,7 +97,11 @@ class KVMoments:
         self.tokens += len(unrotated)
 
     def _keep_pages(self, k: Tensor, v: Tensor) -> None:
-        """Keep pages of texts without their first `SKIPPED` tokens; see `sample_pages`."""
+        """Append one of every `page_every` pages to `sample_pages`.
+
+        ``k`` and ``v`` start at position `SKIPPED` of their texts: `add` has removed the tokens
+        before it.
+        """
         count = k.shape[2] // SKIPPED
         first = -self._pages % self._page_every  # continue the interval of earlier calls
         kept = torch.arange(first, len(k) * count, self._page_every, device=k.device)

@@ -74,7 +74,7 @@ def calibrate(layers: Iterable[KVMoments], options: FdcOptions, model_hash: str)
 
 
 def _of_keys(moments: KVMoments, options: FdcOptions) -> Tensor:
-    """Return the second moments whose basis K is projected to, ``[kv_heads, dim, dim]``."""
+    """Return the second moments that determine the basis of K, fp64 ``[kv_heads, dim, dim]``."""
     if options.prc:
         return moments.keys + moments.queries if options.share_r else moments.keys
     kv_heads, dim, _ = moments.keys.shape

@@ -39,7 +39,7 @@ def attend_projected(
 class LatentPrefill:
     """Kernels of prefill attention on projected queries and keys.
 
-    The latents of keys take as much memory as the K of one layer at most. All layers share it.
+    The latents of keys take at most as much memory as K of one layer. All layers share it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -56,7 +56,7 @@ class LatentPrefill:
         ranks: Tensor,
         batch: Batch,
     ) -> Tensor:
-        """Attend with the keys of each sequence projected again; see `attend_projected`.
+        """Project the keys of all pages of each sequence, then attend; see `attend_projected`.
 
         Args:
             basis: bf16 `[2, kv_heads, dim, k_width]`.
@@ -87,7 +87,7 @@ class LatentPrefill:
         return out
 
     def _latents(self, k_pages: Tensor, width: int) -> Tensor:
-        """Return `[page, kv_heads, page_size, width]` of the shared memory."""
+        """Return `[page, kv_heads, page_size, width]`, a view of the memory that layers share."""
         if self._memory is None or self._memory.numel() < k_pages.numel():
             self._memory = torch.empty(k_pages.numel(), dtype=k_pages.dtype, device=k_pages.device)
         pages, kv_heads, page, _ = k_pages.shape

@@ -14,7 +14,7 @@ def pack_rows(latents: Tensor, ranks: Sequence[int]) -> Tensor:
         ranks: rank of each head, at most ``width``.
 
     Returns:
-        ``[p, kv_heads, n, width]``: the first ``n rank`` elements of a head are its rows, and the
+        ``[p, kv_heads, n, width]``: the first ``n * rank`` elements of a head are its rows, and the
         others are 0.
     """
     packed = torch.zeros_like(latents).flatten(2)

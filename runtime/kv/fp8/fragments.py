@@ -55,7 +55,7 @@ def interleaved(x, y):
     """Interleave the bytes of two words.
 
     Returns:
-        Two words: bytes 0 and 1 of both, and bytes 2 and 3 of both.
+        Two words, from the lowest byte: x0, y0, x1, y1, and x2, y2, x3, y3.
     """
     return gl.inline_asm_elementwise(
         _INTERLEAVE, "=&r,=&r,r,r", [x, y], dtype=(gl.int32, gl.int32), is_pure=True, pack=1

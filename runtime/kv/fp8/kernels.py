@@ -26,15 +26,16 @@ def power_of_two(biased):
 
 @triton.jit
 def on_grid(x, LEAST: tl.constexpr, MANTISSA: tl.constexpr):
-    """Round fp32 numbers to nearest even numbers with MANTISSA bits of mantissa.
+    """Round fp32 numbers to MANTISSA bits of mantissa, to nearest, ties to even.
 
     The conversion to fp8 is then exact. Triton's interpreter would truncate in a conversion.
 
     Args:
-        LEAST: exponent of the smallest normal number; smaller numbers have its unit.
+        LEAST: exponent of the smallest normal number. Smaller numbers are rounded to multiples of
+            the value of its last mantissa bit.
     """
     exponent = tl.maximum((magnitude_bits(x) >> 23).to(tl.int32), LEAST + 127)
-    # 1.5 * 2**23 units: the last bit of sums near it counts one unit.
+    # `shift` is 1.5 * 2**23 units in the last place, so a sum with it is rounded to such units.
     shift = (((exponent + 23 - MANTISSA) << 23) | 0x400000).to(tl.float32, bitcast=True)
     rounded = (tl.abs(x) + shift) - shift
     sign = x.to(tl.uint32, bitcast=True) & 0x80000000

@@ -3,9 +3,9 @@
 """Attention over `int4` by single warps; see `runtime.kv.kernels.fragments`.
 
 A code c has the value ``c - 7.5``. Fragments of K are fp16: ``1024 + c`` for low nibbles and ``1024
-+ 16 c`` for high ones, which takes the fewest instructions. The products of queries and -1031.5 or
--1144 are added. Fragments of V are bf16 and hold ``c - 8``, since sums over many tokens must not
-lose digits; the sums of weights times 0.5 are added.
++ 16 c`` for high ones, which takes the fewest instructions. The products of queries and
+-1031.5 or -1144 are added to subtract the offsets. Fragments of V are bf16 and hold ``c - 8``,
+since sums over many tokens must not lose digits; the sums of weights times 0.5 are added.
 """
 
 from triton.experimental import gluon
@@ -37,7 +37,8 @@ PAGES = gl.constexpr(4)
 PARTS = 2
 """Parts of ``acc``: low and high nibbles."""
 _MASK = "lop3.b32 {}, c, 0x000f000f, 0x43004300, 0xea;\n"
-"""PTX: nibbles in bits 0 to 3 of both halves of ``c`` become bf16 128 + c."""
+"""PTX: nibbles n in bits 0 to 3 of both halves of register ``c`` become the bf16 numbers 128 + n.
+"""
 _MASK_BIASED = _MASK.format("d") + "sub.rn.bf16x2 {}, d, bias;\n"
 _UNPACK_KEYS = gl.constexpr(
     "{\n.reg .b32 c;\nshr.u32 c, $4, 8;\n"
@@ -176,6 +177,10 @@ def load_keys(k, pages, row, g, t, STRIDE: gl.constexpr, DIM: gl.constexpr):
         k: pointer to the plane of K, bytes; a page has STRIDE bytes, a token ``DIM / 2``.
         pages: int32 page ids, one tensor for each page of a tile.
         row: index of the KV head's first token among the tokens of a page.
+
+    Returns:
+        For each page and each of the two tokens, a tuple of words: ``DIM / 8`` bytes of the token,
+        from byte ``t DIM / 8`` on.
     """
     keys = ()
     own = k + (row + g) * (DIM // 2) + t * (DIM // 8)

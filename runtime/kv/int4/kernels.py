@@ -48,13 +48,14 @@ def quantize_half(x, largest, finite):
     step *= factor
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), tl.where(step > 0, step, 1.0))
     x *= factor[:, None]
-    # Quotients of at most 2**-150 are rounded to 0. `limit` is the largest such number.
+    # Quotients of at most 2**-150 are rounded to 0. `limit` is the largest x with such a quotient.
     limit = step * 2.0**-100 * 2.0**-50
-    # Not 2.0**-149: Triton takes constants below the normal fp32 numbers for fp64.
+    # Not 2.0**-149: Triton makes constants below the normal fp32 numbers fp64.
     limit -= tl.where(limit * 2.0**100 * 2.0**50 > step, 2.0**-100, 0.0) * 2.0**-49
     limit = tl.where(step > 0, limit, float("inf"))  # with scale 0, all codes are 8
     x = tl.where(tl.abs(x) <= limit[:, None], 0.0, x)
-    # The quotient rounded down. `near` is it or 1 more; its product with a bf16 number is exact.
+    # `whole` is the quotient rounded down. `near` is `whole` or `whole + 1`, and its product with a
+    # bf16 number is exact.
     near = (x * inverse[:, None] + ROUND) - ROUND
     whole = near - (x < near * step[:, None]).to(tl.float32)
     codes = tl.minimum(tl.maximum(whole, -8.0), 7.0).to(tl.int32) + 8
@@ -181,8 +182,8 @@ def attend(
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`.
 
-    Tokens and dimensions are rows of matmuls and queries are columns, since a matmul has at least
-    16 rows, but 8 columns.
+    Tokens and dimensions are rows of matmuls and queries are columns, since a matmul needs at
+    least 16 rows, but only 8 columns.
     """
     k, v, k_scale, v_scale = planes
     parts = transformed_queries(queries)

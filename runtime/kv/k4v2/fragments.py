@@ -2,8 +2,8 @@
 # ruff: noqa: E741, RUF005 - `l` as in the literature; what Triton's compiler supports
 """Attention over `k4v2` by single warps; see `runtime.kv.kernels.fragments`.
 
-Heads must have 128 dimensions. K is that of `int4`. Fragments of V hold ``c - 2``, and the sums of
-weights are added.
+Heads must have 128 dimensions. K is as in `int4`. Fragments of V hold ``c - 2`` of
+codes c, and `levels_of` adds the sums of weights.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ _HALVES = gl.constexpr(
 
 
 _PLACES = (("0x3f803f80", "0xc302c302"), ("0x3e803e80", "0xc208c208"), ("0x3d803d80", "0xc120c120"))
-"""Factor and offset, bf16, that make ``c - 2`` of 128 + c, 128 + 4 c and 128 + 16 c."""
+"""Factor and offset, bf16, that convert 128 + c, 128 + 4 c and 128 + 16 c to ``c - 2``."""
 
 
 def _unpack() -> str:

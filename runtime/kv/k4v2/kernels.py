@@ -80,7 +80,7 @@ def encode(
 
 
 def _unpack_code(number: int, bit: int) -> str:
-    """Return PTX that unpacks the code from ``bit`` on of each of two 16-bit words."""
+    """Return PTX that unpacks the 2-bit code at ``bit`` of each of two 16-bit words."""
     shift = f"shr.u32 c, $8, {bit - 1}" if bit else "shl.b32 c, $8, 1"
     return f"""
 {shift};
@@ -102,8 +102,8 @@ def unpack_values(pairs):
     """Unpack pairs of bytes, uint16.
 
     Returns:
-        ``2 c - 3`` of the codes, bf16. For each of the four parts of vectors: of the even bytes,
-        then of the odd bytes.
+        ``2 c - 3`` of codes c, bf16: for each quarter of the vectors, those of the even bytes, then
+        those of the odd bytes.
     """
     if INTERPRETED:
         pairs = pairs.to(tl.int32)

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Division of compressed tiles over programs, by cost or by a fixed number.
 
-Tiles are numbered as in `runtime.attention.kernels.balance`. With **costs**, a program has the
-tiles that begin in its interval of the cost of the whole batch. Programs are then balanced up to
-one tile, also if KV heads have different ranks. ``costs``, int32 `[KV_HEADS + 1]`, are the sums of
-the costs of a tile over the KV heads before each one.
+Tiles are numbered as in `runtime.attention.kernels.balance`. With **costs**, the
+total cost of the batch is divided into equal intervals, and a program has the tiles that begin in
+its interval. Programs are then balanced up to one tile, also if KV heads have different ranks.
+``costs``, int32 `[KV_HEADS + 1]`, are exclusive prefix sums over the KV heads of the cost of a tile
+of each head.
 """
 
 import triton
@@ -83,7 +84,10 @@ def splits_by_cost(
 def split_interval(
     program, sequences, tiles, ends, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr
 ):  # fmt: skip
-    """Return the interval of a program if SPLITS programs share each KV head; it may be empty."""
+    """Return begin and end of a program's tiles if SPLITS programs share each KV head.
+
+    The interval may be empty.
+    """
     s = tl.arange(0, tiles.shape[0])
     sequence = program // (SPLITS * KV_HEADS)
     # Tiles of one KV head; 0 after the last sequence.

@@ -21,7 +21,7 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
 - STRIDES: for each compressed plane, elements from a page to the next one.
 
 What a program stores for a token depends on this token alone, and not on the number of tokens and
-heads of the program. Formats of codes store the bits of their reference.
+heads of the program. Quantized formats store the bits of their reference.
 """
 
 import triton

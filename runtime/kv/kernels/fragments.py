@@ -181,7 +181,7 @@ def power_of_two(biased):
 
 @gluon.jit
 def fp16_scale(x):
-    """Return the power of two that scales the largest of a tuple of numbers to below 2**15.
+    """Return the power of two that scales the largest magnitude in a tuple to below 2**15.
 
     Returns:
         The factor, the same in all lanes of a warp, and its inverse.
@@ -222,7 +222,7 @@ def no_sum(lane):
 
 @gluon.jit
 def no_tokens(lane, TILES: gl.constexpr):
-    """Return the state of an online softmax without tokens.
+    """Return the initial state of an online softmax.
 
     Returns:
         ``acc``, TILES fragments of C, unnormalized sums of V; ``m`` and ``l``, fp32 pairs: maximum

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
-"""Merge of attention results, held in fragments, over warps; storing of splits.
+"""Merges attention results that are held in fragments over warps, and stores splits.
 
 The four warps of a program exchange numbers through shared memory. Gluon has no pointers to shared
 memory, so it is allocated and accessed in PTX. See `runtime.kv.kernels.fragments` for the layouts.
@@ -131,7 +131,7 @@ def write_split(
     Args:
         acc: PARTS x ``DIM / 16 / PARTS`` fragments of C. Fragment n of part i has dimensions
             ``i DIM / PARTS + g DIM / PARTS / 8 + 2 n`` (row g) and the next one (row g + 8).
-        shared: see `shared_memory`; used by several warps only.
+        shared: see `shared_memory`; used only if there are several warps.
     """
     EACH: gl.constexpr = DIM // PARTS
     if WARPS > 1:

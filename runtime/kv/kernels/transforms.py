@@ -123,11 +123,12 @@ def bf16_nan(like):
 def words_at(plane, page, row, mask, STRIDE: tl.constexpr, BYTES: tl.constexpr):
     """Load the 32-bit words that contain BYTES bytes of each row.
 
-    Small loads are grouped to words, since only loads of at least 4 bytes are asynchronous.
+    Small loads are grouped into words, since only loads of at least 4 bytes are asynchronous.
 
     Args:
         plane: plane with BYTES bytes per row: 1, 2 or 4.
-        page, row: int64 and int32 `[n]`, the first row of each word; a multiple of 4 / BYTES.
+        page, row: int64 and int32 `[n]`, page and first row of each word; ``row`` is a multiple
+            of 4 / BYTES.
         STRIDE: elements from a page of the plane to the next one.
 
     Returns:

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Attention of one new token per sequence over pages of both kinds, in two launches.
+"""Attention of one new token per sequence over full-precision and compressed pages.
 
-`windowed_decode_kernel` computes splits of the result: one program for the full-precision tokens of
-each KV head of each sequence, and further programs for the compressed tokens of all of them.
+There are two launches. `windowed_decode_kernel` computes splits of the result: one program for the
+full-precision tokens of each KV head of each sequence, and further programs for the compressed
+tokens of all of them.
 Full-precision tokens are those of the first pages (sinks) and of the window; they are numbered
 without the gap between the two. Compressed tokens are divided into tiles of BLOCK tokens of one KV
 head. Programs have equal numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of
@@ -84,7 +85,8 @@ def softmax_step(scores, m, l):
         m, l: fp32 `[ROWS]`, maximum and sum of the softmax.
 
     Returns:
-        fp32 weights `[ROWS, BLOCK]`; the factor of previous outputs `[ROWS]`; and ``m`` and ``l``.
+        fp32 weights `[ROWS, BLOCK]`; the factor by which to multiply previous outputs, `[ROWS]`;
+        and the new ``m`` and ``l``.
     """
     new_m = tl.maximum(m, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_m[:, None])
@@ -102,8 +104,8 @@ def transposed_softmax_step(scores, m, sums):
         sums: fp32 `[BLOCK, ROWS]`; the sum over its rows is the sum of the softmax.
 
     Returns:
-        fp32 weights `[BLOCK, ROWS]`; the factor of previous outputs `[1, ROWS]`; and ``m`` and
-        ``sums``.
+        fp32 weights `[BLOCK, ROWS]`; the factor by which to multiply previous outputs, `[1, ROWS]`;
+        and the new ``m`` and ``sums``.
     """
     new_m = tl.maximum(m, tl.max(scores, axis=0))
     weights = tl.exp2(scores - new_m[None, :])

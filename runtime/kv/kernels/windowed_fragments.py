@@ -65,7 +65,7 @@ def add_exact_values(acc, v, b, first, end, g, t, DIM: gl.constexpr):
         acc: ``DIM / 16`` fragments of C: rows are dimensions, columns are heads.
         v: pointer to the value in slot 0 of the page, bf16.
         b: weights as B, bf16; see `fragments.as_operand`.
-        first: number of the page's first token.
+        first: index of the page's first token.
     """
     made = ()
     for c in gl.static_range(DIM // 64):

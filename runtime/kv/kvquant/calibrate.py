@@ -152,7 +152,7 @@ def check_quantizable(name: str) -> None:
     """Check that a format stores latents that can be quantized.
 
     Raises:
-        KVFormatError: it does not.
+        KVFormatError: the format stores none.
     """
     if name not in LATENT_FORMATS:
         raise KVFormatError(
@@ -208,7 +208,7 @@ def check_width(name: str, width: int) -> None:
     """Check that vectors of ``width`` elements can be coded.
 
     Raises:
-        KVFormatError: they cannot.
+        KVFormatError: the width is not a multiple of `WIDTH_MULTIPLE`, or is above `MAX_WIDTH`.
     """
     if width % WIDTH_MULTIPLE or not 0 < width <= MAX_WIDTH:
         raise KVFormatError(
@@ -245,8 +245,9 @@ def _gains(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean squared change of scores, and of V, for a unit change of each channel.
 
-    Each page decodes one channel of one head. The change of scores is that of the mean query, over
-    all heads that the channel affects and over some positions.
+    For each channel of each head, a page is decoded in which only this channel is 1. The squared
+    change of scores is the mean over queries and over some positions, summed over the heads that
+    the channel affects.
 
     Returns:
         fp32 ``[kv_heads, k_width]`` and ``[kv_heads, v_width]``.

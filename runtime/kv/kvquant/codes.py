@@ -46,7 +46,7 @@ class Analyzed(NamedTuple):
 
     Attributes:
         z: fp32 ``[..., width]``, normalized elements.
-        codes: uint8 ``[..., width]``, numbers of the nearest levels.
+        codes: uint8 ``[..., width]``, indices of the nearest levels.
         scale: bf16 ``[..., 1]``, scale of the vector; 1 without scales of tokens.
         outliers: int64 ``[..., k]``, indices of the outliers.
     """
@@ -62,11 +62,11 @@ class VectorCode:
     """Quantization of the vectors of one layer, K or V.
 
     An element x of channel j is normalized to ``z = (x - mean_j) / scale_j``. With scales of
-    tokens, z is divided by the largest magnitude of the vector's normalized elements that are no
-    outliers. A code is the number of the nearest level.
+    tokens, z is divided by the largest magnitude of the vector's normalized elements that are not
+    outliers. A code is the index of the nearest level.
 
-    The ``outliers`` elements of a vector whose loss would be largest are stored as bf16: by
-    ``weight_j |z - level|``, or with scales of tokens by ``|z|``, on which the scale depends.
+    The ``outliers`` elements of a vector with the largest loss are stored as bf16. The loss is
+    ``weight_j |z - level|``, or with scales of tokens ``|z|``, since the scale depends on it.
 
     Attributes:
         mean, scale, weight: fp32 ``[heads, width]``.

@@ -151,7 +151,7 @@ class QuantizedPages(CompressedFormat):
         return self._layers[index]
 
     def describe(self, layer: int) -> str:
-        """Return the bits and outliers of one layer in words."""
+        """Return the bits and outliers of one layer as text."""
         found = self._layers[layer]
         widths = ", ".join(
             f"{side} {code.width} x {code.bits} bits"

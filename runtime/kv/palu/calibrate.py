@@ -21,7 +21,7 @@ class PaluOptions:
         removal_rate: bound on the sum of dropped singular values, as a fraction of all; the same
             for K and V of all layers. A layer has one rank for K and one for V.
         rank: rank per head of K and V; replaces ``removal_rate``. A group of g heads has K latents
-            of g times this rank. It is rounded up to a multiple of 16.
+            of g times this rank. The rank is rounded up to a multiple of 16.
         group_heads: maximum number of KV heads with common K latents. Groups have the largest size
             up to this that divides the number of KV heads.
     """

@@ -149,7 +149,7 @@ def attend_groups(
         at = (SINK_PAGES * PAGE + first) * HALF + d
         tile_c = tl.load(cos + at)
         tile_s = tl.load(sin + at)
-        # `c` and `s` include YaRN's factor, so that the angles of the tile must not.
+        # `c` and `s` include YaRN's factor, so the cosines and sines of the tile must not.
         length = tl.sqrt(tile_c * tile_c + tile_s * tile_s)
         tile_c = (tile_c / length)[None, :]
         tile_s = (tile_s / length)[None, :]

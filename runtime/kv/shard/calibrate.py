@@ -34,7 +34,7 @@ class ShardOptions:
         values: codes of V: "scalar", or "vq" with a codebook of 256 vectors of 4 elements.
         k_basis: "pca" for the principal components of all heads, or "commuting" for those that
             commute with RoPE; see `runtime.kv.shard.commuting`.
-        seed: seed of the first codebooks.
+        seed: seed of the initial vectors of codebooks.
     """
 
     rank: int | None = None
@@ -127,6 +127,6 @@ def _rank(requested: int | None, kv_heads: int, dim: int) -> int:
 
 
 def _default_group(width: int) -> int:
-    """Return the largest multiple of 4 up to 64 and ``width / 16`` that divides ``width``."""
+    """Return the largest multiple of 4 up to min(64, ``width / 16``) that divides ``width``."""
     found: int = next(g for g in (*range(min(64, width // 64 * 4), 4, -4), 4) if width % g == 0)
     return found

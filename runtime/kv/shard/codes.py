@@ -22,7 +22,12 @@ _RUN_MULTIPLE = {2: 4, 4: 2, 6: 4, 8: 1}
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive coefficients with the same number of bits: slices of coefficients and bytes."""
+    """Consecutive coefficients with the same number of bits.
+
+    Attributes:
+        coefficients: slice of the coefficients.
+        stored: slice of the bytes that store them.
+    """
 
     bits: int
     coefficients: slice
@@ -52,8 +57,9 @@ def runs_of(bits: Sequence[int]) -> tuple[Run, ...]:
 def encode_coefficients(coefficients: Tensor, scales: Tensor, runs: Sequence[Run]) -> Tensor:
     """Quantize and pack coefficients.
 
-    With b > 2 bits, code c stands for ``c - 2 ** (b - 1)`` steps, and 0 for a token with a
-    coefficient that is not finite. With 2 bits, code c stands for ``c - 1.5`` steps.
+    With b > 2 bits, code c > 0 stands for ``c - 2 ** (b - 1)`` steps. Code 0 is a marker: if any
+    coefficient of a token is not finite, all its codes are 0, and those of more than 2 bits decode
+    to NaN. With 2 bits, code c stands for ``c - 1.5`` steps, and there is no marker.
 
     Args:
         coefficients: fp32 ``[..., rank]``.

@@ -8,13 +8,13 @@ from torch import Tensor
 
 _LARGEST_FP8 = 448.0
 _LARGEST_MEAN = 2.0**22
-"""Largest mean in units of the weights. The kernel has it in fp16, divided by 512."""
+"""Largest mean in units of the weights. The kernel reads the mean, divided by 512, as fp16."""
 _CODE_UNIT = 512.0
 """An e4m3 number whose bits are the integer n < 16 has the value n / 512."""
 _ZERO = 8
 """Code of coefficient 0."""
 _MULTIPLE = 32
-"""Bytes of a token are multiplied in multiples of this, the depth of an fp8 matmul."""
+"""The bytes of a token are padded to a multiple of this, the depth of an fp8 matmul."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class KeyDecoder:
     def of(cls, basis: Tensor, scales: Tensor, mean: Tensor, kv_heads: int) -> Self:
         """Round the products of basis and scales to e4m3.
 
-        The largest weight of a head is rounded to at least half the range of e4m3.
+        The unit of a head is the smallest power of two with which its weights and mean are in
+        range.
 
         Args:
             basis: fp32 ``[kv_heads * dim, rank]``.
@@ -61,8 +62,8 @@ class KeyDecoder:
 
         Returns:
             - e4m3 ``[kv_heads, 2, dim, bytes]``, weights of the low and of the high nibbles of the
-              bytes of a token, and of further zero bytes;
-            - fp32 ``[kv_heads, dim]``, what has to be added to products of weights and codes;
+              bytes of a token; 0 for bytes of padding;
+            - fp32 ``[kv_heads, dim]``, offsets to add to the products of weights and codes;
             - fp32 ``[kv_heads]``, unit of these sums.
         """
         kv_heads, dim, rank = self.weights.shape

@@ -21,9 +21,9 @@ def encode(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Encode V of some KV heads, and the bytes of K that belong to these heads.
+    """Encode V of some KV heads, and the bytes of K that are stored with these heads.
 
-    These are K_WIDTH bytes of each token and head, of coefficients of all heads; see
+    The coefficients of a token depend on all heads; each head stores K_WIDTH of their bytes. See
     `runtime.kv.kernels.encode`.
     """
     k, v, v_norm, _, _, _, columns, mean, scales, cos, sin, _, _, _ = planes
@@ -63,7 +63,7 @@ def encode(
     values = tiles_at(v_pages, v_at, v_stride, head, DIM, HEADS)
     values = hadamard_tiles(values)
     write_values(values, page, row, v, v_norm, STRIDES[1], STRIDES[2], DIM)
-    # Wait: the thread that overwrites a norm may be another one than that which wrote it.
+    # Wait, because the thread that overwrites a norm may not be the one that wrote it.
     tl.debug_barrier()
     finite = tl.reshape(tl.broadcast_to(finite[None, :], (HEADS, position.shape[0])), row.shape)
     nan = tl.full(row.shape, NAN, tl.uint16).to(tl.bfloat16, bitcast=True)

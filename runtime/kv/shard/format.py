@@ -42,7 +42,7 @@ class ShardLayer(CompressedLayer):
         k_basis: fp32 ``[kv_heads * dim, rank]``.
         k_scale: fp32 ``[rank]``, value of one quantization step.
         k_runs: bits of the coefficients.
-        k_decoder: what maps codes back to keys before RoPE.
+        k_decoder: maps codes to keys before RoPE.
         rotation: RoPE of the model.
         v_book: fp32 ``[256, 4]``, codebook of V, or None for scalar codes.
         format_kernels: returns the Triton kernels, or None if they do not run on a device.
@@ -83,7 +83,7 @@ class ShardLayer(CompressedLayer):
         planes: tuple[Tensor, ...],
         targets: Tensor,
     ) -> None:
-        """Encode whole pages in plain torch, up to the order of sums as the kernels do."""
+        """Encode whole pages in plain torch. The kernels differ only in the order of sums."""
         k_plane, v_plane, norm_plane = planes
         unrotated = self.rotation.undo(keys.float(), first_positions)
         tokens = unrotated.transpose(1, 2).flatten(2) - self.k_mean  # [p, n, kv_heads * dim]
@@ -145,8 +145,8 @@ class ShardLayer(CompressedLayer):
         width = max(16, 1 << (own - 1).bit_length())
         columns = self.k_basis.new_zeros(len(self.k_basis), kv_heads, width, 2)
         columns[:, :, :own] = self.k_basis.view(-1, 2, kv_heads, own).permute(0, 2, 3, 1)
-        # Scores have the factor of RoPE. The tables of the inverse divide by it, those of queries
-        # and those of keys.
+        # Rotated keys include the factor of RoPE. The inverse tables, by which the kernels rotate
+        # queries and keys, divide both by it instead.
         factor = unit.new_tensor([self.rotation.factor])
         units = torch.cat((unit * factor**3, factor))
         encoding = split_basis(columns), self.k_mean, self.k_scale

@@ -4,16 +4,16 @@
 ``planes`` are the compressed planes and then these tensors:
 
 - weights, offsets: see `decoder.KeyDecoder.kernel_inputs`.
-- units: fp32 `[KV_HEADS + 1]`, factor of the scores of each KV head; the factor of YaRN.
+- units: fp32 `[KV_HEADS + 1]`, factor of the scores of each KV head, then the factor of YaRN.
 - columns: bf16 `[2, KV_HEADS * DIM, KV_HEADS, width, 2]`, columns of the basis for the low and the
-  high nibble of each byte of each KV head, and zeros; see `runtime.kv.kernels.latents`.
+  high nibble of each byte of each KV head, padded with zeros; see `runtime.kv.kernels.latents`.
 - mean: fp32 `[KV_HEADS * DIM]`; scales: fp32 `[rank]`, see `format.ShardLayer`.
 - cos, sin: fp32 `[context, DIM / 2]`, see `rotation.PageRotation.inverse`.
 - the tensors of `fragment_inputs`, which only `fragments` reads.
 
 Attention computes transposed tiles: tokens are rows, since a matmul of a warp group has at least 64
-rows, and a KV head has few queries. Queries are rotated to positions relative to the tile, so that
-all tiles are rotated by the same angles.
+rows, and a KV head has few queries. Queries are rotated back by the position of the tile, so that
+the keys of all tiles are rotated by the same angles.
 """
 
 import triton
@@ -103,7 +103,7 @@ def times_codes(
 
 
 def _levels_of(number: int) -> str:
-    """Return PTX for two bytes, of which `x` or `y` has every other code in a nibble."""
+    """Return PTX that looks up the levels of four codes, which are nibbles of `x` or `y`."""
     shifted, out = "xy"[number // 2], 4 * (number // 2) + 2 * (number % 2)
     select = "" if number % 2 == 0 else f"shr.u32 {shifted}, {shifted}, 16;\n"
     return f"""{select}prmt.b32 l, 0, low, {shifted};

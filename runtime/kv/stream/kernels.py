@@ -134,7 +134,8 @@ LEVELS = tl.constexpr(
     + "}"
 )
 """PTX that unpacks two 16-bit words. Levels are symmetric: the low three bits of a code, which are
-inverted in codes below 8, number the magnitude. `prmt` looks up its low and high bytes."""
+inverted in codes below 8, are the index of the magnitude. `prmt` looks up its low and high bytes.
+"""
 
 
 @triton.jit
