@@ -48,8 +48,8 @@ class DecodeStep:
         attend: computes the attention of each layer; None if the megakernel computes it.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
-        ahead, tall_ahead: copies that may still be in flight when the next one starts, for ordinary
-            and for tall tiles.
+        ahead, tall_ahead: maximum copies in flight after one was started and waited for, for
+            ordinary and for tall tiles (see `kernels.ring`).
         tall: minimum number of rows per program for which narrow matrices use tall tiles.
 
     Attributes:

@@ -13,13 +13,14 @@ from triton.experimental.gluon import language as gl
 
 
 class Schedule(NamedTuple):
-    """The pass list, and the flags of this step.
+    """The list of passes (see `opcodes`), and the flags of this step.
 
     Attributes:
         table: int32 `[passes + 1, FIELDS]`; the last row marks the end of the list.
         passes: number of passes.
-        flags: int32 `[P]`, the flag of stage 0 for each program, never 0. A launch advances it by
-            the stage of the last row; at the end of a step, past the flags that it used.
+        flags: int32 `[P]`, the flag of stage 0 for each program, never 0. At its end, a launch adds
+            the stage of the last row: 0 until the last launch of a step, then a number above all
+            stages of the step.
     """
 
     table: Tensor
@@ -168,8 +169,8 @@ class Ring:
 
     Attributes:
         SLOTS: slots in shared memory, for tiles of 32 KiB.
-        AHEAD, TALL_AHEAD: copies that may still be in flight when the next one starts, for ordinary
-            and for tall tiles.
+        AHEAD, TALL_AHEAD: maximum copies in flight after one was started and waited for, for
+            ordinary and for tall tiles (see `ring`).
     """
 
     SLOTS: gl.constexpr

@@ -2,7 +2,7 @@
 """The pass table: a row of FIELDS int32 numbers for each pass of a step.
 
 A pass multiplies one matrix, whose rows are divided among all programs, or computes the attention
-of one layer. `schedule.Pass` documents each field.
+of one layer; it is not a forward pass. `schedule.Pass` documents each field.
 """
 
 from triton.experimental import gluon
