@@ -113,7 +113,7 @@ def figures(
 
     Args:
         cases: pairs of batch size and context length.
-        kv_formats: see `Model`.
+        kv_formats: KV formats to measure, see `create_format`.
         ragged: variation of ranks between layers; see `random_checkpoint`.
     """
     rate = copy_rate(device)

@@ -3,8 +3,8 @@
 Several layers are measured in one CUDA graph, so that their KV exceeds the L2 cache; times are
 those of one layer. The floor is the time to read K and V once, at the measured rate of a copy. The
 last column is the time of dense attention divided by the format's. Encoding has two rows: all pages
-of the prompts that are not recent, in one launch for all layers, and what a decode step does. In
-that step, one page of each sequence whose length is a multiple of the page size leaves the window.
+of the prompts that are not recent, in one launch for all layers; and the pages that leave the
+windows in a decode step, one of each sequence whose length is a multiple of the page size.
 """
 
 import argparse
@@ -152,7 +152,7 @@ class KVBench:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device).normal_()
 
     def _time(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the time of one call in milliseconds."""
+        """Run the calls as one CUDA graph; return the time per call in milliseconds."""
 
         def run() -> None:
             for call in calls:

@@ -1,9 +1,9 @@
 """Bytes of KV that sequences occupy by format: ``python -m runtime.offline.bench kv-bytes --help``.
 
 Pages are those that the allocator of an engine gives to one sequence: sinks, window, the unused
-slots of the last page, and all stored pages. Bytes per page are those of a cache. The ratio is that
-of dense bf16 K and V of the same tokens, without unused slots. Calibrations belong to a worker, not
-to a sequence, and are not counted.
+slots of the last page, and all stored pages. Bytes per page are those of a cache. The ratio is
+the size of bf16 K and V of the same tokens, without unused slots, divided by the size of the pages.
+Calibrations belong to a worker, not to a sequence, and are not counted.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from runtime.pages.plan import PageCount, PagePlan, pages_for
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 """Ratios that Shard's accounting gives: 352 B per token and layer, 196,992 B per sequence."""
 SHARD_PUBLISHED_DECODED = 5.5
-"""Shard's ratio of 8,192 prompt and 2,048 decoded tokens, which it stores in 8 bits."""
+"""Shard's ratio with 8,192 prompt and 2,048 decoded tokens. It stores decoded tokens in 8 bits."""
 CONTEXTS = tuple(SHARD_PUBLISHED)
 _CAPACITY = 1 << 16
 
@@ -80,8 +80,8 @@ def formats(config: ModelConfig) -> Mapping[str, KVFormat]:
 def occupied(plan: PagePlan, prompt: int, decoded: int) -> PageCount:
     """Return the pages of a sequence on a decode worker.
 
-    The sequence has received its prompt's KV and has then run ``decoded`` decode steps. Of each
-    group, these are the most pages that it held in one of the last ``page_size`` steps.
+    The sequence has received its prompt's KV and has then run ``decoded`` decode steps. For each
+    page group, return the largest number of pages held after any of the last ``page_size`` steps.
     """
     pages = SequencePages(plan, plan.each(_CAPACITY))
     tokens = [0] * prompt
@@ -110,6 +110,8 @@ class Occupation:
 
     Attributes:
         tokens: tokens whose KV is held.
+        pages: pages of each page group.
+        size: bytes of these pages.
         dense: bytes of K and V of these tokens in bf16.
     """
 
@@ -143,7 +145,7 @@ def per_compressed_token(kv_format: KVFormat, config: ModelConfig) -> float:
 
 
 def rows(config: ModelConfig, decoded: int) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table, its head first."""
+    """Yield the rows of the table, the header first."""
     longer = f"8192 + {decoded}"
     yield "format", "B/token", "stored token", *map(str, CONTEXTS), longer
     for name, kv_format in formats(config).items():

@@ -151,7 +151,7 @@ class MeasuredFormat:
     """A format of the benchmark.
 
     Attributes:
-        planes: stored planes of each layer.
+        planes: compressed planes of each layer.
         kernels: kernels of each layer.
         stored_bytes: mean over layers of the bytes that a stored token takes in a layer.
         read_bytes: the same without padding, which attention does not read.

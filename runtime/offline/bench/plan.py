@@ -43,7 +43,7 @@ _MAX_SHAPES = 12
 _GAIN = 0.97
 """An alternative is chosen if it takes less than this fraction of the default's time."""
 _FEW_BLOCKS = 200
-"""A launch with fewer blocks does not fill the device; tiles that split columns are also tried."""
+"""A launch with fewer blocks does not fill the device, so tiles with split-K are tried as well."""
 _CONTEXT = 512
 Log = Callable[[str], None]
 
@@ -148,7 +148,11 @@ def _best_tile(name: str, alike: Sequence["GroupedGemm"], log: Log) -> Tile | La
 
 
 def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
-    """Yield tiles that were fast on an H200. For few blocks, include tiles that split columns."""
+    """Yield tiles that were fast on an H200.
+
+    If the launch would have fewer than `_FEW_BLOCKS` blocks, also yield tiles that split the
+    columns (split-K).
+    """
     from runtime.gemm.epilogues import Epilogue  # imports Triton
 
     if tokens > 64:

@@ -20,7 +20,7 @@ from runtime.offline.compress.work import WorkFolder
 
 _SEED = 0
 _FORWARD_SHARE = 0.1
-"""Fraction of the progress for the pass forward that gradients need."""
+"""Fraction of the progress reserved for the forward pass, if the method uses gradients."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,11 @@ def _parts(
     blocks: Sequence[range],
     layout: LayerLayout,
 ) -> Iterator[Part]:
-    """Yield the parts of all blocks in order, from the decompositions by first layer."""
+    """Yield the parts of all blocks in order.
+
+    Args:
+        found: decompositions of each block, by the block's first layer.
+    """
     for block in blocks:
         for members, decomposition in zip(
             method.groups(block, layout), found[block.start], strict=True

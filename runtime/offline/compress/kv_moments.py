@@ -17,8 +17,8 @@ def kv_moments(
     tokens: Tensor,
     device: torch.device | str = "cpu",
     progress: Callable[[float], None] = lambda _: None,
-    value_samples: int = 0,
-    page_samples: int = 0,
+    min_value_samples: int = 0,
+    min_sample_pages: int = 0,
 ) -> Iterator[KVMoments]:
     """Compute the layers one after another, in fp32, and yield the moments of each.
 
@@ -26,17 +26,19 @@ def kv_moments(
         tokens: int64 ``[n, length]``. Each row is a text that starts at position 0.
         device: device of the computation and of the moments. It holds one layer at a time.
         progress: called with the fraction of the layers that are done.
-        value_samples: least number of tokens of each layer whose V is kept, if there are as many.
-        page_samples: least number of pages of each layer that are kept, if there are as many.
+        min_value_samples: minimum number of tokens of each layer whose V is kept, if ``tokens`` has
+            as many.
+        min_sample_pages: minimum number of pages of each layer that are kept, if ``tokens`` has as
+            many.
     """
     model = LayerwiseModel(checkpoint, device)
     rotation = PageRotation(checkpoint.config, device)
     hidden = model.embed(tokens)
     count = checkpoint.config.num_layers
     measured = tokens.shape[0] * max(0, tokens.shape[1] - SKIPPED)
-    sample_every = max(1, measured // value_samples) if value_samples else 0
+    sample_every = max(1, measured // min_value_samples) if min_value_samples else 0
     pages = measured // SKIPPED
-    page_every = max(1, pages // page_samples) if page_samples else 0
+    page_every = max(1, pages // min_sample_pages) if min_sample_pages else 0
     for index in range(count):
         moments = KVMoments.of(checkpoint.config, device, sample_every, page_every)
 

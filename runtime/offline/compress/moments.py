@@ -66,8 +66,8 @@ def forward_moments(
     Args:
         tokens: int64 ``[n, length]``.
         blocks: consecutive layers; those of one block are yielded together.
-        carry: value of the layers before ``blocks``; None if these start with layer 0. It is
-            modified.
+        carry: `CalibratedLayers.carry` of the layers before ``blocks``; None if ``blocks`` start
+            with layer 0. It is modified.
     """
     layout = _layout(model)
     hidden = carry
@@ -99,7 +99,8 @@ def backward_moments(
         tokens: int64 ``[n, length]``.
         layers: layers to calibrate, which start with layer 0.
         seed: seed of the tokens whose loss is differentiated.
-        carry: value of the layer after ``layers``; None if these are all. It is modified.
+        carry: `CalibratedLayers.carry` of the layer after ``layers``; None if ``layers`` are all
+            layers. It is modified.
         progress: called with the fraction of the forward pass that is done.
     """
     if not layers:

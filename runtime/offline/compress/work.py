@@ -98,7 +98,7 @@ class WorkFolder:
             self._folder.rmdir()
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Release the lock, so that other processes can use the folder."""
         self._lock.close()
 
     def __enter__(self) -> Self:

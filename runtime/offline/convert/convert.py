@@ -52,7 +52,7 @@ def convert(path: Path) -> tuple[Checkpoint, Source]:
 
     Classes and functions named in a pickle are never imported or called. Tensors keep the dtype in
     which they are stored (fp32 for GGUF files) and are memory-mapped or read on demand, so the
-    model is not held in memory. `write_checkpoint` computes the model hash, which is empty.
+    model is not held in memory. The model hash is empty; `write_checkpoint` computes it.
 
     Args:
         path: a pickled model of SVD-LLM or Dobi-SVD; a directory of SVD-LLM v2, ASVD, Basis Sharing

@@ -27,14 +27,14 @@ class Stub:
     items: dict[Any, Any]
     elements: list[Any]
 
-    def __new__(cls, *_arguments: Any, **_named: Any) -> "Stub":
+    def __new__(cls, *_arguments: Any, **_kwargs: Any) -> "Stub":
         made = super().__new__(cls)
         made.state = {}
         made.items = {}
         made.elements = []
         return made
 
-    def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
+    def __init__(self, *_arguments: Any, **_kwargs: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         parts = state if isinstance(state, tuple) else (state,)

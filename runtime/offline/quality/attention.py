@@ -57,12 +57,12 @@ def blocks(
 class TeacherForced(KVFormat):
     """KV format that evaluates a `CompressedFormat` in one forward pass over a whole text.
 
-    It is for models with torch's matmuls. The planes are those of format `dense` and hold exact K
-    and V. A batch must be one sequence. Its earlier tokens, if any, must be in the planes as exact
-    K and V.
+    It is for models built without `runtime.gemm`. The planes are those of format `dense` and hold
+    exact K and V. A batch must be one sequence. Its earlier tokens, if any, must be in the planes
+    as exact K and V.
 
     Args:
-        compressed: format to evaluate, or None to attend exact K and V only. The order of summation
+        compressed: format to evaluate; None to attend to exact K and V only. The order of summation
             is the same, so that a lossless format has bitwise the same results as None.
         window: see `stored_pages`.
     """
@@ -110,7 +110,7 @@ class TeacherForcedLayer(DenseLayer):
         keys, values = (_by_token(pages) for pages in exact)  # [kv_head, length, dim]
         last = stored_pages(int(positions[-1]) + 1, page_size, window=self._window)
         decoded = self._decoded(exact[0], exact[1], last)
-        done = offset = last.start * page_size  # tokens before `done` are as the block reads them
+        done = offset = last.start * page_size  # tokens before `done` have the values to read
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         for rows, stored in blocks(positions.tolist(), page_size, window=self._window):
             end = stored.stop * page_size

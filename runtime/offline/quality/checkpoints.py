@@ -27,8 +27,8 @@ from runtime.offline.quality.metrics import Bootstrap, Summary, compare, summari
 from runtime.offline.quality.prompts import ChatEncoder, hash_of
 
 FP32, SERVED, BF16, PEER = "fp32", "fp32, KV in bf16", "bf16", "transformers, bf16"
-"""Runtimes: ours in fp32, which is the reference, as it serves on a CPU, and in bf16; and
-transformers with its default cache."""
+"""Runtimes: ours in fp32 (the reference); ours in fp32 with KV in bf16, as it serves on a CPU; ours
+in bf16; and transformers in bf16 with its default cache."""
 PAIR = f"{BF16} against {PEER}"
 
 Outputs = list[list[int]]

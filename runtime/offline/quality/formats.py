@@ -15,7 +15,11 @@ EXACT = "exact"
 
 
 class FormatFactory(Protocol):
-    """Creates a format for a model with a given hash; an empty hash skips its comparison."""
+    """Creates a format for a model, or None for `EXACT`.
+
+    A calibrated format compares ``model_hash`` with that of its calibration, unless it is empty.
+    The others ignore it.
+    """
 
     def __call__(self, config: ModelConfig, model_hash: str = "") -> CompressedFormat | None: ...
 

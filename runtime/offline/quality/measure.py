@@ -1,4 +1,4 @@
-"""Measurement of compressed formats against the same model with exact bf16 KV."""
+"""Measurement of compressed formats against the same model with exact bf16 KV, the baseline."""
 
 import hashlib
 import math
@@ -85,7 +85,7 @@ class Result:
         window: whether the sinks and the window stayed exact.
         bytes_per_token: bytes of a stored token in all layers, scales included.
         dense_bytes_per_token: bytes of a token's bf16 K and V in all layers.
-        stored_positions: number of scored positions that attend at least one stored page.
+        stored_positions: number of scored positions that attend to at least one stored page.
         dense_perplexity: perplexity of the baseline.
         quality: the format against the baseline.
         noise: exact bf16 KV with another attention kernel against the baseline. The kernels differ

@@ -156,7 +156,7 @@ def samples_of(task: str, length: int, samples: int) -> int:
 
 
 def contexts(
-    task: str, length: int, samples: int, seed: int, encoder: ChatEncoder
+    task: str, length: int, samples: int, seed: int, chat_encoder: ChatEncoder
 ) -> Iterator[Context]:
     """Yield contexts with ``samples`` questions for each depth.
 
@@ -166,21 +166,23 @@ def contexts(
         QualityError: the facts do not fit into ``length`` tokens.
     """
     generator = random.Random(f"{task} {length} {seed}")
-    filler = encoder.encode(_FILLER)
-    before = encoder.encode(encoder.start_of_question(_INTRODUCTION))
+    filler = chat_encoder.encode(_FILLER)
+    before = chat_encoder.encode(chat_encoder.start_of_question(_INTRODUCTION))
     for _ in range(samples):
         facts = _Facts(generator)
         for placed, asked in TASKS[task](facts):
             queries = tuple(
                 Query(
                     index,
-                    tuple(encoder.encode(encoder.end_of_question(f"\n{question}", answer))),
-                    tuple(encoder.encode(facts.values[index])),
+                    tuple(
+                        chat_encoder.encode(chat_encoder.end_of_question(f"\n{question}", answer))
+                    ),
+                    tuple(chat_encoder.encode(facts.values[index])),
                 )
                 for index, question, answer in asked
             )
             longest = max(len(query.question) + len(query.answer) for query in queries)
-            needles = [(depth, encoder.encode(fact)) for depth, fact in placed]
+            needles = [(depth, chat_encoder.encode(fact)) for depth, fact in placed]
             room = length - len(before) - longest - sum(len(fact) for _, fact in needles)
             if room < len(needles):
                 raise QualityError(f"{task}: the facts do not fit into {length} tokens")
@@ -197,7 +199,7 @@ def contexts(
 @torch.inference_mode()
 def measure_needles(
     model: Model,
-    encoder: ChatEncoder,
+    chat_encoder: ChatEncoder,
     formats: Mapping[str, CompressedFormat],
     task: str,
     length: int,
@@ -224,7 +226,7 @@ def measure_needles(
     found = {name: [0] * len(DEPTHS) for name in formats}
     allowed = int((1 - REQUIRED) * samples * len(DEPTHS) + 1e-9)
     missed = 0
-    for context in contexts(task, length, samples, seed, encoder):
+    for context in contexts(task, length, samples, seed, chat_encoder):
         answers = _Answers(model, context)
         for query in context.queries:
             right = answers.found(query, exact)

@@ -101,8 +101,8 @@ def search_rate(
 ) -> float:
     """Return the highest removal rate that meets a constraint, by bisection of 0 to `MAX_RATE`.
 
-    Quality is assumed to fall with the rate. The result is an evaluated rate. The next higher rate
-    that was evaluated and misses the constraint, or `MAX_RATE`, is larger by
+    Quality is assumed to fall with the rate. The result is an evaluated rate. The lowest evaluated
+    rate that misses the constraint, or `MAX_RATE` if none does, is larger by
     ``MAX_RATE / 2**evaluations``.
 
     Args:

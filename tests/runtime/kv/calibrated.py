@@ -19,7 +19,7 @@ def tiny_moments(seed: int = 0) -> list[KVMoments]:
     tokens = torch.randint(
         CONFIG.vocab_size, (4, 160), generator=torch.Generator().manual_seed(seed)
     )
-    return list(kv_moments(tiny_checkpoint(), tokens, page_samples=100))
+    return list(kv_moments(tiny_checkpoint(), tokens, min_sample_pages=100))
 
 
 def quantized_calibration(name: str, codes: kvquant.CodeOptions | None = None) -> Artifact:
