@@ -39,8 +39,8 @@ _PREFIX, _HEADER = int(parameters.RESULT_PREFIX), int(parameters.RESULT_HEADER)
 _MAX_SEGMENTS = 64
 """Maximum number of segments of a launch."""
 _MAX_LAUNCH_BYTES = 1 << 29
-"""Maximum raw bytes of a launch of several segments, each counted as the largest one. This bounds
-the scratch memory, which is 1/4 to 1/3 of it.
+"""Maximum raw bytes of a launch of several segments, each counted with the size of the largest.
+This bounds the scratch memory, which is 1/4 to 1/3 of it.
 """
 _LARGEST_SLOTS = 3
 """Number of slots that `warm_up` prepares for the largest size of each number of segments. Large

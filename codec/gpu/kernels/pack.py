@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Kernels before and after those of the chunks: fetch descriptors, and pack entries."""
+"""Kernels that run before and after those of the chunks: fetch descriptors, and pack entries."""
 
 import triton
 import triton.language as tl

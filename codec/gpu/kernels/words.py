@@ -15,7 +15,8 @@ _GOLDEN = tl.constexpr(GOLDEN - (1 << 64))
 NUM_SUMS = tl.constexpr(1024)
 """Number of partial checksums; atomic adds to a single one would serialize."""
 ESCAPE_COUNTS, ERROR_FLAGS, START = tl.constexpr(1024), tl.constexpr(2048), tl.constexpr(2049)
-"""Offsets in the accumulators: partial escape counts; error flags; start of the call, segment 0."""
+"""Offsets in the accumulators: partial escape counts; error flags; and, only in those of segment 0,
+the start of the call."""
 ACCUMULATORS = tl.constexpr(2064)
 """Length of the accumulators of a segment, int64 `[ACCUMULATORS]`, a multiple of 128 bytes."""
 
