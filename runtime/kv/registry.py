@@ -59,7 +59,7 @@ CALIBRATED: dict[str, CalibratedFactory] = {
     ShardFormat.name: ShardFormat,
     KvQuantFormat.name: KvQuantFormat,
 }
-"""Compressed formats that read a calibration, by name; ``name:PATH`` names the file as well.
+"""Compressed formats that read a calibration, by name. In ``name:PATH``, PATH is the file.
 
 `from_artifact` also creates the variants of `fdc` and `palu` with quantized latents.
 """
@@ -72,7 +72,7 @@ _MEMBERS = (
 
 
 class PlainFormat(KVFormat):
-    """A plug-in whose class does not extend `KVFormat`, with the defaults of optional attributes.
+    """Wrapper of a plug-in that does not extend `KVFormat`; adds defaults of optional attributes.
 
     Args:
         own: an object with the members `_MEMBERS`.

@@ -31,7 +31,8 @@ class KVMoments:
             the concatenation of all heads.
         unrotated_sum: ``[kv_heads * dim]``, Σ k of the same k.
         tokens: number of tokens.
-        value_samples: V of the tokens that are kept, bf16 ``[kv_heads, n, dim]`` each.
+        value_samples: V of the tokens that are kept, bf16 ``[kv_heads, n, dim]``, a tensor for
+            each call of `add`.
         sample_pages: pages of `SKIPPED` tokens that are kept: K (after RoPE) and V, bf16 ``[p,
             kv_heads, SKIPPED, dim]``, and the positions of their first tokens, int64 ``[p]``.
     """

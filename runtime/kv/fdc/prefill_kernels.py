@@ -53,7 +53,7 @@ def attend_latents(
     CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     K_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`runtime.attention.kernels.prefill.attend_keys` with latents of keys.
+    """Do the same as `runtime.attention.kernels.prefill.attend_keys`, with latents of keys.
 
     Args:
         queries: `[BLOCK_Q, K_COLUMNS]`, projected.

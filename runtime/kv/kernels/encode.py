@@ -9,7 +9,7 @@ A program encodes HEADS KV heads of some pages. Each format contributes one func
     )
 
 - k_pages, v_pages: bf16 K (after RoPE) and V.
-- k_at, v_at: int64 `[TOKENS]`, offset of each token in them, of KV head 0.
+- k_at, v_at: int64 `[TOKENS]`, offset of KV head 0 of each token in ``k_pages`` and ``v_pages``.
 - k_stride, v_stride: strides of KV heads.
 - page: int64 `[TOKENS]`, compressed page of each token.
 - slot: int32 `[TOKENS]`, slot of each token in its page.
@@ -54,8 +54,8 @@ def vectors_at(
 def tiles_at(pages, at, stride, head, DIM: tl.constexpr, HEADS: tl.constexpr):
     """Load all vectors of the program in the tiles of `transforms.hadamard_tiles`, fp32.
 
-    The arguments are those of `vectors_at`. Each tile is loaded on its own, since a thread holds
-    both operands of `tl.join`.
+    The arguments are those of `vectors_at`. Each tile is loaded on its own, since a thread must
+    hold both operands of `tl.join`.
     """
     tiles = ()
     for first in tl.static_range(0, DIM, COLUMNS):

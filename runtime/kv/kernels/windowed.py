@@ -5,6 +5,7 @@
 There are two launches. `windowed_decode_kernel` computes splits of the result: one program for the
 full-precision tokens of each KV head of each sequence, and further programs for the compressed
 tokens of all of them.
+
 Full-precision tokens are those of the first pages (sinks) and of the window; they are numbered
 without the gap between the two. Compressed tokens are divided into tiles of BLOCK tokens of one KV
 head. Programs have equal numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of

@@ -139,7 +139,7 @@ def quantized_name(name: str) -> str:
 
 
 def quantized_version(version: int) -> int:
-    """Return the version of a format with quantized latents; it changes with that of the codes."""
+    """Return the version of a format with quantized latents; it includes that of the codes."""
     return 100 * version + VERSION
 
 

@@ -69,7 +69,7 @@ class VectorCode:
     ``weight_j |z - level|``, or with scales of tokens ``|z|``, since the scale depends on it.
 
     Attributes:
-        mean, scale, weight: fp32 ``[heads, width]``.
+        mean, scale, weight: fp32 ``[heads, width]``; ``weight`` is that of an error of z.
         levels: fp32 ``[2 ** bits]``, ascending.
         outliers: number of outliers of a vector.
         by_token: whether each vector has a scale.

@@ -1,4 +1,4 @@
-"""K and V of pages as they are: what format `kvquant` quantizes."""
+"""K and V of pages without compression: the vectors that format `kvquant` quantizes."""
 
 import torch
 from torch import Tensor

@@ -50,7 +50,7 @@ and.b32 $1, $1, 0x0f0f0f0f;
 def codes_of(packed):
     """Return low and high nibbles as fp8 e4m3 numbers.
 
-    The number with the bits n is n / 512 for all n below 16, be it subnormal or not.
+    The number with the bits n is n / 512 for all n below 16, whether it is subnormal or not.
     """
     if INTERPRETED:
         return (packed & 15).to(tl.float32) / 512, (packed >> 4).to(tl.float32) / 512
@@ -120,7 +120,8 @@ LEVELS = tl.constexpr(
 )
 """PTX that unpacks the 16 codes of a word to bf16 by table lookup. ``x`` has the codes of parts 0
 and 2 in its nibbles, ``y`` those of parts 1 and 3. ``low`` and ``high`` are the low and high bytes
-of the four numbers; `prmt` reads one of them for each of four nibbles, 4 plus the code."""
+of the four numbers. A nibble is 4 plus the code: `prmt` then selects byte ``code`` of ``low`` or
+``high``, for four nibbles at once."""
 
 
 @triton.jit
@@ -187,7 +188,7 @@ fma.rn.f16x2 $1, a, $7, t;
 
 @triton.jit
 def rotated_keys(first, second, offset1, offset2, cos, sin):
-    """Add offsets and rotate pairs, all fp16 `[BLOCK, DIM / 2]`."""
+    """Add offsets to the halves of keys, then rotate pairs. All are fp16 `[BLOCK, DIM / 2]`."""
     if INTERPRETED:
         first = first.to(tl.float32) + offset1.to(tl.float32)
         second = second.to(tl.float32) + offset2.to(tl.float32)
