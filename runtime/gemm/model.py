@@ -59,7 +59,7 @@ def build_gemm_model(
     kv_format: str = "dense",
     reduce: Reduce = one_rank,
 ) -> GemmModel:
-    """Pack a checkpoint as bf16; see also `runtime.models.build.build_model`.
+    """Build a model with bf16 weights from a checkpoint; see also `runtime.models.build`.
 
     Args:
         plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels.

@@ -16,7 +16,7 @@ from runtime.megakernel.kernels import layouts, opcodes
 
 HEAD_OPCODES = {"q": opcodes.QUERY.value, "k": opcodes.KEY.value, "v": opcodes.VALUE.value}
 _MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
-"""Maximum columns of a matrix with tall tiles, whose whole input is in shared memory."""
+"""Maximum columns of a matrix with tall tiles: its whole input must fit into shared memory."""
 _HEAD_UNIT = 16
 """Rows of q, k and v that one program computes together: eight, and their RoPE partners."""
 
@@ -129,13 +129,13 @@ def build_passes(
 
 
 def split_at_attention(passes: Sequence[Pass]) -> tuple[list[list[Pass]], list[int]]:
-    """Divide the passes of a step at the attention of each layer, which is left out.
+    """Split the passes of a step at the attention of each layer, and drop the attention.
 
-    Each list ends with a marker. All but the last have stage 0: the launch does not advance the
-    flags, and the next one continues with them.
+    Each list ends with a marker. Its stage is 0 except in the last list: stage 0 tells the launch
+    not to advance the flags, so that the next launch continues with them.
 
     Returns:
-        One list more than there are layers, and the stage of the attention of each layer.
+        The lists, one more than there are layers; and the stage of the attention of each layer.
     """
     *passes, end = passes
     lists: list[list[Pass]] = [[]]

@@ -27,7 +27,7 @@ def tokens_at(
     """Return BLOCK consecutive keys of a sequence, and the offsets of their slots in the pages.
 
     Args:
-        first: first key.
+        first: index of the first key.
         length: number of keys of the sequence.
         gap: number of positions after the first page that have no keys, a multiple of PAGE.
         table: pointer to the page table of the sequence.

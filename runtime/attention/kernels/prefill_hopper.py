@@ -36,7 +36,7 @@ def load_tile(
     descriptor, item, ids, page_rows, first_row, ring, ready, free,
     SLOTS: gl.constexpr, PAGES: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Wait until item ``item`` has a free slot in the ring, then load a head's pages ``ids``."""
+    """Wait until the ring slot of ``item`` is free, then load a head's rows of pages ``ids``."""
     slot = item % SLOTS
     mbarrier.wait(free.index(slot), item // SLOTS & 1 ^ 1)
     mbarrier.expect(ready.index(slot), PAGES * PAGE * DIM * 2)

@@ -180,7 +180,7 @@ def figures(
         cases: pairs of batch size and mean length.
         ranks: ranks by format.
         options: fields of `KernelSource` to replace.
-        ragged: seeds of `arxiv_lengths`; sequences have equal lengths without one.
+        ragged: seeds of `arxiv_lengths`; if empty, all sequences have equal lengths.
     """
     rate = copy_rate(device)
     yield Figure("copy rate, GB/s", rate / 1e6, rate / 1e6)

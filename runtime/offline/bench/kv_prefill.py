@@ -1,7 +1,7 @@
 """Prefill attention on projected keys: ``python -m runtime.offline.bench kv-prefill --help``.
 
-Attention of the last chunk of a prompt, in one layer: exact, and with the queries and keys of `fdc`
-projected. The latter includes the projection of the keys of the whole prompt. The floor is the time
+Attention of the last chunk of a prompt in one layer is measured twice: exact, and with queries and
+keys projected as in format `fdc`, including the projection of all keys. The floor is the time
 of the multiply-adds of both matmuls, causal, at the measured rate of a large matmul.
 """
 

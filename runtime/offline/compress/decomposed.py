@@ -43,7 +43,7 @@ class DecomposedModel:
 
     Attributes:
         dense: the original checkpoint.
-        calibration_hash: see `calibration_hash`.
+        calibration_hash: result of the function of this name.
         calibration_tokens: number of calibration tokens.
         seconds: elapsed seconds by part of the computation.
         peak_device_bytes: largest memory of tensors on the GPU; 0 on the CPU.

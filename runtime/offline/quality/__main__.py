@@ -145,7 +145,7 @@ def _outputs(
     formats: Mapping[str, CompressedFormat],
     progress: Progress,
 ) -> dict[str, Fidelity]:
-    """Return the fidelity of greedy outputs by spec, and that of the noise floor as `EXACT`."""
+    """Return the fidelity of greedy outputs by spec; the noise floor has the key `EXACT`."""
     prompts = _prompts(arguments, encoder)
     if not prompts:
         return {}

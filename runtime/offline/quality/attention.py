@@ -40,7 +40,7 @@ def stored_pages(length: int, page_size: int, *, window: bool) -> range:
 def blocks(
     positions: Sequence[int], page_size: int, *, window: bool
 ) -> Iterator[tuple[slice, range]]:
-    """Yield blocks of consecutive rows that have the same stored pages, and these pages.
+    """Yield slices of consecutive rows that attend to the same stored pages, and these pages.
 
     Args:
         positions: ascending positions of the rows.

@@ -83,7 +83,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
 
 
 def result_table(result: Result) -> Table:
-    """Return the table of one result, the noise floor beside it."""
+    """Return the table of one result, with the noise floor in the next column."""
     inputs = result.inputs
     table = Table(
         title=f"{result.spec} on {inputs.model}: {inputs.texts} x {inputs.tokens} tokens of "
