@@ -38,7 +38,7 @@ ENTRY_COUNT_BITS = 8
 
 
 def fold(value: Tensor) -> Tensor:
-    """Compute `fold` of int64 tensors, interpreted as uint64."""
+    """Compute ``fold(z)`` (see above) of int64 tensors, interpreted as uint64."""
     value = (value ^ _high(value)) * _signed(GOLDEN)
     return value ^ _high(value)
 

@@ -66,7 +66,7 @@ class Call:
         return self._results
 
     def numbers(self, segment: int) -> list[int]:
-        """Wait for the call and return the first four results of a segment."""
+        """Wait for the call and return results `RESULT_LENGTH` to `RESULT_FOURTH` of a segment."""
         if self._numbers is None:
             self._numbers = self.results()[:, :4].tolist()
         return self._numbers[segment]

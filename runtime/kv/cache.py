@@ -191,7 +191,7 @@ class CacheLayout:
 
     @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
-        """The groups of tensors, in the order of their first tensors."""
+        """All plane groups, in the order of their first tensors."""
         found: dict[tuple[torch.dtype, int, bool, int, bool], list[list[tuple[str, int]]]] = {}
         for index, tensor in enumerate(self.tensors):
             group = self.page_groups.index(tensor.group)
@@ -293,5 +293,5 @@ class PagedCache:
 
 
 def _page_bytes(plane: Plane) -> int:
-    """Return the bytes of a page of a plane."""
+    """Return the size of a page of a plane in bytes."""
     return math.prod(plane.shape) * plane.dtype.itemsize

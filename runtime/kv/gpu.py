@@ -160,11 +160,10 @@ class CompressedPageKernels:
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """Return the attention of a decode batch over full-precision and compressed pages.
 
+        The result is `[n, heads * dim]`, in the dtype of ``q``.
+
         Args:
             q: `[n, heads, dim]`, after RoPE.
-
-        Returns:
-            `[n, heads * dim]`, in the dtype of ``q``.
         """
         out = q.new_empty(len(q), self._heads * self._dim)
         if not len(q):

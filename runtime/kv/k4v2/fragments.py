@@ -49,7 +49,8 @@ _PLACES = (("0x3f803f80", "0xc302c302"), ("0x3e803e80", "0xc208c208"), ("0x3d803
 def _unpack() -> str:
     """Return PTX that unpacks the codes of both halves of a word to ``c - 2``.
 
-    Three codes are in bits 0 to 5 of a half, the mantissa of a bf16 number from 128 to 191.
+    Bits 0 to 5 of a half are three codes. As the mantissa of a bf16 number they give 128 to 191,
+    from which `_PLACES` extracts the codes.
     """
     lines = [".reg .b32 s, x, f0, o0, f1, o1, f2, o2;"]
     for place, (factor, offset) in enumerate(_PLACES):

@@ -40,9 +40,10 @@ def divide_costs(
 
 @triton.jit
 def tile_at(cost, tiles, costs, KV_HEADS: tl.constexpr):
-    """Return the number of the first tile that begins at or after a cost within the batch.
+    """Return the number of the first tile that begins at or after a cost.
 
     Args:
+        cost: at most that of the whole batch. A tile begins at the cost of all tiles before it.
         tiles: see `divide_costs`.
     """
     s = tl.arange(0, tiles.shape[0])

@@ -26,7 +26,7 @@ _MAX_FUSED_GROUP = 4
 """Maximum number of KV heads of a group in the Triton kernels."""
 _MAX_FUSED_DIM = 256
 _ALIGNED = 8
-"""Latents in 16 bytes."""
+"""Number of bf16 latents in 16 bytes."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.kernel_source import KernelSource
 
 _MIN_FUSED_DIM, _MAX_FUSED_DIM = 64, 128
-"""Head dimensions of the Triton kernels."""
+"""Smallest and largest head dimension of the Triton kernels."""
 
 
 @dataclass(frozen=True)

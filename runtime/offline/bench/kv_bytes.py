@@ -30,7 +30,8 @@ from runtime.offline.bench.shapes import PAGE, SHAPES
 from runtime.pages.plan import PageCount, PagePlan, pages_for
 
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
-"""Ratios that Shard's accounting gives: 352 B per token and layer, 196,992 B per sequence."""
+"""Ratios by number of tokens in Shard's accounting: 352 B per token and layer, and 196,992 B per
+sequence."""
 SHARD_PUBLISHED_DECODED = 5.5
 """Shard's ratio with 8,192 prompt and 2,048 decoded tokens. It stores decoded tokens in 8 bits."""
 CONTEXTS = tuple(SHARD_PUBLISHED)

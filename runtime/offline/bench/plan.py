@@ -49,7 +49,7 @@ Log = Callable[[str], None]
 
 
 def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
-    """Measure a plan for a checkpoint on this GPU.
+    """Measure the kernels of a checkpoint on this GPU and return the fastest plan.
 
     Raises:
         ValueError: the GEMM backend does not support the checkpoint.

@@ -216,7 +216,7 @@ def _inputs(
 
 
 def _prompts(arguments: argparse.Namespace, encoder: ChatEncoder) -> list[list[int]]:
-    """Return half documentation to continue, and half chats about docstrings."""
+    """Return prompts: passages of documentation to continue, and as many chats about docstrings."""
     count, tokens = arguments.prompts, arguments.prompt_tokens
     return [
         *continuations(encoder, documentation()[1], count - count // 2, tokens),
