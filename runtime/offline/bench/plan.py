@@ -93,8 +93,6 @@ def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
     part = replace(checkpoint, config=config, layers=layers)
     model = build_gemm_model(part, device="cuda", page_size=PAGE)
     pages = pages_for(_CONTEXT + 1, PAGE)
-    model = build_gemm_model(part, device="cuda", page_size=PAGE)
-    pages = -(-(_CONTEXT + 1) // PAGE)
     batch = Batch.static(1, pages, "cuda")
     batch.page_table.copy_(torch.arange(pages)[None])
     batch.positions.fill_(_CONTEXT)
