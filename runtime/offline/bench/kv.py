@@ -26,6 +26,7 @@ from runtime.kv.windowed import compressed_cache
 from runtime.offline.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.offline.bench.kv_formats import FORMATS, RANKS, measured_format
 from runtime.offline.bench.shapes import PAGE, SHAPES
+from runtime.pages.plan import pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
 _SHORTEST, _LONGEST = 1.6 / 6.3, 14.1 / 6.3
@@ -87,7 +88,7 @@ class KVBench:
         self._runs = runs
         self._device = torch.device(device)
         batch = len(lengths)
-        counts = [-(-length // PAGE) for length in lengths]
+        counts = [pages_for(length, PAGE) for length in lengths]
         self._pages = sum(counts)
         self._inputs = Batch.static(batch, max(counts), device)
         ids = torch.split(torch.randperm(self._pages), counts)

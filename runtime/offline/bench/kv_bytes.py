@@ -28,6 +28,7 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.windowed import WindowedFormat
 from runtime.offline.bench.shapes import PAGE, SHAPES
 from runtime.pages.plan import PageCount, PagePlan, pages_for
+from runtime.pages.sizes import token_bytes
 
 SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 """Ratios by number of tokens in Shard's accounting: 352 B per token and layer, and 196,992 B per
@@ -153,7 +154,7 @@ def rows(config: ModelConfig, decoded: int) -> Iterator[tuple[str, ...]]:
         layout = CacheLayout.of(kv_format, num_layers=1, page_size=PAGE)
         ratios = [occupation(kv_format, config, tokens).ratio for tokens in CONTEXTS]
         ratios.append(occupation(kv_format, config, 8192, decoded).ratio)
-        size = layout.page_bytes.groups[-1] // PAGE
+        size = int(token_bytes(layout.page_bytes))
         compressed = per_compressed_token(kv_format, config)
         yield name, f"{size:,}", f"{compressed:.2f}x", *(f"{ratio:.2f}x" for ratio in ratios)
     published = [f"{ratio:.2f}x" for ratio in SHARD_PUBLISHED.values()]

@@ -18,6 +18,7 @@ from runtime.offline.bench.device import Figure, captured, describe, matmul_rate
 from runtime.offline.bench.kv import Compared
 from runtime.offline.bench.kv_formats import RANKS, random_fdc
 from runtime.offline.bench.shapes import PAGE, SHAPES
+from runtime.pages.plan import pages_for
 
 
 def figures(
@@ -40,7 +41,7 @@ def figures(
         config = replace(SHAPES[shape], num_layers=1, context_length=length)
         layer = random_fdc(config, ranks, device, compressed_prefill=True).layer(0)
         exact = DenseFormat.create(config, torch.device(device), torch.bfloat16).layer(0)
-        pages = -(-length // PAGE)
+        pages = pages_for(length, PAGE)
         piece = SequenceSlice([0] * chunk, length - chunk, torch.randperm(pages).tolist())
         batch = Batch.of([piece], device)
         kv = pages, config.num_kv_heads, PAGE, config.head_dim

@@ -16,6 +16,7 @@ from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.offline.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.offline.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
+from runtime.pages.plan import pages_for
 
 
 def figures(
@@ -42,7 +43,7 @@ def figures(
     for keep in keeps:
         weights = PackedWeights.pack(random_checkpoint(config, keep, ragged), "cuda")
         for batch, context in cases:
-            pages = -(-(context + 1) // PAGE)  # pages of a sequence
+            pages = pages_for(context + 1, PAGE)  # pages of a sequence
             size = (batch * pages, config.num_kv_heads, PAGE, config.head_dim)
             planes: list[Tensor] = [
                 torch.randn(size, dtype=torch.bfloat16, device="cuda")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-ARITHMETIC = re.compile(r"//\s*\(?[\w.* ]*\bpage_size\b", re.IGNORECASE)
+ARITHMETIC = re.compile(r"//\s*\(?[\w.* ]*\bpage(_size)?\b", re.IGNORECASE)
 """Divisions by the page size."""
 KINDS = re.compile(
     r"full.?precision|\b(has|num)_stored\b|\bstored_(free|total|table|pages|bytes)\b"
@@ -16,7 +16,12 @@ KINDS = re.compile(
     re.IGNORECASE,
 )
 """Names of the groups of compressed formats, past and present."""
-TENSOR_CODE = {"runtime/attention", "runtime/kv", "runtime/offline/quality"}
+TENSOR_CODE = {
+    "runtime/attention",
+    "runtime/kv",
+    "runtime/megakernel",
+    "runtime/offline/quality",
+}
 """Folders whose code computes the position of a token in a tensor of pages."""
 FORMATS = {
     "runtime/offline/bench",
