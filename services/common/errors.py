@@ -21,6 +21,23 @@ from typing import ClassVar
 
 import grpc
 
+_OF_STATUS: dict[int, tuple[str, grpc.StatusCode]] = {
+    400: ("invalid_request_error", grpc.StatusCode.INVALID_ARGUMENT),
+    401: ("authentication_error", grpc.StatusCode.UNAUTHENTICATED),
+    403: ("invalid_request_error", grpc.StatusCode.PERMISSION_DENIED),
+    404: ("invalid_request_error", grpc.StatusCode.NOT_FOUND),
+    408: ("timeout_error", grpc.StatusCode.DEADLINE_EXCEEDED),
+    413: ("invalid_request_error", grpc.StatusCode.INVALID_ARGUMENT),
+    415: ("invalid_request_error", grpc.StatusCode.INVALID_ARGUMENT),
+    429: ("rate_limit_error", grpc.StatusCode.RESOURCE_EXHAUSTED),
+    431: ("invalid_request_error", grpc.StatusCode.INVALID_ARGUMENT),
+    499: ("client_error", grpc.StatusCode.CANCELLED),
+    500: ("server_error", grpc.StatusCode.INTERNAL),
+    503: ("server_error", grpc.StatusCode.UNAVAILABLE),
+    504: ("timeout_error", grpc.StatusCode.DEADLINE_EXCEEDED),
+}
+"""``type`` in OpenAI's format and gRPC status of an error, by its HTTP status."""
+
 
 class ServiceError(Exception):
     """Base of the errors that end a request.
@@ -33,10 +50,8 @@ class ServiceError(Exception):
     """
 
     status: ClassVar[int] = 500
-    kind: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     default_retry_after_s: ClassVar[float | None] = None
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -46,12 +61,17 @@ class ServiceError(Exception):
         self.param = param
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
+    @property
+    def grpc_status(self) -> grpc.StatusCode:
+        """Status of a gRPC call that ends with the error."""
+        return _OF_STATUS[self.status][1]
+
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the error as a response body in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
-                "type": self.kind,
+                "type": _OF_STATUS[self.status][0],
                 "param": self.param,
                 "code": self.code,
             }
@@ -61,80 +81,69 @@ class ServiceError(Exception):
 class InvalidRequest(ServiceError):
     """The request is invalid; ``param`` names the field."""
 
-    status, kind, code = 400, "invalid_request_error", "invalid_value"
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    status, code = 400, "invalid_value"
 
 
 class Unauthenticated(ServiceError):
     """The API key is missing or wrong."""
 
-    status, kind, code = 401, "authentication_error", "invalid_api_key"
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    status, code = 401, "invalid_api_key"
 
 
 class Forbidden(ServiceError):
     """The ``Host`` header has a name that the server does not accept."""
 
-    status, kind, code = 403, "invalid_request_error", "host_not_allowed"
-    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    status, code = 403, "host_not_allowed"
 
 
 class ModelNotFound(ServiceError):
     """The requested model is not served."""
 
-    status, kind, code = 404, "invalid_request_error", "model_not_found"
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    status, code = 404, "model_not_found"
 
 
 class QueueTimeout(ServiceError):
     """The request reached its maximum time in the queue."""
 
-    status, kind, code = 408, "timeout_error", "queue_timeout"
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    status, code = 408, "queue_timeout"
 
 
 class TooLarge(ServiceError):
     """A body exceeds its limit."""
 
-    status, kind, code = 413, "invalid_request_error", "request_too_large"
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    status, code = 413, "request_too_large"
 
 
 class UnsupportedMediaType(ServiceError):
     """The body of an HTTP request is not declared as JSON."""
 
-    status, kind, code = 415, "invalid_request_error", "unsupported_media_type"
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    status, code = 415, "unsupported_media_type"
 
 
 class Overloaded(ServiceError):
     """The queues are full."""
 
-    status, kind, code = 429, "rate_limit_error", "overloaded"
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    status, code = 429, "overloaded"
     default_retry_after_s = 1.0
 
 
 class ClientGone(ServiceError):
     """The client disconnected. The error is only logged."""
 
-    status, kind, code = 499, "client_error", "client_closed_request"
-    grpc_status = grpc.StatusCode.CANCELLED
+    status, code = 499, "client_closed_request"
 
 
 class Unavailable(ServiceError):
     """No worker can take the request now."""
 
-    status, kind, code = 503, "server_error", "unavailable"
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    status, code = 503, "unavailable"
     default_retry_after_s = 1.0
 
 
 class DeadlineExceeded(ServiceError):
     """The request's deadline passed."""
 
-    status, kind, code = 504, "timeout_error", "deadline_exceeded"
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    status, code = 504, "deadline_exceeded"
 
 
 class OutputNotFinite(ServiceError):

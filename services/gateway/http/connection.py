@@ -18,7 +18,7 @@ RST, and the client might lose the response.
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import httptools
 import structlog
@@ -49,8 +49,7 @@ _MAX_PIPELINED = 32
 class HeadTooLarge(ServiceError):
     """The request line and headers, a trailer, or the framing of a chunk exceed their limit."""
 
-    status: ClassVar[int] = 431
-    kind, code = "invalid_request_error", "headers_too_large"
+    status, code = 431, "headers_too_large"
 
 
 class _LingeringTransport:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-import grpc
 import orjson
 import structlog
 from starlette.datastructures import Headers
@@ -33,8 +32,7 @@ _POLLED = frozenset({"/health", "/ready", "/metrics", "/page/state"})
 class RequestTimeout(ServiceError):
     """The request did not arrive in time. Its connection is closed."""
 
-    status, kind, code = 408, "timeout_error", "request_timeout"
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    status, code = 408, "request_timeout"
 
 
 class RequestMiddleware:

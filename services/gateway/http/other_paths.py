@@ -1,7 +1,5 @@
 """Paths that clients of OpenAI's API and of other servers call, and that this service lacks."""
 
-import grpc
-
 from services.common.errors import ServiceError
 
 _MAX_PATH_CHARS = 128
@@ -42,8 +40,7 @@ NOT_SUPPORTED = {
 class UnknownPath(ServiceError):
     """No route has this path."""
 
-    status, kind, code = 404, "invalid_request_error", "unknown_url"
-    grpc_status = grpc.StatusCode.UNIMPLEMENTED
+    status, code = 404, "unknown_url"
 
 
 class UnsupportedPath(UnknownPath):
