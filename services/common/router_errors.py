@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from services.common.messages import Message
 
 
 class ErrorCode(StrEnum):
@@ -23,18 +23,14 @@ class ErrorCode(StrEnum):
     CLOSING = "closing"  # 503: the router is shutting down
 
 
-class RouterErrorDetail(BaseModel):
+class RouterErrorDetail(Message):
     """Code and message of an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     code: ErrorCode
     message: str
 
 
-class RouterError(BaseModel):
+class RouterError(Message):
     """Body of every error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     error: RouterErrorDetail

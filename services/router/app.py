@@ -11,7 +11,7 @@ import structlog
 from quart import Quart, Request, Response, request
 from quart.typing import ResponseTypes
 from starlette.types import Receive, Scope, Send
-from werkzeug.exceptions import BadHost, HTTPException
+from werkzeug.exceptions import BadHost
 
 from services.common.listings import ModelList, ReadinessList, WorkerList
 from services.common.placement import (
@@ -27,14 +27,7 @@ from services.common.probes import health_answer, ready_answer
 from services.common.tracing import Attributes, Span, resume
 from services.router.access import Access
 from services.router.admission import Admission
-from services.router.answers import (
-    CONTENT_TYPE,
-    Answer,
-    answer,
-    http_error,
-    internal_error,
-    refusal,
-)
+from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
 from services.router.calls import Call, Disconnected, JsonCalls
 from services.router.dispatcher import Dispatcher
 from services.router.errors import RouterException
@@ -67,9 +60,11 @@ class _App(Quart):
     It also answers requests with an invalid ``Host`` header, which Quart finds before any route.
     """
 
-    def __init__(self, calls: JsonCalls) -> None:
+    def __init__(self, calls: JsonCalls, retry_after_s: int) -> None:
         super().__init__(__name__)
         self._calls = calls
+        self._retry_after_s = retry_after_s
+        self.register_error_handler(Exception, self._refuse)
 
     async def asgi_app(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         if self._calls.serves(scope):
@@ -81,7 +76,11 @@ class _App(Quart):
         try:
             return await super().handle_request(request)
         except BadHost:
-            return _response(http_error(BadHost("the Host header is not valid")))
+            error = BadHost("the Host header is not valid")
+            return _response(error_answer(error, request.path, self._retry_after_s))
+
+    async def _refuse(self, error: Exception) -> Response:
+        return _response(error_answer(error, request.path, self._retry_after_s))
 
 
 def create_app(
@@ -108,12 +107,11 @@ def create_app(
     )
     _add_calls_of_workers(calls, router, clock)
     _add_calls_of_gateways(calls, router, metrics, clock)
-    app = _App(calls)
+    app = _App(calls, settings.retry_after_s)
     app.url_map.merge_slashes = False  # no redirects
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     _add_listings(app, router, clock)
     _add_probes(app, router, metrics, clock, settings.retry_after_s)
-    _add_errors(app, settings.retry_after_s)
 
     @app.before_request
     async def check() -> None:
@@ -287,21 +285,6 @@ def _add_probes(
     async def expose() -> Response:
         text = metrics.render(router.fleet.views(clock()), len(router.queue))
         return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_errors(app: Quart, retry_after_s: int) -> None:
-    @app.errorhandler(RouterException)
-    async def refuse(error: RouterException) -> Response:
-        return _response(refusal(error, retry_after_s))
-
-    @app.errorhandler(HTTPException)
-    async def invalid(error: HTTPException) -> Response:
-        return _response(http_error(error))
-
-    @app.errorhandler(Exception)
-    async def fault(error: Exception) -> Response:
-        log.error("request failed", path=request.path, exc_info=error)
-        return _response(internal_error())
 
 
 def _response(answered: Answer) -> Response:

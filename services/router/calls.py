@@ -13,7 +13,6 @@ import structlog
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 from werkzeug.exceptions import (
-    HTTPException,
     MethodNotAllowed,
     RequestEntityTooLarge,
     RequestTimeout,
@@ -21,15 +20,8 @@ from werkzeug.exceptions import (
 )
 
 from services.router.access import Access
-from services.router.answers import (
-    CONTENT_TYPE,
-    Answer,
-    answer,
-    http_error,
-    internal_error,
-    refusal,
-)
-from services.router.errors import InvalidBody, RouterException
+from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
+from services.router.errors import InvalidBody
 
 log = structlog.get_logger()
 
@@ -170,13 +162,8 @@ class JsonCalls:
             response = answer(await self._handle(call))
         except Disconnected:
             return
-        except RouterException as error:
-            response = refusal(error, self._retry_after_s)
-        except HTTPException as error:
-            response = http_error(error)
-        except Exception:
-            log.exception("request failed", path=call.path)
-            response = internal_error()
+        except Exception as error:  # noqa: BLE001 - `error_answer` logs it
+            response = error_answer(error, call.path, self._retry_after_s)
         self._count(call.path, response.status)
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
