@@ -211,6 +211,11 @@ class Registration(Message):
         """
         return self.compatibility.page_plan.count(self.pages_total)
 
+    @cached_property
+    def worker(self) -> "WorkerAddress":
+        """Id, epoch and address of the worker."""
+        return WorkerAddress(worker_id=self.worker_id, epoch=self.epoch, address=self.address)
+
 
 class StepPace(Message):
     """Means over the recent steps of a worker, by which routers compare the speed of workers.

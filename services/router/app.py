@@ -225,17 +225,13 @@ def _add_listings(app: Quart, router: Dispatcher, clock: Callable[[], float]) ->
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:
-        return _response(answer(_readiness(router, clock())))
+        now = clock()
+        models = readiness(router.fleet.snapshots(now), settled=router.is_settled(now))
+        return _response(answer(ReadinessList(models=models)))
 
     @app.get("/v1/models")
     async def models() -> Response:
         return _response(answer(ModelList(models=router.fleet.models())))
-
-
-def _readiness(router: Dispatcher, now: float) -> ReadinessList:
-    infos = {v.worker_id: v.model_info for v in router.fleet.views(now) if v.model_info}
-    workers, settled = router.fleet.snapshots(now), router.is_settled(now)
-    return ReadinessList(models=readiness(workers, infos, settled=settled))
 
 
 def _place_span(body: PlaceRequest, call: Call) -> Span:

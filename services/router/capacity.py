@@ -8,7 +8,7 @@ from typing import Self
 
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
-from services.common.placement import Compatibility, PlaceRequest, Role
+from services.common.placement import Compatibility, ModelInfo, PlaceRequest, Role
 
 
 class WorkerHealth(StrEnum):
@@ -173,10 +173,8 @@ class WorkerSnapshot:
     """
 
     worker_id: str
-    epoch: str
     role: Role
-    address: str
-    model: str
+    model: ModelInfo
     compatibility: Compatibility
     health: WorkerHealth
     pages_total: PageCount
@@ -235,10 +233,6 @@ class WorkerSnapshot:
         """
         kept = self.page_plan.max_tokens(self.pages_total)
         return min(self.compatibility.context_length, kept + 1 + evicted)
-
-    def max_output(self, demand: Demand, role: Role) -> int:
-        """Return the output tokens of each choice that fit on the idle worker; see `need`."""
-        return self.need(demand, role)[0]
 
     def need(self, demand: Demand, role: Role) -> tuple[int, PageCount]:
         """Return how much output of a request would fit if the worker were idle, and its pages.

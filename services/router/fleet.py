@@ -134,7 +134,7 @@ class Fleet:
             )
         last = self._epochs.get(worker_id, epoch)
         if last != epoch:
-            self._retire(worker_id, last)
+            _store(self._retired, (worker_id, last), None)
         _store(self._epochs, worker_id, epoch)
         self._workers[worker_id] = TrackedWorker(registration, last_heartbeat_at=now)
         self._registrations_changed(worker_id)
@@ -164,7 +164,7 @@ class Fleet:
 
     def deregister(self, worker_id: str, epoch: str) -> None:
         """Remove a worker. Its epoch is rejected from now on, even if it was never registered."""
-        self._retire(worker_id, epoch)
+        _store(self._retired, (worker_id, epoch), None)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
             self._registrations_changed(worker_id)
@@ -173,20 +173,20 @@ class Fleet:
         """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
         self._placements += 1
         decode, role = pair.roles[-1]
-        max_tokens = decode.max_output(demand, role)
+        max_tokens, _ = decode.need(demand, role)
+        prefill = self._workers[pair.prefill.worker_id].registration if pair.prefill else None
         placement = Placement(
             placement_id=placement_id,
-            prefill=self._workers[pair.prefill.worker_id].address if pair.prefill else None,
-            decode=self._workers[pair.decode.worker_id].address,
+            prefill=prefill.worker if prefill else None,
+            decode=self._workers[pair.decode.worker_id].registration.worker,
             max_tokens=max_tokens,
-            model=self._workers[pair.decode.worker_id].registration.model,
+            model=decode.model,
         )
-        record = _PlacementRecord(placement, now)
         for worker, role in pair.roles:
             known = self._workers[worker.worker_id]
             known.promise(placement_id, demand, role, max_tokens, self._placements, now)
             self._changed[worker.worker_id] = None
-        self._records[placement_id] = record
+        self._records[placement_id] = _PlacementRecord(placement, now)
         self._expiries[placement_id] = now + self._limits.placement_ttl_s
         if len(self._records) > self._limits.max_placements:
             self._forget_promises(self._records.popitem(last=False)[1])
@@ -236,7 +236,7 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
-        removed = [self._workers.pop(worker_id).address for worker_id in gone]
+        removed = [self._workers.pop(worker_id).registration.worker for worker_id in gone]
         for worker_id in gone:
             self._registrations_changed(worker_id)
         return removed
@@ -279,9 +279,6 @@ class Fleet:
     def _refuse_retired(self, worker_id: str, epoch: str) -> None:
         if (worker_id, epoch) in self._retired:
             raise StaleEpoch(f"epoch {epoch} of worker {worker_id} has ended")
-
-    def _retire(self, worker_id: str, epoch: str) -> None:
-        _store(self._retired, (worker_id, epoch), None)
 
     def _forget_promises(self, record: _PlacementRecord) -> None:
         self._expiries.pop(record.placement.placement_id, None)

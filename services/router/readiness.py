@@ -1,9 +1,9 @@
 """Whether requests for each model can be placed, and the reason if they cannot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from services.common.listings import ModelReadiness
-from services.common.placement import ModelInfo, Role
+from services.common.placement import Role
 from services.router.capacity import WorkerHealth, WorkerSnapshot
 from services.router.matching import difference
 from services.router.policy import can_serve, context_length
@@ -12,30 +12,22 @@ _MAX_NAMED = 4
 """Maximum number of workers that a reason names."""
 
 
-def readiness(
-    workers: Sequence[WorkerSnapshot],
-    infos: Mapping[str, ModelInfo] | None = None,
-    *,
-    settled: bool = True,
-) -> list[ModelReadiness]:
+def readiness(workers: Sequence[WorkerSnapshot], *, settled: bool = True) -> list[ModelReadiness]:
     """Return the readiness of each registered model, sorted by name.
 
     Args:
-        infos: models as the workers registered them, by id of the worker.
         settled: whether all live workers have registered. Otherwise no context length is reported,
             because larger workers may still register.
     """
-    names = sorted({w.model for w in workers})
-    found = [_readiness(model, workers, infos or {}) for model in names]
+    names = sorted({w.model.name for w in workers})
+    found = [_readiness(model, workers) for model in names]
     if settled:
         return found
     return [model.model_copy(update={"context_length": None}) for model in found]
 
 
-def _readiness(
-    model: str, workers: Sequence[WorkerSnapshot], infos: Mapping[str, ModelInfo]
-) -> ModelReadiness:
-    serving = [worker for worker in workers if worker.model == model]
+def _readiness(model: str, workers: Sequence[WorkerSnapshot]) -> ModelReadiness:
+    serving = [worker for worker in workers if worker.model.name == model]
     matched = [worker for worker in serving if worker.health is WorkerHealth.READY]
     unmatched = [worker for worker in serving if worker.health is WorkerHealth.UNMATCHED]
     ready = matched if can_serve(matched) else matched + unmatched
@@ -43,12 +35,8 @@ def _readiness(
     if not can_serve(ready):
         reason = _reason(serving, ready)
         return ModelReadiness(model=model, ready=False, reason=reason, context_length=longest)
-    found: list[ModelInfo] = []
-    for worker in ready:
-        info = infos.get(worker.worker_id)
-        if info and info not in found:
-            found.append(info)
-    return ModelReadiness(model=model, ready=True, infos=found, context_length=longest)
+    infos = list(dict.fromkeys(worker.model for worker in ready))
+    return ModelReadiness(model=model, ready=True, infos=infos, context_length=longest)
 
 
 def _reason(serving: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> str:

@@ -215,8 +215,8 @@ class Roster:
             needs: needs of the request that are known; others are added.
         """
         needs = needs or Needs(demand)
-        models = {shape.sample.model for shape in self._shapes.values()}
-        serving = [s for s in self._shapes.values() if demand.model in (None, s.sample.model)]
+        models = {shape.sample.model.name for shape in self._shapes.values()}
+        serving = [s for s in self._shapes.values() if demand.model in (None, s.sample.model.name)]
         if demand.model is None and len(models) > 1:
             return self._claim(Reason.AMBIGUOUS_MODEL, (), serving, demand.exclude)
         if models and not serving:
@@ -248,7 +248,7 @@ class Roster:
         return claim
 
     def _add(self, worker: WorkerSnapshot) -> Shape:
-        pool_key = (worker.model, worker.compatibility, worker.role is Role.COLOCATED)
+        pool_key = (worker.model.name, worker.compatibility, worker.role is Role.COLOCATED)
         size = (worker.pages_total, worker.max_running)
         key: tuple[object, ...] = (*pool_key, worker.role, worker.decodes, *size)
         if (shape := self._shapes.get(key)) is None:

@@ -5,7 +5,7 @@ from math import ceil
 
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.listings import WorkerView
-from services.common.placement import Heartbeat, Registration, Role, WorkerAddress, WorkerState
+from services.common.placement import Heartbeat, Registration, Role, WorkerState
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.speed import noticeable
 
@@ -55,21 +55,10 @@ class TrackedWorker:
     probation_until: float = float("-inf")
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None
-    _address: WorkerAddress | None = None
     suspect_at: float | None = None
 
     def __post_init__(self) -> None:
         self.pages_free = self.promised_pages = self.registration.page_count.times(0)
-
-    @property
-    def address(self) -> WorkerAddress:
-        """Id, epoch and address that the worker has registered."""
-        known, new = self._address, self.registration
-        if known is None or known.address != new.address:
-            known = self._address = WorkerAddress(
-                worker_id=new.worker_id, epoch=new.epoch, address=new.address
-            )
-        return known
 
     @property
     def page_plan(self) -> PagePlan:
@@ -186,10 +175,8 @@ class TrackedWorker:
         registration, load = self.registration, self.load
         self.snapshot = WorkerSnapshot(
             worker_id=registration.worker_id,
-            epoch=registration.epoch,
             role=registration.role,
-            address=registration.address,
-            model=registration.model.name,
+            model=registration.model,
             compatibility=registration.compatibility,
             health=health,
             pages_total=registration.page_count,

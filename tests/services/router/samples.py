@@ -60,14 +60,7 @@ def registration(
         epoch=epoch,
         role=role,
         address="127.0.0.1:5000",
-        model=ModelInfo(
-            name=model,
-            context_length=compatibility.context_length,
-            vocab_size=49152,
-            max_logprobs=20,
-            eos_token_ids=compatibility.eos_token_ids,
-            model_hash=compatibility.model_hash,
-        ),
+        model=model_info(model, compatibility),
         compatibility=compatibility,
         pages_total=by_group(compatibility.page_plan, pages_total),
         page_bytes=dict.fromkeys((group.name for group in compatibility.page_plan.groups), 1 << 16),
@@ -79,13 +72,22 @@ def registration(
     )
 
 
+def model_info(name: str, compatibility: Compatibility = COMPATIBLE) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        context_length=compatibility.context_length,
+        vocab_size=49152,
+        max_logprobs=20,
+        eos_token_ids=compatibility.eos_token_ids,
+        model_hash=compatibility.model_hash,
+    )
+
+
 def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
     return WorkerSnapshot(
         worker_id=worker_id,
-        epoch="e1",
         role=role,
-        address="127.0.0.1:5000",
-        model="small",
+        model=model_info("small"),
         compatibility=COMPATIBLE,
         health=WorkerHealth.READY,
         pages_total=PageCount(64),
@@ -129,7 +131,7 @@ def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any)
 
 def has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
     """Return whether a request fits on a worker now, in one of its roles."""
-    output = worker.max_output(demand, role)
+    output = worker.need(demand, role)[0]
     need = demand.pages(role, worker.page_plan, output)
     takes = worker.is_open and not worker.has_prompt_backlog
     return bool(takes and output and with_space([worker], demand, role, need))

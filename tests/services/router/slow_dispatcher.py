@@ -140,7 +140,7 @@ def _is_blocked(
         for worker in workers
         if worker.health in USABLE
         and worker.worker_id not in demand.exclude
-        and demand.model in (None, worker.model)
+        and demand.model in (None, worker.model.name)
         and worker.roles != (Role.PREFILL,)
     ]
     return bool(able) and reserved.issuperset(able)

@@ -57,7 +57,7 @@ def _has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
 def _has_space(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:
     if worker.health not in READY or worker.slots >= worker.max_slots:
         return False
-    output = worker.max_output(demand, role)
+    output = worker.need(demand, role)[0]
     if not output or role is Role.PREFILL:
         return output > 0
     if worker.role is Role.PREFILL and worker.max_running - worker.slots < demand.slots(role):
@@ -81,7 +81,7 @@ def place(
             for their capacity. They may still compute its prompt.
         queued: prompt tokens of the other requests in the router's queue.
     """
-    named = {worker.model for worker in workers}
+    named = {worker.model.name for worker in workers}
     if demand.model is None and len(named) > 1:
         return NoPlacement(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
@@ -140,14 +140,14 @@ Offer = tuple[WorkerSnapshot, Role]
 def _offers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
     """Yield every role of every worker that serves the model."""
     for worker in workers:
-        if demand.model in (None, worker.model):
+        if demand.model in (None, worker.model.name):
             for role in worker.roles:
                 yield worker, role
 
 
 def _sufficient(demand: Demand, offers: Iterable[Offer]) -> Iterator[Offer]:
     """Yield the offers of workers on which the request fits when they are idle."""
-    return ((w, role) for w, role in offers if w.max_output(demand, role))
+    return ((w, role) for w, role in offers if w.need(demand, role)[0])
 
 
 def _usable(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
@@ -190,12 +190,12 @@ class _Group:
         """
         paired = bool(self.prefill and self.decode)
         decoders, role = (self.decode, Role.DECODE) if paired else (self.colocated, Role.COLOCATED)
-        return max(w.max_output(demand, role) for w in decoders)
+        return max(w.need(demand, role)[0] for w in decoders)
 
     def with_output(self, demand: Demand, least: float) -> "_Group":
         """Return the group without decoders on which fewer output tokens fit."""
-        decode = [w for w in self.decode if w.max_output(demand, Role.DECODE) >= least]
-        colocated = [w for w in self.colocated if w.max_output(demand, Role.COLOCATED) >= least]
+        decode = [w for w in self.decode if w.need(demand, Role.DECODE)[0] >= least]
+        colocated = [w for w in self.colocated if w.need(demand, Role.COLOCATED)[0] >= least]
         return _Group(self.prefill, decode, colocated)
 
 

@@ -185,7 +185,7 @@ def test_new_epoch_replaces_the_old_one() -> None:
         with pytest.raises(StaleEpoch):
             stale()
     fleet.deregister("d0", "e1")
-    assert snapshot(fleet, "d0", 1.2).epoch == "e2", "an old epoch cannot deregister the new one"
+    assert fleet.views(1.2)[-1].epoch == "e2", "an old epoch cannot deregister the new one"
 
 
 def test_worker_that_is_not_ready_keeps_its_reason_and_gets_no_requests() -> None:

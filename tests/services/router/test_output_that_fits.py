@@ -189,7 +189,7 @@ def test_space_of_the_decode_worker_counts() -> None:
     pair = chosen(Demand(2_000, CONTEXT, required_tokens=1), prefill, decode)
     assert isinstance(pair, Pair)
     demand = Demand(2_000, CONTEXT, required_tokens=1)
-    assert pair.decode.max_output(demand, Role.DECODE) == 16_384 + 1 - 2_000
+    assert pair.decode.need(demand, Role.DECODE)[0] == 16_384 + 1 - 2_000
 
 
 def decoder(found: Pair | Claim) -> tuple[Role, str]:
@@ -233,7 +233,7 @@ def test_engine_generates_exactly_what_fits(
         pages_total=pages,
     )
     demand = Demand(prompt, CONTEXT, choices, output_reserve=8, required_tokens=1)
-    output = snapshot.max_output(demand, Role.COLOCATED)
+    output = snapshot.need(demand, Role.COLOCATED)[0]
     record = generate(model, pages, prompt, output, choices)
     assert not record.refused
     assert [len(record.output("r", choice)) for choice in range(choices)] == [output] * choices

@@ -13,7 +13,7 @@ from services.common.placement import Role
 from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason
-from tests.services.router.samples import COMPATIBLE, place, worker
+from tests.services.router.samples import COMPATIBLE, model_info, place, worker
 
 OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
 ALL_POLICIES = list(PolicyName)
@@ -69,7 +69,7 @@ def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str], role: Rol
         and w.slots < w.max_slots
         and w.worker_id not in demand.exclude
         and (role is Role.PREFILL or w.worker_id not in reserved)
-        and demand.model in (None, w.model)
+        and demand.model in (None, w.model.name)
     )
 
 
@@ -209,7 +209,7 @@ def test_power_of_two_never_takes_the_longest_of_three() -> None:
         (Demand(1, 1), some_pairs()[:2], Reason.NO_WORKERS),
         (
             Demand(1, 1),
-            [*some_pairs(), replace(worker("q", Role.PREFILL), model="y")],
+            [*some_pairs(), replace(worker("q", Role.PREFILL), model=model_info("y"))],
             Reason.AMBIGUOUS_MODEL,
         ),
         (Demand(64 * 16, 2), some_pairs(), Reason.TOO_LARGE),

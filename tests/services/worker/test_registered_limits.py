@@ -118,7 +118,7 @@ def test_gateway_limits_are_those_of_the_worker(
     given = {"model": str(folder), "max_logprobs": 100, "max_body_bytes": 4 * 400}
     settings = GatewaySettings.model_validate(given)
     limits = ModelLimits(settings)
-    (found,) = readiness(router.fleet.snapshots(0.1), {"c0": loaded.identity.model})
+    (found,) = readiness(router.fleet.snapshots(0.1))
     with structlog.testing.capture_logs() as logs:
         limits.update(found)
         limits.update(found)
