@@ -70,15 +70,23 @@ class Events(Protocol):
 
 
 class SimulatedWorker:
-    """A worker whose steps take ``1 / speed`` times as long as those of one with speed 1."""
+    """A worker whose steps take ``1 / speed`` times as long as those of one with speed 1.
+
+    Attributes:
+        speed: speed of prompts and steps that begin from now on.
+    """
 
     def __init__(self, simulation: Events, speed: float) -> None:
         self._simulation = simulation
-        self._speed = speed
+        self.speed = speed
         self._meter = PaceMeter()
         self._busy_until = 0.0
         self.admitted: list[str] = []
-        self.prompt_tokens_per_s = 0.0
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens that the worker computes per second; 0 if it computes none."""
+        return 0.0
 
     @property
     def pace(self) -> StepPace | None:
@@ -90,10 +98,6 @@ class SimulatedWorker:
         """Return the step in progress, with its duration so far; None if steps are short."""
         return None
 
-    def set_speed(self, speed: float) -> None:
-        """Change the speed. A prompt or step in progress ends as planned."""
-        self._speed = speed
-
     def load(self) -> tuple[int, int, int]:
         """Return the numbers of running sequences, waiting sequences and queued tokens."""
         raise NotImplementedError
@@ -104,7 +108,6 @@ class PrefillWorker(SimulatedWorker):
 
     def __init__(self, simulation: Events, speed: float) -> None:
         super().__init__(simulation, speed)
-        self.prompt_tokens_per_s = speed * PREFILL_TOKENS_PER_S
         self._queue: deque[tuple[Job, DecodeWorker]] = deque()
         self._ends = 0.0
 
@@ -121,9 +124,9 @@ class PrefillWorker(SimulatedWorker):
         left = round((self._ends - self._simulation.now) * self.prompt_tokens_per_s)
         return 1, len(self._queue) - 1, waiting + max(0, left)
 
-    def set_speed(self, speed: float) -> None:
-        super().set_speed(speed)
-        self.prompt_tokens_per_s = speed * PREFILL_TOKENS_PER_S
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.speed * PREFILL_TOKENS_PER_S
 
     def _current(self) -> MeasuredStep | None:
         if not self._queue:
@@ -183,7 +186,7 @@ class DecodeWorker(SimulatedWorker):
         return len(self._batch), waiting, self._incoming_tokens + round(self._resident)
 
     def _step_s(self) -> float:
-        return (STEP_S + RESIDENT_S * self._resident) / self._speed
+        return (STEP_S + RESIDENT_S * self._resident) / self.speed
 
     def _advance(self) -> None:
         now = self._simulation.now

@@ -36,8 +36,6 @@ from services.router.simulated_workers import (
     registration,
 )
 
-PREFILL_SPEEDS = (1.0, 0.75)
-DECODE_SPEEDS = (1.0, 0.9, 0.75)
 MAX_PLACEMENTS = 1 << 22
 WORKERS_QUEUE = FleetLimits(backlog=2.0, prompt_backlog_s=inf, max_placements=MAX_PLACEMENTS)
 """Limits with which requests wait on workers more than in the router, to compare policies."""
@@ -60,10 +58,8 @@ class Speeds:
     decode: tuple[float, ...]
 
 
-def default_speeds() -> Speeds:
-    """Return the speeds of the workers that all comparisons of policies use."""
-    return Speeds(PREFILL_SPEEDS, DECODE_SPEEDS)
-
+DEFAULT_SPEEDS = Speeds(prefill=(1.0, 0.75), decode=(1.0, 0.9, 0.75))
+"""The workers that all comparisons of policies use."""
 
 FDC_TABLE_6 = {
     "imdb": Trace((315, 106, 821), (37, 16, 87)),
@@ -81,7 +77,7 @@ def draw_jobs(
     utilization: float,
     scale: float,
     seed: int,
-    speeds: Speeds | None = None,
+    speeds: Speeds = DEFAULT_SPEEDS,
 ) -> list[Job]:
     """Return jobs with Poisson arrivals, at a rate of ``utilization`` times `capacity`.
 
@@ -100,9 +96,8 @@ def draw_jobs(
     return jobs
 
 
-def capacity(traces: Sequence[Trace], scale: float, speeds: Speeds | None = None) -> float:
+def capacity(traces: Sequence[Trace], scale: float, speeds: Speeds = DEFAULT_SPEEDS) -> float:
     """Return the throughput in requests/s with all workers busy and all batches full."""
-    speeds = speeds or default_speeds()
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
     prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_PER_S
@@ -113,11 +108,11 @@ def capacity(traces: Sequence[Trace], scale: float, speeds: Speeds | None = None
     return min(sum(speeds.prefill) / prefill_s, sum(speeds.decode) / decode_s)
 
 
-def alone_s(job: Job) -> float:
+def alone_s(job: Job, speeds: Speeds = DEFAULT_SPEEDS) -> float:
     """Return the latency of a job that runs alone on the fastest workers, in seconds."""
     steps_s = job.output * (STEP_S + RESIDENT_S * (job.prompt + job.output / 2))
-    prefill_s = job.prompt / (PREFILL_TOKENS_PER_S * max(PREFILL_SPEEDS))
-    return prefill_s + steps_s / max(DECODE_SPEEDS)
+    prefill_s = job.prompt / (PREFILL_TOKENS_PER_S * max(speeds.prefill))
+    return prefill_s + steps_s / max(speeds.decode)
 
 
 def _draw(rng: Random, span: tuple[float, float, float], scale: float) -> int:
@@ -131,7 +126,7 @@ class Simulation:
     """A run of ``jobs`` under one policy. Runs with the same seed are identical.
 
     Args:
-        speeds: the workers; default: `default_speeds`.
+        speeds: the workers.
         reports_pace: whether workers report their pace, so that the policy knows slow ones.
     """
 
@@ -143,7 +138,7 @@ class Simulation:
         *,
         fleet: FleetLimits = WORKERS_QUEUE,
         admission: AdmissionLimits = NEVER_SHED,
-        speeds: Speeds | None = None,
+        speeds: Speeds = DEFAULT_SPEEDS,
         reports_pace: bool = True,
     ) -> None:
         self.now = 0.0
@@ -162,7 +157,6 @@ class Simulation:
         self._order = count()
         self._pending: dict[PendingPlacement, Job] = {}
         self._reports_pace = reports_pace
-        speeds = speeds or default_speeds()
         self.prefill = {f"p{i}": PrefillWorker(self, s) for i, s in enumerate(speeds.prefill)}
         self.decode = {f"d{i}": DecodeWorker(self, s) for i, s in enumerate(speeds.decode)}
 

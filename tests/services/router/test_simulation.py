@@ -2,30 +2,29 @@
 
 import pytest
 
-from services.router import simulation
 from services.router.bench import compare, percentile
 from services.router.policy import PolicyName
 from services.router.simulated_workers import Job
-from services.router.simulation import FDC_TABLE_6, Simulation, alone_s, draw_jobs
+from services.router.simulation import FDC_TABLE_6, Simulation, Speeds, alone_s, draw_jobs
 
 pytestmark = pytest.mark.slow
 
 
-def test_single_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
-    monkeypatch.setattr(simulation, "DECODE_SPEEDS", (1.0,))
+SINGLE = Speeds(prefill=(1.0,), decode=(1.0,))
+
+
+def test_single_job_takes_its_prefill_and_its_steps() -> None:
     job = Job(arrival=1.0, prompt=600, output=100, max_tokens=100)
-    Simulation([job], PolicyName.SHORTEST_QUEUE, seed=0).run()
+    Simulation([job], PolicyName.SHORTEST_QUEUE, seed=0, speeds=SINGLE).run()
     # Prefill: 600 tokens at 600 tokens/s. Decode: 100 steps of 5 ms, plus 1 µs for each of 600 to
     # 700 resident tokens.
     assert 1.0 + 0.56 <= job.done - job.arrival <= 1.0 + 0.57
-    assert alone_s(job) == pytest.approx(1.0 + 100 * (0.005 + 650e-6))
+    assert alone_s(job, SINGLE) == pytest.approx(1.0 + 100 * (0.005 + 650e-6))
 
 
-def test_prompts_are_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
+def test_prompts_are_computed_one_at_a_time() -> None:
     jobs = [Job(arrival=0.0, prompt=600, output=1, max_tokens=1) for _ in range(3)]
-    Simulation(jobs, PolicyName.SHORTEST_QUEUE, seed=0).run()
+    Simulation(jobs, PolicyName.SHORTEST_QUEUE, seed=0, speeds=SINGLE).run()
     assert [round(job.done) for job in jobs] == [1, 2, 3]
 
 

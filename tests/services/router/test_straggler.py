@@ -1,5 +1,7 @@
 """A slow worker among healthy ones, in a simulation: tail latency, oscillation and recovery."""
 
+from functools import partial
+
 import pytest
 
 from services.router.bench import percentile
@@ -49,7 +51,7 @@ def test_worker_that_is_fast_again_gets_its_share(role: str) -> None:
     workers = run.prefill if role == "prefill" else run.decode
     name = f"{role[0]}{len(workers) - 1}"
     recovers = jobs[len(jobs) // 3].arrival
-    run.at(recovers, lambda: workers[name].set_speed(1.0))
+    run.at(recovers, partial(setattr, workers[name], "speed", 1.0))
     run.run()
 
     def share(begin: float, end: float) -> float:
