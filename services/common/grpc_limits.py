@@ -16,7 +16,8 @@ from services.common.errors import Overloaded
 from services.common.fair_slots import FairSlots
 
 _CHECK = "/grpc.health.v1.Health/Check"
-_OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+"""Prefixes of the methods of health and reflection, which need no credentials."""
 _MAX_ARRIVING = 32
 """Maximum number of requests that are received at the same time."""
 _MAX_ARRIVING_OF_OWNER = 16
@@ -120,7 +121,7 @@ class CallLimiter(aio.ServerInterceptor):
             return None
         if method == _CHECK:
             return self._bounded(handler, None, None)
-        if method.startswith(_OPEN_SERVICES):
+        if method.startswith(OPEN_SERVICES):
             return self._bounded(handler, self._open_streams, _OPEN_STREAM_S)
         return self._bounded(handler, self._calls, None)
 

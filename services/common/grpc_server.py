@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.cluster_token import TokenCheck
 from services.common.errors import SettingsError
-from services.common.grpc_limits import CallLimiter, ServerLimits
+from services.common.grpc_limits import OPEN_SERVICES, CallLimiter, Handler, ServerLimits
 from services.common.tls import MutualTls
 
 M = TypeVar("M", bound=Message)
@@ -41,10 +41,7 @@ _SERVER_OPTIONS = {
     "grpc.http2.min_ping_interval_without_data_ms": 250,
 }
 
-_UNAUTHENTICATED_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
-Handler = Any
-"""`grpc.RpcMethodHandler`, which is generic in the type stubs only."""
 MessageStream = Any
 """Either side of a bidirectional call. The type stubs lack ``read`` and ``EOF``."""
 
@@ -60,34 +57,19 @@ class TokenInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(_UNAUTHENTICATED_SERVICES):
+        if handler_call_details.method.startswith(OPEN_SERVICES):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
         if self._check.accepts(given):
             return await continuation(handler_call_details)
-        handler = await continuation(handler_call_details)
-        return None if handler is None else _reject(handler)  # None if the method is unknown
+        if await continuation(handler_call_details) is None:  # the method is unknown
+            return None
+        # Aborts calls of all kinds of methods, before their request has arrived.
+        return grpc.stream_stream_rpc_method_handler(_abort)
 
 
-def _reject(handler: Handler) -> Handler:
-    """Return a handler that answers UNAUTHENTICATED, for a method with the same streaming type."""
-
-    async def abort(_request: object, context: aio.ServicerContext[object, object]) -> None:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong"
-        )
-
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(
-            abort, handler.request_deserializer, handler.response_serializer
-        )
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(
-            abort, handler.request_deserializer, handler.response_serializer
-        )
-    return grpc.unary_unary_rpc_method_handler(
-        abort, handler.request_deserializer, handler.response_serializer
-    )
+async def _abort(_requests: object, context: aio.ServicerContext[object, object]) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
 
 
 class GrpcServer:
