@@ -4,7 +4,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from socketserver import TCPServer, ThreadingMixIn
 from threading import BoundedSemaphore, Thread, Timer
 from typing import Any, Self
@@ -57,40 +57,35 @@ def start_metrics_server(
     Raises:
         SettingsError: if the address is invalid or the port is in use.
     """
-    app: App = make_wsgi_app(registry)
-    app = _guarded(app, token_check) if token_check else app
-    app = _with_host_check(app, hosts) if hosts else app
-    return _start(host, port, _with_probes(app, probes) if probes else app, tls, "metrics")
+    metrics: App = make_wsgi_app(registry)
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if probes and environ["PATH_INFO"] in PATHS:
+            return probes.app(environ, start_response)
+        if hosts and (refusal := hosts.refusal([environ.get("HTTP_HOST", "")])):
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [refusal.encode() + b"\n"]
+        if token_check and not token_check.accepts_scraper(environ.get("HTTP_AUTHORIZATION", "")):
+            challenge = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
+            start_response("401 Unauthorized", challenge)
+            return [b"the cluster token is missing or wrong\n"]
+        return metrics(environ, start_response)
+
+    return _start(host, port, serve, tls, "metrics")
 
 
-def start_probe_server(host: str, port: int, probes: Probes) -> WSGIServer:
-    """Serve only ``/health`` and ``/ready`` from a daemon thread, over plain HTTP.
-
-    A kubelet has no client certificate, so it cannot probe a port with mutual TLS.
-
-    Args:
-        host: address to listen on.
-        port: TCP port; 0 selects a free port. ``server_port`` of the result is the actual port.
-        probes: answers of both paths.
-
-    Raises:
-        SettingsError: if the address is invalid or the port is in use.
-    """
-    return _start(host, port, probes.app, None, "probes")
-
-
-@dataclass(frozen=True)
+@dataclass
 class OperationServers:
     """Servers of a process for its metrics and probes, and its reports to a supervisor.
 
     Attributes:
-        metrics: server of ``/metrics``, ``/health`` and ``/ready``; None without such a port.
-        probes: server of ``/health`` and ``/ready`` alone; None without such a port.
+        servers: the servers, by the names of the settings of their ports. ``metrics_port`` serves
+            ``/metrics``, ``/health`` and ``/ready``. ``health_port`` serves only the last two, over
+            plain HTTP: a kubelet has no client certificate for a port with mutual TLS.
         reports: liveness reports; None without a supervisor.
     """
 
-    metrics: WSGIServer | None
-    probes: WSGIServer | None
+    servers: dict[str, WSGIServer] = field(default_factory=dict)
     reports: LivenessReports | None = None
 
     @classmethod
@@ -109,33 +104,36 @@ class OperationServers:
             SettingsError: if the address is invalid or a port is in use.
         """
         host, health_port = settings.host, settings.health_port
-        on_health = None if health_port is None else start_probe_server(host, health_port, probes)
-        if registry is None or metrics_port is None:
-            return cls(None, on_health, LivenessReports.start(probes))
+        started = cls()
         try:
-            on_metrics = start_metrics_server(
-                host,
-                metrics_port,
-                registry,
-                token_check=settings.token_check,
-                tls=settings.tls,
-                hosts=settings.host_check(authenticated=settings.authenticates_services),
-                probes=probes,
-            )
+            if health_port is not None:
+                started.servers["health_port"] = _start(
+                    host, health_port, probes.app, None, "probes"
+                )
+            if registry is not None and metrics_port is not None:
+                started.servers["metrics_port"] = start_metrics_server(
+                    host,
+                    metrics_port,
+                    registry,
+                    token_check=settings.token_check,
+                    tls=settings.tls,
+                    hosts=settings.host_check(authenticated=settings.authenticates_services),
+                    probes=probes,
+                )
         except SettingsError:
-            cls(None, on_health).stop()
+            started.stop()
             raise
-        return cls(on_metrics, on_health, LivenessReports.start(probes))
+        started.reports = LivenessReports.start(probes)
+        return started
 
     @property
     def ports(self) -> dict[str, int]:
         """Ports by the names of their settings, for the log."""
-        servers = {"metrics_port": self.metrics, "health_port": self.probes}
-        return {name: server.server_port for name, server in servers.items() if server}
+        return {name: server.server_port for name, server in self.servers.items()}
 
     def stop(self) -> None:
         """Stop the servers and close their ports. Blocks for up to a second."""
-        for server in filter(None, (self.metrics, self.probes)):
+        for server in self.servers.values():
             server.shutdown()
             server.server_close()
         if self.reports is not None:
@@ -150,16 +148,6 @@ def _start(host: str, port: int, app: App, tls: MutualTls | None, purpose: str) 
     server.set_app(app)
     Thread(target=server.serve_forever, daemon=True).start()
     return server
-
-
-def _with_probes(app: App, probes: Probes) -> App:
-    """Return an app that serves the probes, and ``app`` on all other paths."""
-
-    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        chosen = probes.app if environ["PATH_INFO"] in PATHS else app
-        return chosen(environ, start_response)
-
-    return serve
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -237,29 +225,3 @@ def _deadline(connection: socket.socket) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _guarded(app: App, check: TokenCheck) -> App:
-    """Return an app that answers 401 without the cluster token."""
-
-    def guard(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if check.accepts_scraper(environ.get("HTTP_AUTHORIZATION", "")):
-            return app(environ, start_response)
-        challenge = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
-        start_response("401 Unauthorized", challenge)
-        return [b"the cluster token is missing or wrong\n"]
-
-    return guard
-
-
-def _with_host_check(app: App, hosts: HostCheck) -> App:
-    """Return an app that answers 403 if ``Host`` is not allowed."""
-
-    def check(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        refusal = hosts.refusal([environ.get("HTTP_HOST", "")])
-        if refusal is None:
-            return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return [refusal.encode() + b"\n"]
-
-    return check

@@ -5,7 +5,7 @@ All services answer with the same JSON. Neither path needs a cluster token or an
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ RETRY_AFTER_S: Final = 1
 
 PATHS: Final = ("/health", "/ready")
 
-Check = Callable[[], Awaitable[str | None]]
+Check = Callable[[], Coroutine[Any, Any, str | None]]
 
 
 def health_answer(failure: str | None) -> tuple[int, dict[str, str]]:
@@ -82,11 +82,7 @@ class Probes:
 
     def _ask(self, check: Check) -> str | None:
         """Return the result of ``check``, or why there is none."""
-
-        async def run() -> str | None:
-            return await check()
-
-        checking = run()
+        checking = check()
         try:
             answer: Future[str | None] = asyncio.run_coroutine_threadsafe(checking, self._loop)
         except RuntimeError:  # the loop is closed
