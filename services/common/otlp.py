@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from threading import Thread
@@ -63,7 +64,7 @@ def exporting(service: str, settings: ServiceSettings) -> Iterator[None]:
         provider = _provider(service, settings)
     except (ValueError, OSError) as error:
         raise SettingsError(f"invalid setting of OpenTelemetry: {error}") from error
-    tracing.install(OtlpRecorder(provider.get_tracer("headrace", version("headrace"))))
+    tracing.install(partial(_start, provider.get_tracer("headrace", version("headrace"))))
     try:
         yield
     finally:
@@ -99,20 +100,14 @@ def _resource(service: str, settings: ServiceSettings) -> Resource:
     return Resource.create(own).merge(OTELResourceDetector().detect())
 
 
-class OtlpRecorder:
-    """Creates spans with a tracer of OpenTelemetry."""
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def start(
-        self, name: str, headers: Headers, attributes: Attributes, *, may_begin: bool
-    ) -> Span:
-        """Start a span of kind SERVER; see `services.common.tracing.Recorder`."""
-        parent = _PROPAGATOR.extract(_carrier(headers), Context())
-        if not may_begin and not trace.get_current_span(parent).get_span_context().is_valid:
-            return NO_SPAN
-        return RecordedSpan(self._tracer, parent, _clock_ns(), name, Kind.SERVER, attributes)
+def _start(
+    tracer: trace.Tracer, name: str, headers: Headers, attributes: Attributes, *, may_begin: bool
+) -> Span:
+    """Start a span of kind SERVER; see `services.common.tracing.Recorder`."""
+    parent = _PROPAGATOR.extract(_carrier(headers), Context())
+    if not may_begin and not trace.get_current_span(parent).get_span_context().is_valid:
+        return NO_SPAN
+    return RecordedSpan(tracer, parent, _clock_ns(), name, Kind.SERVER, attributes)
 
 
 def _clock_ns() -> int:

@@ -103,7 +103,7 @@ NO_SPAN = Span()
 class Recorder(Protocol):
     """Creates the spans of this process."""
 
-    def start(
+    def __call__(
         self, name: str, headers: Headers, attributes: Attributes, *, may_begin: bool
     ) -> Span:
         """Start a span of kind SERVER, as a child of the span in the headers.
@@ -133,11 +133,11 @@ def begin(name: str, headers: Headers, attributes: Attributes) -> Span:
     """Start the span of a client's request, in the client's trace if the headers name one."""
     if _recorder is None:
         return NO_SPAN
-    return _recorder.start(name, headers, attributes, may_begin=True)
+    return _recorder(name, headers, attributes, may_begin=True)
 
 
 def resume(name: str, headers: Headers, attributes: Attributes) -> Span:
     """Start the span of a call from another service, or return `NO_SPAN` if it is not traced."""
     if _recorder is None:
         return NO_SPAN
-    return _recorder.start(name, headers, attributes, may_begin=False)
+    return _recorder(name, headers, attributes, may_begin=False)
