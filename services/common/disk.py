@@ -5,12 +5,12 @@ cached, so that the next process compiles it again.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from stat import S_ISREG
 from threading import Lock
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from services.common.cache import cache_dir
 from services.common.errors import SettingsError
@@ -52,11 +52,11 @@ class DiskCollector(Collector):
     """Space of the disks and numbers of failed writes, read in each scrape.
 
     Args:
-        disks: for each use, the function that returns its disk, or None if it has none.
+        caches: whether the process writes to the cache folder.
     """
 
-    def __init__(self, disks: Mapping[str, Callable[[], os.statvfs_result | None]]) -> None:
-        self._disks = disks
+    def __init__(self, *, caches: bool) -> None:
+        self._disks = {LOGS: log_disk} | ({CACHE: cache_disk} if caches else {})
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics. A use without a disk has no series of sizes."""
@@ -75,13 +75,3 @@ class DiskCollector(Collector):
                 free.add_metric([use], disk.f_bavail * disk.f_frsize)
                 size.add_metric([use], disk.f_blocks * disk.f_frsize)
         yield from (failures, free, size)
-
-
-def register_disks(registry: CollectorRegistry, *, caches: bool) -> None:
-    """Add the metrics of the disks to a registry.
-
-    Args:
-        caches: whether the process writes to the cache folder.
-    """
-    disks = {LOGS: log_disk} | ({CACHE: cache_disk} if caches else {})
-    registry.register(DiskCollector(disks))

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from services.common.disk import register_disks
+from services.common.disk import DiskCollector
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Upper bounds of the histogram buckets of durations, in seconds."""
@@ -58,7 +58,7 @@ def service_registry(*, caches: bool = False) -> CollectorRegistry:
     """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    register_disks(registry, caches=caches)
+    registry.register(DiskCollector(caches=caches))
     info = MetricFactory(registry).gauge(
         "build_info", "Always 1; the label is the version of Headrace.", "version"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.disk import CACHE, LOGS, cache_disk, log_disk, register_disks
+from services.common.disk import CACHE, LOGS, DiskCollector, cache_disk, log_disk
 from services.common.logging import CountingHandler
 
 FULL = Path("/dev/full")  # every write fails with ENOSPC
@@ -25,7 +25,7 @@ def value(registry: CollectorRegistry, name: str, use: str) -> float | None:
 
 def registry_of(*, caches: bool) -> CollectorRegistry:
     registry = CollectorRegistry()
-    register_disks(registry, caches=caches)
+    registry.register(DiskCollector(caches=caches))
     return registry
 
 
