@@ -157,7 +157,6 @@ def _special(fields: dict[str, Any], sentencepiece: bool) -> SpecialTokens:
     ends = {ids["eos"], ids["eot"], ids["eom"]} | {tokens.index(name) for name in named}
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     return SpecialTokens(
-        bos=ids["bos"],
         eos=tuple(sorted(id for id in ends if id is not None)),
         names={f"{name}_token": tokens[id] for name, key in names if (id := ids[key]) is not None},
     )

@@ -30,12 +30,6 @@ class MetadataError(ValueError):
     """The file is not GGUF, or is damaged."""
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a file starts with the magic number of GGUF."""
-    with path.open("rb") as file:
-        return file.read(4) == MAGIC
-
-
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return all metadata entries by key. Values are numbers, strings, or lists of these.
 

@@ -53,5 +53,4 @@ def _special(
     for source in (model, read_json(path / "generation_config.json")):
         declared = source.get("eos_token_id")
         eos.update(declared if isinstance(declared, list) else [declared])
-    bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-    return SpecialTokens(bos, tuple(sorted(id for id in eos if id is not None)), names)
+    return SpecialTokens(tuple(sorted(id for id in eos if id is not None)), names)

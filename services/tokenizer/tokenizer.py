@@ -21,9 +21,8 @@ from services.tokenizer.content_guard import ContentGuard
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the BOS and EOS tokens, and texts of special tokens by names such as ``bos_token``."""
+    """Ids of the EOS tokens, and texts of special tokens by names such as ``bos_token``."""
 
-    bos: int | None
     eos: tuple[int, ...]
     names: dict[str, str]
 
@@ -52,7 +51,6 @@ class Tokenizer:
         self._strips_space = strips_space
         self.pieces = tuple(pieces)
         self.eos_ids = special.eos
-        self.bos_id = special.bos
         self.special_names = special.names
         self.chat_template = chat_template
         self.special_ids = frozenset(
