@@ -6,8 +6,7 @@ signals, which costs more than the rest of a call together (see BENCHMARKS.md).
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
@@ -31,7 +30,6 @@ SEND_TIMEOUT_S = 60.0
 """Maximum time to send the answer of a call, seconds. The connection is then closed."""
 
 M = TypeVar("M", bound=BaseModel)
-M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
 
 
 class Disconnected(Exception):
@@ -106,16 +104,8 @@ class Call:
             pass
 
 
-class Handler(Protocol[M_contra]):
-    """Handles the calls of one path and returns the answer; None stands for an empty object."""
-
-    def __call__(self, body: M_contra, call: Call, /) -> Awaitable[BaseModel | None]: ...
-
-
-@dataclass(frozen=True)
-class _Route:
-    body: type[BaseModel]
-    handle: Handler[Any]
+Handler = Callable[[M, Call], Awaitable[BaseModel | None]]
+"""Handles the calls of one path and returns the answer; None stands for an empty object."""
 
 
 class JsonCalls:
@@ -140,13 +130,13 @@ class JsonCalls:
         self._count = count
         self._max_body_bytes = max_body_bytes
         self._retry_after_s = retry_after_s
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, tuple[type[BaseModel], Handler[Any]]] = {}
 
     def post(self, path: str, body: type[M]) -> Callable[[Handler[M]], Handler[M]]:
         """Return a decorator for the handler of the calls of a path."""
 
         def add(handle: Handler[M]) -> Handler[M]:
-            self._routes[path] = _Route(body, handle)
+            self._routes[path] = body, handle
             return handle
 
         return add
@@ -173,7 +163,7 @@ class JsonCalls:
             raise
 
     async def _handle(self, call: Call) -> BaseModel | None:
-        route = self._routes[call.path]
+        body_class, handle = self._routes[call.path]
         self._access.check(call.path, call.headers)
         if call.method != "POST":
             raise MethodNotAllowed
@@ -184,10 +174,10 @@ class JsonCalls:
             raise UnsupportedMediaType(f"the content type must be {CONTENT_TYPE}")
         body = await call.body(self._max_body_bytes)
         try:
-            message = route.body.model_validate_json(body)
+            message = body_class.model_validate_json(body)
         except ValidationError as error:
             raise _invalid(error) from None
-        return await route.handle(message, call)
+        return await handle(message, call)
 
 
 def _invalid(error: ValidationError) -> InvalidBody:

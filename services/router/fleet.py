@@ -315,10 +315,9 @@ class Fleet:
 
     def _paces_beside(self, worker: TrackedWorker) -> Iterator[StepPace]:
         """Yield the pace of each other worker whose speed can be compared with that of this one."""
-        key = worker.registration.role, worker.registration.model.name
-        if (peers := self._peers.get(key)) is None:
-            peers = [other for other in self._workers.values() if worker.comparable(other)]
-            self._peers[key] = peers
+        if (peers := self._peers.get(worker.kind)) is None:
+            peers = [other for other in self._workers.values() if other.kind == worker.kind]
+            self._peers[worker.kind] = peers
         for other in peers:
             if other is not worker and other.load and other.load.pace:
                 yield other.load.pace

@@ -11,7 +11,9 @@ _MAX_COMPARED = 16
 """Maximum number of workers that are compared to find the most similar one for a reason."""
 _MAX_VALUE_CHARS = 24
 """Maximum characters of a property's value in a reason."""
-_REMEDIES = {"chunk_tokens": "start both with the same chunk_tokens; auto depends on step_tokens"}
+_REMEDIES = {
+    "chunk_tokens": " (start both with the same chunk_tokens; auto depends on step_tokens)"
+}
 """Advice on properties that follow from settings, by name of the property."""
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
@@ -61,15 +63,12 @@ def difference(workers: Sequence[Member]) -> str:
     )
     ours, theirs = prefill.compatibility, decode.compatibility
     differing = [
-        f"{name} is {_value(ours, theirs, name)} and {_value(theirs, ours, name)}{_remedy(name)}"
+        f"{name} is {_value(ours, theirs, name)} and {_value(theirs, ours, name)}"
+        + _REMEDIES.get(name, "")
         for name in ours.mismatches(theirs)
     ]
     names = f"{prefill.worker_id} and {decode.worker_id}"
     return f"the workers {names} are not compatible: {', '.join(differing)}"
-
-
-def _remedy(name: str) -> str:
-    return f" ({_REMEDIES[name]})" if name in _REMEDIES else ""
 
 
 def _value(of: Compatibility, other: Compatibility, name: str) -> str:

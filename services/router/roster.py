@@ -156,14 +156,6 @@ class Roster:
         self._by_worker: dict[str, tuple[tuple[object, ...], Shape]] = {}
         self._claims: dict[tuple[object, ...], Claim] = {}
 
-    @classmethod
-    def of(cls, workers: Iterable[WorkerSnapshot]) -> "Roster":
-        """Return the roster of these workers."""
-        roster = cls()
-        for worker in workers:
-            roster.update(worker)
-        return roster
-
     def update(self, worker: WorkerSnapshot) -> None:
         """Set the state of a worker. It must have the same shape as in its last update."""
         self.updates += 1

@@ -126,10 +126,10 @@ class TrackedWorker:
         self.snapshot = None
         return True
 
-    def comparable(self, other: "TrackedWorker") -> bool:
-        """Return whether the speeds of two workers can be compared: same role and model."""
-        mine, its = self.registration, other.registration
-        return mine.role is its.role and mine.model.name == its.model.name
+    @property
+    def kind(self) -> tuple[Role, str]:
+        """Role and model. The speeds of workers are comparable if these are equal."""
+        return self.registration.role, self.registration.model.name
 
     def health(self, now: float, suspect_after_s: float, *, matched: bool) -> WorkerHealth:
         """Return the health of the worker.

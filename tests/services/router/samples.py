@@ -147,7 +147,10 @@ def place(
     queued: int = 0,
 ) -> Pair | Claim:
     """Return the pair that is chosen among workers, or the claim that says why there is none."""
-    claim = Roster.of(workers).claim(demand)
+    roster = Roster()
+    for worker in workers:
+        roster.update(worker)
+    claim = roster.claim(demand)
     if claim.reason is not Reason.BUSY:
         return claim
     pair = policies.place(demand, claim.pools, policy, rng, reserved=reserved, queued=queued)
