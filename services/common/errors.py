@@ -37,6 +37,8 @@ _OF_STATUS: dict[int, tuple[str, grpc.StatusCode]] = {
     504: ("timeout_error", grpc.StatusCode.DEADLINE_EXCEEDED),
 }
 """``type`` in OpenAI's format and gRPC status of an error, by its HTTP status."""
+_RETRY_AFTER_S = {429: 1.0, 503: 1.0}
+"""Time after which a client should retry, seconds, by HTTP status."""
 
 
 class ServiceError(Exception):
@@ -46,12 +48,11 @@ class ServiceError(Exception):
         message: explanation for the client.
         param: path of the invalid field, if any.
         retry_after_s: time after which the client should retry, seconds; default: that of the
-            class, which is None for errors that a retry does not help.
+            status, which is None for errors that a retry does not help.
     """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
-    default_retry_after_s: ClassVar[float | None] = None
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -59,7 +60,8 @@ class ServiceError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
+        default_s = _RETRY_AFTER_S.get(self.status)
+        self.retry_after_s = default_s if retry_after_s is None else retry_after_s
 
     @property
     def grpc_status(self) -> grpc.StatusCode:
@@ -124,7 +126,6 @@ class Overloaded(ServiceError):
     """The queues are full."""
 
     status, code = 429, "overloaded"
-    default_retry_after_s = 1.0
 
 
 class ClientGone(ServiceError):
@@ -137,7 +138,6 @@ class Unavailable(ServiceError):
     """No worker can take the request now."""
 
     status, code = 503, "unavailable"
-    default_retry_after_s = 1.0
 
 
 class DeadlineExceeded(ServiceError):
