@@ -1,6 +1,5 @@
 """Options of `headrace up`."""
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +84,6 @@ class UpOptions:
             raise SettingsError(f"--device {self.device}: must be auto, cpu or cuda")
         if not self.colocated and self.prefill < 1:
             raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
-        if self.gateways > 1 and not hasattr(socket, "SO_REUSEPORT"):
-            raise SettingsError(f"--gateways {self.gateways}: this system has no SO_REUSEPORT")
         for flag, port in self.ports:
             if not 1 <= port <= MAX_PORT:
                 raise SettingsError(f"{flag} {port}: must be from 1 to {MAX_PORT}")
