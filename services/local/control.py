@@ -14,8 +14,9 @@ from rich.table import Table
 
 from services.common.errors import SettingsError
 from services.common.terminal import diagnostics, results
-from services.local.draining import POLL_S, DrainProgress
+from services.local.draining import DrainProgress
 from services.local.lock import ProcessIdentity
+from services.local.logs import POLL_S
 from services.local.state import Deployment, lock_holder, ports_in_use
 
 STOP_TIMEOUT_S = 90.0

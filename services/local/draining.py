@@ -1,14 +1,11 @@
 """Progress of a stop, read from the gateways' logs: the requests that still run."""
 
-import asyncio
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
 
 from services.local.logs import LogFollower
-
-POLL_S = 0.1
 
 
 class DrainProgress:
@@ -36,12 +33,6 @@ class DrainProgress:
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()
-
-    async def follow(self) -> None:
-        """Print progress until cancelled."""
-        while True:
-            self.poll()
-            await asyncio.sleep(POLL_S)
 
     def poll(self) -> None:
         """Read what was added to the logs, and print the number of requests if it has changed."""

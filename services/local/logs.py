@@ -1,15 +1,19 @@
 """Logs of the processes of a deployment: opened for appending, limited in size, and followed."""
 
+import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import structlog
 
 log = structlog.get_logger()
+
+POLL_S = 0.1
+"""Time between two reads of what was added to logs, seconds."""
 
 
 def open_log(path: Path) -> BinaryIO:
@@ -54,6 +58,13 @@ def tail(path: Path, lines: int = 20) -> str:
     except OSError as error:
         return f"(it cannot be read: {error})"
     return "\n".join(content.splitlines()[-lines:])
+
+
+async def poll_periodically(poll: Callable[[], None]) -> None:
+    """Call ``poll``, which reads what was added to logs, every `POLL_S` until cancelled."""
+    while True:
+        poll()
+        await asyncio.sleep(POLL_S)
 
 
 class LogFollower:

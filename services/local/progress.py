@@ -1,6 +1,5 @@
 """Progress of the workers' start-up, read from their logs, for the terminal of `headrace up`."""
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from rich.status import Status
 
 from services.local.logs import LogFollower
 
-_PERIOD_S = 0.2
 _STAGES = {
     "reading checkpoint": "reading weights",
     "checkpoint read": "copying weights to the device",
@@ -40,12 +38,6 @@ class StartProgress:
         self._began = time.monotonic()
         self._stages = dict.fromkeys(logs, "starting")
 
-    async def follow(self) -> None:
-        """Print progress until cancelled."""
-        while True:
-            await asyncio.sleep(_PERIOD_S)
-            self.poll()
-
     def poll(self) -> None:
         """Read what was added to the logs, and print new stages."""
         for name, log in self._logs.items():
@@ -55,14 +47,12 @@ class StartProgress:
                     self._stages[name] = stage
                     if not self._console.is_terminal:
                         seconds = time.monotonic() - self._began
-                        self._print(f"{seconds:6.1f} s  {name}: {stage}")
+                        line = f"{seconds:6.1f} s  {name}: {stage}"
+                        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._console.is_terminal:
             seconds = time.monotonic() - self._began
             stages = "; ".join(f"{name}: {stage}" for name, stage in self._stages.items())
             self._status.update(f"{seconds:.0f} s, {stages}")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _stage_of(event: dict[str, Any]) -> str | None:

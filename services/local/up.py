@@ -30,7 +30,7 @@ from services.local.artifacts import Artifacts, is_factorized, prepare
 from services.local.background import READY_TIMEOUT_S, start_in_background
 from services.local.draining import DrainProgress
 from services.local.lock import ProcessIdentity
-from services.local.logs import tail
+from services.local.logs import poll_periodically, tail
 from services.local.options import UpOptions
 from services.local.processes import plan_processes, visible_gpus
 from services.local.progress import StartProgress
@@ -194,7 +194,7 @@ async def _end(running: "asyncio.Task[None]", logs: Path) -> None:
             return await running
         with DrainProgress(logs, console, "Ctrl-C again to stop now") as progress:
             running.cancel()
-            following = asyncio.create_task(progress.follow())
+            following = asyncio.create_task(poll_periodically(progress.poll))
             try:
                 await running
             finally:
@@ -209,7 +209,7 @@ async def _show_start(
         workers = [spec.name for spec in specs if spec.service in ("prefill", "decode")]
         log_files = {name: logs / f"{name}.log" for name in workers}
         progress = StartProgress(log_files, console, status)
-        following = asyncio.create_task(progress.follow())
+        following = asyncio.create_task(poll_periodically(progress.poll))
         await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         progress.poll()

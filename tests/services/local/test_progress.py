@@ -10,6 +10,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from runtime.checkpoint import write_checkpoint
+from services.local.logs import poll_periodically
 from services.local.progress import _STAGES, StartProgress
 from services.worker.loading import load_worker
 from services.worker.settings import WorkerSettings
@@ -90,7 +91,7 @@ def test_following_ends_when_it_is_cancelled(tmp_path: Path) -> None:
 
     async def follow_for_a_while() -> None:
         async with asyncio.timeout(2.0):
-            await progress.follow()
+            await poll_periodically(progress.poll)
 
     with pytest.raises(TimeoutError):
         asyncio.run(follow_for_a_while())
