@@ -2,8 +2,9 @@
 
 from werkzeug.exceptions import Forbidden
 
+from services.common.router_errors import ErrorCode
 from services.common.tracing import Headers
-from services.router.errors import Unauthenticated
+from services.router.errors import Refusal
 from services.router.settings import RouterSettings
 
 
@@ -19,7 +20,7 @@ class Access:
 
         Raises:
             Forbidden: if the name in ``Host`` is not allowed.
-            Unauthenticated: if the path needs the cluster token, and it is missing or wrong.
+            Refusal: if the path needs the cluster token, and it is missing or wrong.
         """
         if self._hosts and (refusal := self._hosts.refusal(headers("host"))):
             raise Forbidden(refusal)
@@ -31,4 +32,4 @@ class Access:
         else:
             authorized = not path.startswith("/v1/") or self._token.accepts(given)
         if not authorized:
-            raise Unauthenticated("the cluster token is missing or wrong")
+            raise Refusal(ErrorCode.UNAUTHENTICATED, "the cluster token is missing or wrong")

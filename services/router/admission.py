@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from services.common.rate import Rate
-from services.router.errors import QueueFull
+from services.common.router_errors import ErrorCode
+from services.router.errors import Refusal
 from services.router.queue import PendingPlacement, PlacementQueue
 
 _MEMORY_S = 10.0
@@ -67,7 +68,7 @@ class Admission:
         self._ended = min(self._ended + 1, _AVERAGED)
         self._request_s += (request_s - self._request_s) / self._ended
 
-    def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> QueueFull | None:
+    def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> Refusal | None:
         """Return the refusal of a queued call that would wait too long, or None if it may wait.
 
         Requests that were admitted before may wait until their deadline.
@@ -88,10 +89,10 @@ class Admission:
 
     def queue_full_error(
         self, queue: PlacementQueue, call: PendingPlacement, reason: str
-    ) -> QueueFull:
+    ) -> Refusal:
         """Return the refusal of a queued call, with the predicted wait as ``Retry-After``."""
         wait_s = min(self._wait_s(queue, call), _MAX_RETRY_AFTER_S)
-        return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)
+        return Refusal(ErrorCode.QUEUE_FULL, reason, retry_after_s=math.ceil(wait_s) or None)
 
     def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
         """Return the predicted wait of a call, in seconds.

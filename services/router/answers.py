@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from werkzeug.exceptions import HTTPException
 
 from services.common.router_errors import ErrorCode, RouterError, RouterErrorDetail
-from services.router.errors import RouterException
+from services.router.errors import Refusal
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ _STATUSES = {
     ErrorCode.STARTING: 503,
     ErrorCode.CLOSING: 503,
 }
-"""HTTP status of a `RouterException`, by its code."""
+"""HTTP status of a refusal, by its code."""
 _RETRIED = (429, 503)
 """Statuses of refusals after which the same call may succeed later: they have a Retry-After."""
 _HTTP_CODES = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.NOT_FOUND, 413: ErrorCode.TOO_LARGE}
@@ -57,7 +57,7 @@ def error_answer(error: Exception, path: str, retry_after_s: int) -> Answer:
         path: path of the request.
         retry_after_s: ``Retry-After`` of refusals that have none of their own.
     """
-    if isinstance(error, RouterException):
+    if isinstance(error, Refusal):
         status = _STATUSES[error.code]
         wait_s = (error.retry_after_s or retry_after_s) if status in _RETRIED else None
         return _error(status, error.code, str(error), wait_s)

@@ -30,7 +30,7 @@ from services.router.admission import Admission
 from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
 from services.router.calls import Call, Disconnected, JsonCalls
 from services.router.dispatcher import Dispatcher
-from services.router.errors import RouterException
+from services.router.errors import Refusal
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
 from services.router.queue import PlacementQueue
@@ -195,7 +195,7 @@ def _add_calls_of_gateways(
         except (Disconnected, asyncio.CancelledError):
             router.cancel(pending, clock())
             raise
-        except RouterException as error:
+        except Refusal as error:
             outcome = error.code.value
             raise
         finally:

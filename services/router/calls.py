@@ -18,9 +18,10 @@ from werkzeug.exceptions import (
     UnsupportedMediaType,
 )
 
+from services.common.router_errors import ErrorCode
 from services.router.access import Access
 from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
-from services.router.errors import InvalidBody
+from services.router.errors import Refusal
 
 log = structlog.get_logger()
 
@@ -180,11 +181,11 @@ class JsonCalls:
         return await handle(message, call)
 
 
-def _invalid(error: ValidationError) -> InvalidBody:
+def _invalid(error: ValidationError) -> Refusal:
     """Return the error of an invalid body. Its message names the first invalid field."""
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, fault["loc"])) or "body"
-    return InvalidBody(f"{where}: {fault['msg']}")
+    return Refusal(ErrorCode.INVALID, f"{where}: {fault['msg']}")
 
 
 async def _send(response: Answer, send: Send) -> None:

@@ -18,19 +18,10 @@ from services.common.placement import (
     Release,
     WorkerAddress,
 )
+from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import Demand
-from services.router.errors import (
-    Closing,
-    InvalidBody,
-    NoWorkers,
-    QueueTimeout,
-    Released,
-    RouterException,
-    Starting,
-    TooLarge,
-    UnknownModel,
-)
+from services.router.errors import Refusal
 from services.router.fleet import Fleet
 from services.router.policy import Pair, PolicyName, place
 from services.router.queue import PendingPlacement, PlacementQueue
@@ -42,7 +33,7 @@ class Dispatcher:
 
     Args:
         settled_at: time from which all live workers have registered. Before it, a call without
-            exclusions that no registered worker takes is refused with `Starting`.
+            exclusions that no registered worker takes is refused with `ErrorCode.STARTING`.
 
     Attributes:
         closed: whether the router is shutting down and refuses every call.
@@ -92,10 +83,12 @@ class Dispatcher:
         demand = Demand.of(request, output_reserve=self._output_reserve, may_wait=may_wait)
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
-            call.resolve(Closing("this router is shutting down"))
+            call.resolve(Refusal(ErrorCode.CLOSING, "this router is shutting down"))
             return call
         if self.fleet.has_seen(request.placement_id) or self.queue.find(request.placement_id):
-            call.resolve(Released("this placement was released, or its id is in use"))
+            call.resolve(
+                Refusal(ErrorCode.RELEASED, "this placement was released, or its id is in use")
+            )
             return call
         call.claim = self.fleet.roster(now).claim(demand, call.needs)
         if call.claim.reason is not Reason.BUSY:
@@ -153,7 +146,7 @@ class Dispatcher:
         request_s = self.fleet.release(release, now)
         if request_s is None:
             if call := self.queue.find(release.placement_id):
-                self._answer(call, Released("this placement was released"))
+                self._answer(call, Refusal(ErrorCode.RELEASED, "this placement was released"))
             else:  # nothing has become free
                 return
         elif release.outcome is Outcome.OK:
@@ -170,7 +163,10 @@ class Dispatcher:
         gone = self.fleet.expire(now)
         for call in self.queue.overdue(now):
             waited_s = now - call.arrived
-            self._answer(call, QueueTimeout(f"no worker had capacity within {waited_s:.1f} s"))
+            self._answer(
+                call,
+                Refusal(ErrorCode.QUEUE_TIMEOUT, f"no worker had capacity within {waited_s:.1f} s"),
+            )
         self._place_waiting(now)
         if not len(self.queue) and self.fleet.idle:
             self.admission.reset()
@@ -180,7 +176,7 @@ class Dispatcher:
         """Refuse all queued and future calls."""
         self.closed = True
         for call in self.queue:
-            self._answer(call, Closing("this router is shutting down"))
+            self._answer(call, Refusal(ErrorCode.CLOSING, "this router is shutting down"))
 
     def _place_waiting(self, now: float) -> None:
         """Answer the queued calls that can be placed or refused, in order.
@@ -213,7 +209,7 @@ class Dispatcher:
         Returns:
             Whether any call was answered.
         """
-        answers: list[tuple[PendingPlacement, Placement | RouterException]] = []
+        answers: list[tuple[PendingPlacement, Placement | Refusal]] = []
         reserved: set[str] = set()
         queued = self.queue.pending_prompt_tokens
         try:
@@ -269,35 +265,39 @@ class Dispatcher:
             queued=queued,
         )
 
-    def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> RouterException:
+    def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> Refusal:
         # Gateways repeat a refused call without exclusions, so only calls without exclusions need
         # to wait for workers that have not registered yet.
         starting = not self.is_settled(now) and not request.exclude
         if starting and reason is not Reason.AMBIGUOUS_MODEL:
-            return Starting(
-                "the router has just started, and no suitable worker has registered yet"
+            return Refusal(
+                ErrorCode.STARTING,
+                "the router has just started, and no suitable worker has registered yet",
             )
         return _exception_for(reason, request)
 
     def _promise(self, pair: Pair, call: PendingPlacement, now: float) -> Placement:
         return self.fleet.promise(pair, call.demand, call.request.placement_id, now)
 
-    def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
+    def _answer(self, call: PendingPlacement, answer: Placement | Refusal) -> None:
         self.queue.remove(call, served=isinstance(answer, Placement))
         call.resolve(answer)
 
 
-def _exception_for(reason: Reason, request: PlaceRequest) -> RouterException:
+def _exception_for(reason: Reason, request: PlaceRequest) -> Refusal:
     match reason:
         case Reason.UNKNOWN_MODEL:
-            return UnknownModel(f"no worker serves the model {request.model!r}")
+            return Refusal(ErrorCode.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}")
         case Reason.AMBIGUOUS_MODEL:
-            return InvalidBody("model: must be set, because several models are served")
+            return Refusal(
+                ErrorCode.INVALID, "model: must be set, because several models are served"
+            )
         case Reason.TOO_LARGE:
             output = request.required_tokens or request.max_tokens
-            return TooLarge(
+            return Refusal(
+                ErrorCode.TOO_LARGE,
                 f"{request.prompt_tokens} prompt and {output} output tokens in "
-                f"{request.choices} choices do not fit on any worker"
+                f"{request.choices} choices do not fit on any worker",
             )
         case _:
-            return NoWorkers("no pair of compatible workers is ready")
+            return Refusal(ErrorCode.NO_WORKERS, "no pair of compatible workers is ready")

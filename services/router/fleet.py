@@ -30,8 +30,9 @@ from services.common.placement import (
     StepPace,
     WorkerAddress,
 )
+from services.common.router_errors import ErrorCode
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
-from services.router.errors import InvalidBody, QueueFull, StaleEpoch
+from services.router.errors import Refusal
 from services.router.matching import unmatched
 from services.router.policy import Pair
 from services.router.roster import Roster
@@ -108,14 +109,14 @@ class Fleet:
         """Register a worker. It takes requests after its first heartbeat.
 
         Raises:
-            InvalidBody: if it would be suspect between its heartbeats, or after a late one.
-            StaleEpoch: if the epoch has ended or was replaced.
-            QueueFull: if ``max_workers`` are registered.
+            Refusal: if it would be suspect between its heartbeats, or after a late one, if the
+                epoch has ended or was replaced, or if ``max_workers`` are registered.
         """
         if 2 * registration.heartbeat_s > self._limits.suspect_after_s:
-            raise InvalidBody(
+            raise Refusal(
+                ErrorCode.INVALID,
                 f"heartbeat_s is {registration.heartbeat_s:g}, but at most half of suspect_after_s "
-                f"({self._limits.suspect_after_s:g}) of this router is allowed"
+                f"({self._limits.suspect_after_s:g}) of this router is allowed",
             )
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
@@ -129,8 +130,9 @@ class Fleet:
             self._registrations_changed(worker_id)
             return
         if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
-            raise QueueFull(
-                f"{self._limits.max_workers} workers are registered, the limit is max_workers"
+            raise Refusal(
+                ErrorCode.QUEUE_FULL,
+                f"{self._limits.max_workers} workers are registered, the limit is max_workers",
             )
         last = self._epochs.get(worker_id, epoch)
         if last != epoch:
@@ -143,8 +145,8 @@ class Fleet:
         """Update the load of a worker; return False if it must register first.
 
         Raises:
-            StaleEpoch: if the epoch has ended or was replaced.
-            InvalidBody: if it does not have the page groups of the registration.
+            Refusal: if the epoch has ended or was replaced, or if the heartbeat does not have the
+                page groups of the registration.
         """
         self._refuse_retired(beat.worker_id, beat.epoch)
         worker = self._find(beat.worker_id, beat.epoch)
@@ -153,7 +155,7 @@ class Fleet:
         try:
             worker.report(beat, now)
         except ValueError as error:
-            raise InvalidBody(f"pages_free: {error}") from None
+            raise Refusal(ErrorCode.INVALID, f"pages_free: {error}") from None
         self._changed[beat.worker_id] = None
         if worker.suspect_at is None:
             self._time(worker)
@@ -278,7 +280,7 @@ class Fleet:
 
     def _refuse_retired(self, worker_id: str, epoch: str) -> None:
         if (worker_id, epoch) in self._retired:
-            raise StaleEpoch(f"epoch {epoch} of worker {worker_id} has ended")
+            raise Refusal(ErrorCode.STALE_EPOCH, f"epoch {epoch} of worker {worker_id} has ended")
 
     def _forget_promises(self, record: _PlacementRecord) -> None:
         self._expiries.pop(record.placement.placement_id, None)

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from services.common.fair_queue import FairQueue
 from services.common.placement import Placement, PlaceRequest
 from services.router.capacity import Demand
-from services.router.errors import RouterException
+from services.router.errors import Refusal
 from services.router.roster import Claim, Needs
 
 MAX_RECLAIMED = 64
@@ -34,7 +34,7 @@ class PendingPlacement:
     demand: Demand
     arrived: float
     deadline: float
-    answer: Placement | RouterException | None = None
+    answer: Placement | Refusal | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     claim: Claim | None = None
     needs: Needs = field(init=False)
@@ -50,7 +50,7 @@ class PendingPlacement:
         self.cost = self.demand.cost
         self.urgency = not self.request.admitted, -self.request.priority
 
-    def resolve(self, answer: Placement | RouterException) -> None:
+    def resolve(self, answer: Placement | Refusal) -> None:
         """Set the answer and wake the caller."""
         self.answer = answer
         self.answered.set()

@@ -16,9 +16,10 @@ from math import inf
 from random import Random
 
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
+from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
-from services.router.errors import QueueFull
+from services.router.errors import Refusal
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
@@ -200,7 +201,7 @@ class Simulation:
         for call in [call for call in self._pending if call.answer is not None]:
             job = self._pending.pop(call)
             placement = call.answer
-            if isinstance(placement, QueueFull):
+            if isinstance(placement, Refusal) and placement.code is ErrorCode.QUEUE_FULL:
                 job.refused = True
                 job.done = self.now
                 self._left -= 1

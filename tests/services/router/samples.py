@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import (
@@ -15,6 +15,7 @@ from services.common.placement import (
     Role,
     WorkerState,
 )
+from services.common.router_errors import ErrorCode
 from services.router import policy as policies
 from services.router.capacity import (
     Demand,
@@ -22,6 +23,7 @@ from services.router.capacity import (
     WorkerSnapshot,
     with_space,
 )
+from services.router.errors import Refusal
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason, Roster
 
@@ -127,6 +129,11 @@ def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any)
     return PlaceRequest(
         **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )
+
+
+def is_refusal(answer: object, code: ErrorCode) -> TypeGuard[Refusal]:
+    """Return whether the answer to a call is the refusal with this code."""
+    return isinstance(answer, Refusal) and answer.code is code
 
 
 def has_capacity(worker: WorkerSnapshot, demand: Demand, role: Role) -> bool:

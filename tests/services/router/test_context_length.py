@@ -14,14 +14,14 @@ from services.common.placement import (
     Role,
     WorkerState,
 )
+from services.common.router_errors import ErrorCode
 from services.gateway.limits import ModelLimits
 from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher, create_app
-from services.router.errors import Starting, TooLarge
 from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 from tests.runtime.pages.plans import compressed_plan
-from tests.services.router.samples import COMPATIBLE, beat, place_request, registration
+from tests.services.router.samples import COMPATIBLE, beat, is_refusal, place_request, registration
 
 MODEL = COMPATIBLE.model_copy(update={"context_length": 32_768})
 OTHER = COMPATIBLE.model_copy(update={"context_length": 4_096})
@@ -89,7 +89,7 @@ def test_router_places_exactly_what_it_reports(compatibility: Compatibility) -> 
     fits = router.submit(place_request(1_000, found.context_length - 1_000), 0.2).answer
     assert isinstance(fits, Placement)
     exceeds = router.submit(place_request(1_000, found.context_length - 999), 0.2).answer
-    assert isinstance(exceeds, TooLarge)
+    assert is_refusal(exceeds, ErrorCode.TOO_LARGE)
 
 
 class _Site:
@@ -122,7 +122,9 @@ async def test_context_length_is_not_reported_until_all_workers_have_registered(
     site = _Site()
     await site.join(SMALL)
     assert site.limits.context_length is None
-    assert isinstance(site.router.submit(place_request(1_000, 1_000), site.now).answer, Starting)
+    assert is_refusal(
+        site.router.submit(place_request(1_000, 1_000), site.now).answer, ErrorCode.STARTING
+    )
     await site.join(LARGE)
     assert site.limits.context_length is None
     assert isinstance(site.router.submit(place_request(1_000, 1_000), site.now).answer, Placement)

@@ -8,23 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.placement import Outcome, Placement, Release, Role
+from services.common.router_errors import ErrorCode
 from services.router.app import build_dispatcher
 from services.router.dispatcher import Dispatcher
-from services.router.errors import (
-    Closing,
-    NoWorkers,
-    QueueFull,
-    QueueTimeout,
-    Released,
-    Starting,
-    TooLarge,
-    UnknownModel,
-)
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.settings import RouterSettings
-from tests.services.router.samples import beat, place_request, registration
+from tests.services.router.samples import beat, is_refusal, place_request, registration
 
 PAGES = 8  # of each worker; `place_request()` needs 2 pages of 16 tokens
 
@@ -56,26 +47,26 @@ def placed_on(call: PendingPlacement) -> str:
 @pytest.mark.parametrize(
     ("workers", "changes", "refusal"),
     [
-        ((), {}, NoWorkers),
-        (("c0",), {"model": "unknown"}, UnknownModel),
-        (("c0",), {"prompt_tokens": 16 * PAGES + 1}, TooLarge),
+        ((), {}, ErrorCode.NO_WORKERS),
+        (("c0",), {"model": "unknown"}, ErrorCode.UNKNOWN_MODEL),
+        (("c0",), {"prompt_tokens": 16 * PAGES + 1}, ErrorCode.TOO_LARGE),
     ],
 )
 def test_call_is_not_refused_for_good_before_workers_have_registered(
-    workers: tuple[str, ...], changes: dict[str, Any], refusal: type[Exception]
+    workers: tuple[str, ...], changes: dict[str, Any], refusal: ErrorCode
 ) -> None:
     router = dispatcher(*workers, settled_at=10.0)
-    assert isinstance(router.submit(place_request(**changes), 9.9).answer, Starting)
+    assert is_refusal(router.submit(place_request(**changes), 9.9).answer, ErrorCode.STARTING)
     excluding = place_request(**changes, exclude=["c1"])
-    assert isinstance(router.submit(excluding, 9.9).answer, refusal)
-    assert isinstance(router.submit(place_request(**changes), 10.0).answer, refusal)
+    assert is_refusal(router.submit(excluding, 9.9).answer, refusal)
+    assert is_refusal(router.submit(place_request(**changes), 10.0).answer, refusal)
 
 
 def test_router_waits_for_workers_until_silent_ones_would_be_removed() -> None:
     given = RouterSettings.model_validate({"gone_after_s": 7})
     router = build_dispatcher(given, now=100.0)
-    assert isinstance(router.submit(place_request(), 106.9).answer, Starting)
-    assert isinstance(router.submit(place_request(), 107.0).answer, NoWorkers)
+    assert is_refusal(router.submit(place_request(), 106.9).answer, ErrorCode.STARTING)
+    assert is_refusal(router.submit(place_request(), 107.0).answer, ErrorCode.NO_WORKERS)
 
 
 def test_placements_since_the_last_heartbeat_count() -> None:
@@ -142,12 +133,12 @@ def test_queued_request_does_not_block_a_worker_it_excludes() -> None:
     assert placed_on(router.submit(place_request(), 0.2)) == "c1"
 
 
-def test_id_of_a_queued_call_is_refused() -> None:
+def test_id_of_a_queued_call_is_is_refusal() -> None:
     """Two placements with one id would count on a worker, of which a release ends only one."""
     router = dispatcher("c0", pages_free=0)
     first = place_request(wait_s=9)
     queued = router.submit(first, 0.0)
-    assert isinstance(router.submit(first, 0.0).answer, Released)
+    assert is_refusal(router.submit(first, 0.0).answer, ErrorCode.RELEASED)
     router.heartbeat(beat("c0"), 0.1)
     assert placed_on(queued) == "c0"
     router.release(Release(placement_id=first.placement_id, outcome=Outcome.OK), 0.2)
@@ -157,15 +148,17 @@ def test_id_of_a_queued_call_is_refused() -> None:
 def test_queue_length_is_bounded() -> None:
     router = dispatcher("c0", bound=2, pages_free=0)
     kept = [router.submit(place_request(wait_s=9), 0.0) for _ in range(2)]
-    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, QueueFull)
-    assert isinstance(router.submit(place_request(wait_s=9, priority=9), 0.0).answer, QueueFull)
+    assert is_refusal(router.submit(place_request(wait_s=9), 0.0).answer, ErrorCode.QUEUE_FULL)
+    assert is_refusal(
+        router.submit(place_request(wait_s=9, priority=9), 0.0).answer, ErrorCode.QUEUE_FULL
+    )
     assert [call.answer for call in kept] == [None, None]
     assert len(router.queue) == 2
 
 
 def test_call_without_wait_time_is_refused_at_once() -> None:
     router = dispatcher("c0", pages_free=0)
-    assert isinstance(router.submit(place_request(wait_s=0), 0.0).answer, QueueFull)
+    assert is_refusal(router.submit(place_request(wait_s=0), 0.0).answer, ErrorCode.QUEUE_FULL)
     assert len(router.queue) == 0
 
 
@@ -175,14 +168,14 @@ def test_waiting_ends_at_the_callers_or_the_routers_limit() -> None:
     router.advance(1.49)
     assert short.answer is None
     router.advance(1.5)
-    assert isinstance(short.answer, QueueTimeout)
+    assert is_refusal(short.answer, ErrorCode.QUEUE_TIMEOUT)
     for now in range(2, 60):
         router.heartbeat(beat("c0", pages_free=0), float(now))
         router.advance(float(now))
     assert long.answer is None
     router.heartbeat(beat("c0", pages_free=0), 60.0)
     router.advance(60.0)
-    assert isinstance(long.answer, QueueTimeout)
+    assert is_refusal(long.answer, ErrorCode.QUEUE_TIMEOUT)
 
 
 def test_queued_calls_are_refused_when_the_last_worker_is_removed() -> None:
@@ -191,7 +184,7 @@ def test_queued_calls_are_refused_when_the_last_worker_is_removed() -> None:
     router.advance(10.0)
     assert call.answer is None, "the worker is suspect, but may return"
     assert [w.worker_id for w in router.advance(10.1)] == ["c0"]
-    assert isinstance(call.answer, NoWorkers)
+    assert is_refusal(call.answer, ErrorCode.NO_WORKERS)
 
 
 def test_end_of_a_probation_places_queued_calls() -> None:
@@ -209,18 +202,26 @@ def test_end_of_a_probation_places_queued_calls() -> None:
 
 def test_unplaceable_calls_are_refused_without_waiting() -> None:
     router = dispatcher("c0")
-    assert isinstance(router.submit(place_request(model="x", wait_s=9), 0.0).answer, UnknownModel)
-    assert isinstance(router.submit(place_request(PAGES * 16, 2, wait_s=9), 0.0).answer, TooLarge)
-    assert isinstance(router.submit(place_request(exclude=["c0"], wait_s=9), 0.0).answer, NoWorkers)
-    assert isinstance(dispatcher().submit(place_request(wait_s=9), 0.0).answer, NoWorkers)
+    assert is_refusal(
+        router.submit(place_request(model="x", wait_s=9), 0.0).answer, ErrorCode.UNKNOWN_MODEL
+    )
+    assert is_refusal(
+        router.submit(place_request(PAGES * 16, 2, wait_s=9), 0.0).answer, ErrorCode.TOO_LARGE
+    )
+    assert is_refusal(
+        router.submit(place_request(exclude=["c0"], wait_s=9), 0.0).answer, ErrorCode.NO_WORKERS
+    )
+    assert is_refusal(
+        dispatcher().submit(place_request(wait_s=9), 0.0).answer, ErrorCode.NO_WORKERS
+    )
 
 
 def test_closing_refuses_queued_and_new_calls() -> None:
     router = dispatcher("c0", pages_free=0)
     waiting = router.submit(place_request(wait_s=9), 0.0)
     router.close()
-    assert isinstance(waiting.answer, Closing)
-    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, Closing)
+    assert is_refusal(waiting.answer, ErrorCode.CLOSING)
+    assert is_refusal(router.submit(place_request(wait_s=9), 0.0).answer, ErrorCode.CLOSING)
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from services.common.placement import Outcome, Placement, Release, Role, WorkerState
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
-from services.router.errors import QueueFull, StaleEpoch
+from services.router.errors import Refusal
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair
 from tests.services.router.samples import beat, has_capacity, registration
@@ -182,7 +182,7 @@ def test_new_epoch_replaces_the_old_one() -> None:
         lambda: fleet.heartbeat(beat("d0"), 1.2),
         lambda: fleet.register(registration("d0", Role.DECODE), 1.2),
     ):
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(Refusal, match="has ended"):
             stale()
     fleet.deregister("d0", "e1")
     assert fleet.views(1.2)[-1].epoch == "e2", "an old epoch cannot deregister the new one"
@@ -205,7 +205,7 @@ def test_stale_epoch_cannot_replace_a_newer_one() -> None:
     fleet = fleet_of("d0")
     assert [w.worker_id for w in fleet.expire(4.1)] == ["d0"]
     fleet.register(registration("d0", Role.DECODE, epoch="e2"), 5.0)
-    with pytest.raises(StaleEpoch):
+    with pytest.raises(Refusal, match="has ended"):
         fleet.register(registration("d0", Role.DECODE, epoch="e1"), 6.0)
 
 
@@ -305,7 +305,7 @@ def test_only_a_blamed_failure_puts_a_worker_on_probation(
 
 def test_workers_are_bounded_but_a_restart_is_accepted() -> None:
     fleet = fleet_of("p0", "d0", "c0")
-    with pytest.raises(QueueFull):
+    with pytest.raises(Refusal, match="the limit is max_workers"):
         fleet.register(registration("d1", Role.DECODE), 0.0)
     fleet.register(registration("d0", Role.DECODE, epoch="e2"), 0.0)
     fleet.deregister("c0", "e1")

@@ -13,10 +13,10 @@ from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from services.common.placement import Placement, PlaceRequest, Role
+from services.common.router_errors import ErrorCode
 from services.router.app import build_dispatcher
 from services.router.capacity import READY, Demand, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
-from services.router.errors import TooLarge
 from services.router.policy import Pair, PolicyName
 from services.router.roster import Claim, Reason
 from services.router.settings import RouterSettings
@@ -24,6 +24,7 @@ from tests.runtime.tiny import Record, drive, engine_of, request_of, tiny_checkp
 from tests.services.router.samples import (
     COMPATIBLE,
     beat,
+    is_refusal,
     place,
     place_request,
     registration,
@@ -69,13 +70,13 @@ def placed(router: Dispatcher, request: PlaceRequest) -> Placement:
 def test_context_that_exceeds_the_pages_is_no_demand() -> None:
     assert placed(dispatcher(POOL), chat()).max_tokens == POOL + 1 - 20
     refused = dispatcher(POOL).submit(chat(required_tokens=None), 0.1).answer
-    assert isinstance(refused, TooLarge)
+    assert is_refusal(refused, ErrorCode.TOO_LARGE)
 
 
 def test_placement_limits_output_to_the_context_of_the_workers() -> None:
     assert placed(dispatcher(POOL, context=4096), chat()).max_tokens == 4096 - 20
     refused = dispatcher(POOL, context=4096).submit(place_request(20, 4077), 0.1).answer
-    assert isinstance(refused, TooLarge)
+    assert is_refusal(refused, ErrorCode.TOO_LARGE)
 
 
 def test_explicit_output_is_placed_unchanged() -> None:
@@ -87,7 +88,7 @@ def test_prompt_that_fills_the_pages_gets_its_last_tokens() -> None:
     """Placement counts 256 output tokens, more than fit."""
     assert placed(dispatcher(POOL), chat(POOL - 1)).max_tokens == 2
     assert placed(dispatcher(POOL), chat(POOL)).max_tokens == 1
-    assert isinstance(dispatcher(POOL).submit(chat(POOL + 1), 0.1).answer, TooLarge)
+    assert is_refusal(dispatcher(POOL).submit(chat(POOL + 1), 0.1).answer, ErrorCode.TOO_LARGE)
 
 
 def test_load_of_a_placement_is_that_of_the_output_that_fits() -> None:

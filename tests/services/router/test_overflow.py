@@ -8,9 +8,9 @@ import pytest
 
 from runtime.pages.plan import PageCount
 from services.common.placement import Outcome, Placement, Release, Role
+from services.common.router_errors import ErrorCode
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
-from services.router.errors import NoWorkers, TooLarge
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair, PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
@@ -18,6 +18,7 @@ from services.router.roster import Claim, Reason
 from tests.services.router.samples import (
     COMPATIBLE,
     beat,
+    is_refusal,
     place,
     place_request,
     registration,
@@ -317,8 +318,8 @@ def test_service_continues_without_its_decode_worker() -> None:
     for fleet in (router, without):
         fleet.fleet.deregister("d0", "e1")
     assert placed(router.submit(place_request(), 0.0)) == "p0"
-    assert isinstance(without.submit(place_request(), 0.0).answer, NoWorkers)
-    assert isinstance(router.submit(place_request(17, 64 * 16), 0.0).answer, TooLarge)
+    assert is_refusal(without.submit(place_request(), 0.0).answer, ErrorCode.NO_WORKERS)
+    assert is_refusal(router.submit(place_request(17, 64 * 16), 0.0).answer, ErrorCode.TOO_LARGE)
 
 
 def test_view_has_whether_a_prefill_worker_decodes() -> None:

@@ -18,7 +18,7 @@ from services.common.placement import (
 )
 from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
-from services.router.errors import RouterException
+from services.router.errors import Refusal
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
@@ -200,7 +200,7 @@ class Both:
 
 def _answer(call: PendingPlacement) -> Any:
     answer = call.answer
-    if isinstance(answer, RouterException):
+    if isinstance(answer, Refusal):
         return type(answer), str(answer), answer.retry_after_s
     return answer
 

@@ -4,13 +4,13 @@ from random import Random
 from typing import Any
 
 from services.common.placement import Outcome, Placement, Release, Role
+from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
 from services.router.dispatcher import Dispatcher
-from services.router.errors import QueueFull
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
-from tests.services.router.samples import beat, place_request, registration
+from tests.services.router.samples import beat, is_refusal, place_request, registration
 
 RATE = 10  # calls that the worker finishes in a second
 
@@ -65,7 +65,7 @@ def test_wait_stays_under_the_limit_at_three_times_the_capacity() -> None:
     for _ in range(50):
         probes += [service.submit(tenant="a") for _ in range(3)]
         service.advance()
-    refused = [call for call in probes if isinstance(call.answer, QueueFull)]
+    refused = [call for call in probes if is_refusal(call.answer, ErrorCode.QUEUE_FULL)]
     assert 80 <= len(refused) <= 120, "two of three calls are refused, at once"
     while len(service.router.queue):
         service.advance()
@@ -76,7 +76,7 @@ def test_refusal_says_when_to_retry() -> None:
     service = Service(shed_after_s=5.0)
     calls = service.overload(20, 3, "a")
     refusal = calls[-1].answer
-    assert isinstance(refusal, QueueFull)
+    assert is_refusal(refusal, ErrorCode.QUEUE_FULL)
     assert refusal.retry_after_s in (5, 6), "the time after which the queue is empty"
 
 
@@ -86,7 +86,9 @@ def test_first_overload_is_shed_although_the_rate_is_unknown() -> None:
     service.now = 0.5
     assert service.submit(tenant="a").answer is None
     service.now = 2.1
-    assert isinstance(service.submit(tenant="a").answer, QueueFull), "the first waits for 2.1 s"
+    assert is_refusal(service.submit(tenant="a").answer, ErrorCode.QUEUE_FULL), (
+        "the first waits for 2.1 s"
+    )
 
 
 def test_overload_of_one_tenant_does_not_shed_another() -> None:
@@ -108,16 +110,18 @@ def test_full_queue_refuses_the_last_call_of_the_tenant_with_most_tokens() -> No
     flood = [service.submit(tenant="flood") for _ in range(4)]
     other = service.submit(tenant="other")
     assert other.answer is None
-    assert isinstance(flood[-1].answer, QueueFull)
+    assert is_refusal(flood[-1].answer, ErrorCode.QUEUE_FULL)
     assert [call.answer for call in flood[:-1]] == [None] * 3
-    assert isinstance(service.submit(tenant="flood").answer, QueueFull)
+    assert is_refusal(service.submit(tenant="flood").answer, ErrorCode.QUEUE_FULL)
     assert [call.answer for call in flood[:-1]] == [None] * 3, "calls that wait are not replaced"
 
 
 def test_admitted_requests_are_not_shed() -> None:
     service = Service()
     service.overload(10, 3, "a")
-    assert isinstance([service.submit(tenant="a") for _ in range(3)][-1].answer, QueueFull)
+    assert is_refusal(
+        [service.submit(tenant="a") for _ in range(3)][-1].answer, ErrorCode.QUEUE_FULL
+    )
     assert service.submit(tenant="a", admitted=True).answer is None
 
 
@@ -172,17 +176,17 @@ def test_requests_are_not_shed_after_a_stall_once_workers_are_idle() -> None:
     service.router.heartbeat(beat("c0", pages_free=2), service.now)
     service.router.advance(service.now)  # all workers are idle
     burst = [service.submit() for _ in range(15)]
-    assert not any(isinstance(call.answer, QueueFull) for call in burst)
+    assert not any(is_refusal(call.answer, ErrorCode.QUEUE_FULL) for call in burst)
 
 
 def test_rate_of_a_stall_is_forgotten_while_nothing_is_queued() -> None:
     service = Service()
     _stall(service, 20)
-    assert isinstance([service.submit() for _ in range(15)][-1].answer, QueueFull)
+    assert is_refusal([service.submit() for _ in range(15)][-1].answer, ErrorCode.QUEUE_FULL)
     while len(service.router.queue):
         service.advance()
     service.now += 60
     service.router.heartbeat(beat("c0", pages_free=0, running=1), service.now)  # a long answer
     service.router.advance(service.now)
     burst = [service.submit() for _ in range(15)]
-    assert not any(isinstance(call.answer, QueueFull) for call in burst)
+    assert not any(is_refusal(call.answer, ErrorCode.QUEUE_FULL) for call in burst)
