@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice, product
-from typing import Protocol
 
 from services.common.placement import Compatibility, Registration, Role
+from services.router.capacity import WorkerSnapshot
 
 _MAX_COMPARED = 16
 """Maximum number of workers that are compared to find the most similar one for a reason."""
@@ -16,19 +16,6 @@ _REMEDIES = {
 }
 """Advice on properties that follow from settings, by name of the property."""
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-
-
-class Member(Protocol):
-    """A worker of a pair: its registration, or its snapshot."""
-
-    @property
-    def worker_id(self) -> str: ...
-
-    @property
-    def role(self) -> Role: ...
-
-    @property
-    def compatibility(self) -> Compatibility: ...
 
 
 def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
@@ -51,7 +38,7 @@ def unmatched(workers: Sequence[Registration]) -> dict[str, str]:
     return reasons
 
 
-def difference(workers: Sequence[Member]) -> str:
+def difference(workers: Sequence[Registration | WorkerSnapshot]) -> str:
     """Return a sentence about the most similar pair of a prefill and a decode worker.
 
     It names the workers and the properties in which they differ. ``workers`` must include both

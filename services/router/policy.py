@@ -58,14 +58,8 @@ class Pair:
         return sum(worker.delay(demand, role) for worker, role in self.roles)
 
 
-class Candidate(Protocol):
-    """A worker or a pair of workers, with the property that policies compare besides delays."""
-
-    @property
-    def last_placement(self) -> int: ...
-
-
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", WorkerSnapshot, Pair)
+"""What a policy chooses."""
 
 
 class PolicyName(StrEnum):
