@@ -274,7 +274,24 @@ class Dispatcher:
                 ErrorCode.STARTING,
                 "the router has just started, and no suitable worker has registered yet",
             )
-        return _exception_for(reason, request)
+        match reason:
+            case Reason.UNKNOWN_MODEL:
+                return Refusal(
+                    ErrorCode.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}"
+                )
+            case Reason.AMBIGUOUS_MODEL:
+                return Refusal(
+                    ErrorCode.INVALID, "model: must be set, because several models are served"
+                )
+            case Reason.TOO_LARGE:
+                output = request.required_tokens or request.max_tokens
+                return Refusal(
+                    ErrorCode.TOO_LARGE,
+                    f"{request.prompt_tokens} prompt and {output} output tokens in "
+                    f"{request.choices} choices do not fit on any worker",
+                )
+            case _:
+                return Refusal(ErrorCode.NO_WORKERS, "no pair of compatible workers is ready")
 
     def _promise(self, pair: Pair, call: PendingPlacement, now: float) -> Placement:
         return self.fleet.promise(pair, call.demand, call.request.placement_id, now)
@@ -282,22 +299,3 @@ class Dispatcher:
     def _answer(self, call: PendingPlacement, answer: Placement | Refusal) -> None:
         self.queue.remove(call, served=isinstance(answer, Placement))
         call.resolve(answer)
-
-
-def _exception_for(reason: Reason, request: PlaceRequest) -> Refusal:
-    match reason:
-        case Reason.UNKNOWN_MODEL:
-            return Refusal(ErrorCode.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}")
-        case Reason.AMBIGUOUS_MODEL:
-            return Refusal(
-                ErrorCode.INVALID, "model: must be set, because several models are served"
-            )
-        case Reason.TOO_LARGE:
-            output = request.required_tokens or request.max_tokens
-            return Refusal(
-                ErrorCode.TOO_LARGE,
-                f"{request.prompt_tokens} prompt and {output} output tokens in "
-                f"{request.choices} choices do not fit on any worker",
-            )
-        case _:
-            return Refusal(ErrorCode.NO_WORKERS, "no pair of compatible workers is ready")
