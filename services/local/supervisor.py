@@ -114,17 +114,15 @@ class Supervisor:
         """Record that the deployment is ready. From then on, only a settings error ends it."""
         self._ready = True
 
-    def reload(self) -> None:
-        """Let all processes read their files with secrets again."""
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.send_signal(signal.SIGHUP)
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes.
 
-    def kill(self) -> None:
-        """End all processes at once, without letting running requests finish."""
+        On SIGHUP, they read their files with secrets again. SIGKILL ends them at once, without
+        letting running requests finish.
+        """
         for process in self._processes.values():
             if process.returncode is None:
-                process.kill()
+                process.send_signal(number)
 
     async def run(self) -> None:
         """Run the processes until cancelled, then stop the gateway, and the others after it.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,13 @@ def _stop_on_signals(supervisor: Supervisor) -> asyncio.Event:
 
     def interrupt() -> None:
         if stop.is_set():
-            supervisor.kill()
+            supervisor.send_signal(signal.SIGKILL)
         stop.set()
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    handle_sighup(supervisor.reload)
+    handle_sighup(partial(supervisor.send_signal, signal.SIGHUP))
     return stop
 
 

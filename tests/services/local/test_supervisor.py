@@ -94,7 +94,7 @@ async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
     os.kill(pid, signal.SIGSTOP)  # does not handle SIGTERM
     running.cancel()
     await asyncio.sleep(0)
-    supervisor.kill()
+    supervisor.send_signal(signal.SIGKILL)
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not psutil.pid_exists(pid)
@@ -281,7 +281,7 @@ async def test_reload_is_passed_on_and_ends_no_process(tmp_path: Path) -> None:
     pid = await _pid(supervisor)
     async with asyncio.timeout(60):
         while "SIGHUP: reading files again" not in (tmp_path / "router.log").read_text():
-            supervisor.reload()  # also while the process is starting
+            supervisor.send_signal(signal.SIGHUP)  # also while the process is starting
             await asyncio.sleep(0.05)
     assert supervisor.pids == {"router": pid}
     assert psutil.pid_exists(pid)

@@ -147,13 +147,14 @@ async def test_sighup_is_passed_on_to_the_services() -> None:
         stop = up_module._stop_on_signals(supervisor)
         os.kill(os.getpid(), signal.SIGHUP)
         async with asyncio.timeout(10):
-            while not supervisor.reload.called:  # noqa: ASYNC110 - the mock has no event
+            while not supervisor.send_signal.called:  # noqa: ASYNC110 - the mock has no event
                 await asyncio.sleep(0.001)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, previous)
     assert not stop.is_set()
+    supervisor.send_signal.assert_called_with(signal.SIGHUP)
 
 
 def test_ready_line_is_on_stdout_and_names_the_kv_format(
