@@ -1,7 +1,8 @@
 """Network addresses: IPv6 literals, loopback, and the local address towards another host."""
 
 import socket
-from ipaddress import ip_address
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 
@@ -18,12 +19,25 @@ def without_port(host: str) -> str:
     return bare.partition(":")[0] if bare.count(":") == 1 else bare
 
 
+@lru_cache(4096)
+def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
+    """Return an IP address without its zone, or None for other text.
+
+    The IPv4 address is returned for an IPv4-mapped one, such as ``::ffff:127.0.0.1``.
+    """
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
 def is_unspecified(host: str) -> bool:
     """Return whether a listener on ``host`` uses all interfaces: ``0.0.0.0``, ``::`` or empty."""
-    try:
-        return not host or ip_address(host.strip("[]")).is_unspecified
-    except ValueError:  # a name
-        return False
+    if not host:
+        return True
+    address = parse_ip(host.strip("[]"))
+    return address is not None and address.is_unspecified
 
 
 def is_loopback(host: str) -> bool:
@@ -35,21 +49,13 @@ def is_loopback(host: str) -> bool:
     if not host:
         return False
     bare = host.removeprefix("[").removesuffix("]")
-    try:
-        return _is_loopback_address(bare)
-    except ValueError:
-        pass  # the host is a name, not an address
+    if address := parse_ip(bare):
+        return address.is_loopback
     try:
         found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    return bool(found) and all(_is_loopback_address(str(entry[4][0])) for entry in found)
-
-
-def _is_loopback_address(address: str) -> bool:
-    parsed = ip_address(address)
-    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
-    return (mapped or parsed).is_loopback
+    return bool(found) and all(is_loopback(str(entry[4][0])) for entry in found)
 
 
 def address_towards(url: str) -> str | None:

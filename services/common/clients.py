@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_network
 
-from services.common.addresses import without_port
+from services.common.addresses import parse_ip, without_port
 
 FORWARDED_FOR = "x-forwarded-for"
 
@@ -49,7 +48,7 @@ class ClientAddresses:
 
     def is_proxy(self, peer: str | None) -> bool:
         """Return whether the peer of a connection is a trusted proxy."""
-        address = _parse(peer or "")
+        address = parse_ip(peer or "")
         return address is not None and self._trusts(address)
 
     def identify(self, peer: str | None, forwarded: Iterable[str] = ()) -> Client:
@@ -59,13 +58,13 @@ class ClientAddresses:
             peer: address of the connection's peer.
             forwarded: values of all ``X-Forwarded-For`` headers, in order.
         """
-        address = _parse(peer or "")
+        address = parse_ip(peer or "")
         if address is None:
             return Client(_UNKNOWN)
         hops = 0
         if self._trusts(address):
             for entry in reversed(",".join(forwarded).split(",")):
-                if (named := _parse(without_port(entry))) is None:
+                if (named := parse_ip(without_port(entry))) is None:
                     break
                 address, hops = named, hops + 1
                 if not self._trusts(address):
@@ -82,15 +81,6 @@ def split_grpc_peer(peer: str) -> str | None:
     if kind not in ("ipv4", "ipv6"):
         return None
     return without_port(rest.replace("%5B", "[").replace("%5D", "]"))
-
-
-@lru_cache(4096)
-def _parse(text: str) -> _Address | None:
-    try:
-        address = ip_address(text.partition("%")[0])  # without the zone of a link-local address
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _name(address: _Address) -> str:

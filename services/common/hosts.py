@@ -6,9 +6,8 @@ Such requests have the page's domain in ``Host``.
 """
 
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
 
-from services.common.addresses import without_port
+from services.common.addresses import parse_ip, without_port
 
 # Names that public DNS does not resolve: RFC 6761, and ICANN's name for private use, which
 # containers use for their host (host.docker.internal).
@@ -42,12 +41,5 @@ class HostCheck:
         return None
 
     def _accepts(self, name: str) -> bool:
-        return not name or name in self._names or name.endswith(self._suffixes) or _is_ip(name)
-
-
-def _is_ip(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+        known = not name or name in self._names or name.endswith(self._suffixes)
+        return known or parse_ip(name) is not None
