@@ -1,4 +1,4 @@
-"""Signal handling during the start of a process, on SIGHUP, and when its parent ends."""
+"""Signal handling during the start of a process, on SIGHUP, at its stop and its parent's end."""
 
 import asyncio
 import ctypes
@@ -53,6 +53,15 @@ def handle_sighup(reload: Callable[[], None]) -> None:
             reload()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Return an event that SIGTERM or SIGINT sets."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 def has_terminal() -> bool:

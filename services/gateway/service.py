@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import signal
 
 import structlog
 import uvloop
@@ -16,6 +15,7 @@ from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading
+from services.common.signals import stop_on_signals
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
@@ -62,7 +62,7 @@ async def serve(settings: GatewaySettings) -> None:
         listener.close()
         await gateway.close()
         raise
-    stop = _stop_on_signals()
+    stop = stop_on_signals()
     freeze_loaded()
     await rpc.start()
     serving = asyncio.create_task(http.serve([listener]))
@@ -103,11 +103,3 @@ async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
         gateway.metrics.ready.set(ready)
         await rpc.set_serving(ready)
         await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop

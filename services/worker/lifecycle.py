@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from services.common.metrics_server import OperationServers
 from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes
 from services.common.secret_files import reloading
+from services.common.signals import stop_on_signals
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
@@ -294,15 +294,6 @@ def _registration(
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
     )
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM or SIGINT sets."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _report_state(
