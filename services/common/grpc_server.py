@@ -57,13 +57,11 @@ class TokenInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(OPEN_SERVICES):
-            return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        if self._check.accepts(given):
-            return await continuation(handler_call_details)
-        if await continuation(handler_call_details) is None:  # the method is unknown
-            return None
+        is_open = handler_call_details.method.startswith(OPEN_SERVICES)
+        if is_open or self._check.accepts(given) or handler is None:  # None: an unknown method
+            return handler
         # Aborts calls of all kinds of methods, before their request has arrived.
         return grpc.stream_stream_rpc_method_handler(_abort)
 
