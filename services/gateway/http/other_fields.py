@@ -2,11 +2,11 @@
 
 Many clients send such fields with values that change nothing. Each field is declared once, with the
 values that are accepted and ignored. All other values are refused with an error that names the
-field, because the client would get another answer than it asked for. The parser, the OpenAPI
-document and the table in FIELDS.md of the gateway follow from the declarations.
+field, because the client would get another answer than it asked for. The parser and the OpenAPI
+document follow from the declarations. The table in FIELDS.md of the gateway lists them as well.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,24 +163,3 @@ IN_PART = _declare(
     (_HINT, ("cache_control", "prompt_cache_breakpoint")),
     (_only([]), ("annotations",)),
 )
-
-_PLACES = {
-    "": IN_REQUEST,
-    "stream_options.": IN_STREAM_OPTIONS,
-    "messages[].": IN_MESSAGE,
-    "messages[].content[].": IN_PART,
-}
-
-
-def fields_by_accepted_values() -> dict[str, list[str]]:
-    """Return the paths of all declared fields by `OtherField.accepted`, as in FIELDS.md."""
-    grouped: dict[str, list[str]] = {}
-    for place, others in _PLACES.items():
-        for name, other in others.items():
-            grouped.setdefault(other.accepted, []).append(f"`{place}{name}`")
-    return grouped
-
-
-def table_rows(groups: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the rows of the table in FIELDS.md."""
-    return [f"| {accepted} | {', '.join(fields)} |" for accepted, fields in groups.items()]
