@@ -1,6 +1,5 @@
 """Requests that the live page lists, by tenant: running, ended, and ended without a worker."""
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,14 +27,12 @@ class Unplaced:
     """Requests that ended in the same way before a worker was chosen, such as refusals.
 
     Attributes:
-        since: monotonic time of the first one, seconds.
-        last: monotonic time of the last one, seconds.
+        since: monotonic time at which the first one ended, seconds.
         newest: the last one.
     """
 
     count: int
     since: float
-    last: float
     newest: RequestTimeline
 
 
@@ -56,16 +53,15 @@ class TenantRequests:
         self.ended: deque[RequestTimeline] = deque(maxlen=MAX_ENDED)
         self.unplaced: dict[str, Unplaced] = {}
 
-    def end(self, timeline: RequestTimeline, now: float) -> None:
-        """Move a request, which has ended at monotonic time ``now``, to the ended ones."""
-        self.running.pop(timeline.number, None)
+    def end(self, timeline: RequestTimeline) -> None:
+        """Move a request, which has just ended, to the ended ones."""
+        del self.running[timeline.number]
         if timeline.was_placed:
             self.ended.appendleft(timeline)
             return
-        self._drop_old(now)
-        group = self.unplaced.setdefault(timeline.status, Unplaced(0, now, now, timeline))
+        self._drop_old(timeline.ended)
+        group = self.unplaced.setdefault(timeline.status, Unplaced(0, timeline.ended, timeline))
         group.count += 1
-        group.last = now
         group.newest = timeline
 
     def describe(self, now: float) -> dict[str, Any]:
@@ -81,7 +77,7 @@ class TenantRequests:
                     "status": status,
                     "count": group.count,
                     "since_s": round(now - group.since, 3),
-                    "last_s": round(now - group.last, 3),
+                    "last_s": round(now - group.newest.ended, 3),
                     "newest": group.newest.describe(now),
                 }
                 for status, group in self.unplaced.items()
@@ -89,9 +85,9 @@ class TenantRequests:
         }
 
     def _drop_old(self, now: float) -> None:
-        old = [status for status, group in self.unplaced.items() if now - group.last > UNPLACED_S]
-        for status in old:
-            del self.unplaced[status]
+        for status, group in tuple(self.unplaced.items()):
+            if now - group.newest.ended > UNPLACED_S:
+                del self.unplaced[status]
 
 
 class RecentRequests:
@@ -126,7 +122,7 @@ class RecentRequests:
             with timeline.ending():
                 yield timeline
         finally:
-            kept.end(timeline, _now())
+            kept.end(timeline)
 
     def refuse(self, request: GenerationRequest, error: ServiceError) -> None:
         """List a request that the gateway refuses with an error."""
@@ -140,7 +136,3 @@ class RecentRequests:
                 del self._tenants[former]
             self._tenants[name] = TenantRequests()
         return self._tenants[name]
-
-
-def _now() -> float:
-    return time.monotonic()

@@ -73,6 +73,7 @@ class RequestTimeline:
         status: `RUNNING`, `OK`, `CANCELLED` or the code of a `ServiceError`.
         number: number of the request, counted in order of arrival at this gateway.
         attempts: the last attempts.
+        ended: time of the end, in monotonic time, seconds; infinite while the request runs.
         output_tokens: number of output tokens of all choices, as in ``usage``.
         times: stage times that the last worker reported, seconds.
     """
@@ -95,9 +96,9 @@ class RequestTimeline:
         self._first: float | None = None
         # The time of the last token of each choice.
         self._last: dict[int, float] = {}
-        self._ended: float | None = None
         self._number_of_attempts = 0
         self.status = RUNNING
+        self.ended = math.inf
         self.attempts: deque[Attempt] = deque(maxlen=_MAX_ATTEMPTS)
         self.output_tokens = 0
         self.times: dict[str, float] = {}
@@ -180,7 +181,7 @@ class RequestTimeline:
             raise
         finally:
             self.status = status
-            self._ended = _now()
+            self.ended = _now()
             if self._span.recording:
                 self._span.set({"gen_ai.usage.output_tokens": self.output_tokens})
                 if self._first is not None:
@@ -210,7 +211,7 @@ class RequestTimeline:
             "attempts": self._number_of_attempts,
             "failures": [a.failure for a in self.attempts if a.failure],
             "first_token_s": None if first is None else _rounded(first - self._arrived),
-            "total_s": _rounded((now if self._ended is None else self._ended) - self._arrived),
+            "total_s": _rounded(min(now, self.ended) - self._arrived),
             "stages": self.stages(now),
             "read_s": _rounded(self.times.get("transfer", 0.0)),
             "verify_s": _rounded(self.times.get("verify", 0.0)),
@@ -218,7 +219,7 @@ class RequestTimeline:
 
     def stages(self, now: float) -> list[Stage]:
         """Return the stages up to monotonic time ``now``, in order and without overlaps."""
-        end = now if self._ended is None else self._ended
+        end = min(now, self.ended)
         spans: list[tuple[str, float, float]] = []
         if self.attempts:
             spans.append(("receive", self._arrived, self.attempts[0].began))

@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import Overloaded, ServiceError, Unavailable
 from services.common.placement import ModelInfo, Placement, WorkerAddress
 from services.common.tracing import NO_SPAN
-from services.gateway import recent, timeline
+from services.gateway import timeline
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.recent import MAX_ENDED, MAX_RUNNING, UNPLACED_S, RecentRequests
@@ -32,7 +32,6 @@ class Requests:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(timeline, "_now", lambda: self.now)
-        monkeypatch.setattr(recent, "_now", lambda: self.now)
         self.kept = RecentRequests(GatewayMetrics(), ApiKeys())
         self.started = 0
 
