@@ -1,7 +1,5 @@
 """Prometheus metrics of the gateway: the service as its clients see it."""
 
-import math
-
 from headrace.v1 import decode_pb2, error_pb2
 from services.common.metrics import MetricFactory, service_registry
 from services.common.secret_metrics import SecretMetrics
@@ -44,11 +42,11 @@ class GatewayMetrics:
             "Seconds from the arrival of a request to its last token.",
             buckets=_SECONDS,
         )
-        self._stages = make.seconds(
+        self.stages = make.seconds(
             "request_stage", "Seconds of a request in each stage.", "stage", buckets=_SECONDS
         )
         for stage in _STAGES:
-            self._stages.labels(stage)
+            self.stages.labels(stage)
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = make.counter(
             "generation_tokens",
@@ -61,16 +59,3 @@ class GatewayMetrics:
             "reason",
             values=map(failure_reason, error_pb2.ErrorCode.values()),
         )
-
-    def observe_routing(self, seconds: float) -> None:
-        """Record the duration of a placement request to the router, in seconds."""
-        self._stages.labels("route").observe(seconds)
-
-    def observe_stages(self, times: decode_pb2.StageTimes) -> None:
-        """Record the stage times of a stream. A stage that was skipped is 0 and not recorded.
-
-        Implausible times are ignored: one that is not a number would remain in the sum for ever.
-        """
-        for field, seconds in times.ListFields():
-            if 0 < seconds < math.inf:
-                self._stages.labels(field.name).observe(seconds)

@@ -28,7 +28,7 @@ from typing import Any
 from headrace.v1 import decode_pb2
 from services.common.errors import DeadlineExceeded, InternalFault, ServiceError
 from services.common.placement import Placement
-from services.common.tracing import NO_SPAN, Span
+from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import GenerationRequest
 
@@ -90,9 +90,6 @@ class RequestTimeline:
         self._choices = request.options.n
         self._metrics = metrics
         self._span = span
-        self._trace = span.ids.get("trace_id")
-        # The time of the first token, on the clock of spans.
-        self._streaming_since = 0.0
         self._first: float | None = None
         # The time of the last token of each choice.
         self._last: dict[int, float] = {}
@@ -137,7 +134,6 @@ class RequestTimeline:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
             self._span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived})
-            self._streaming_since = time.perf_counter()
         for choice, count in counts.items():
             if (last := self._last.get(choice)) is not None:
                 for _ in range(count):
@@ -153,10 +149,15 @@ class RequestTimeline:
         self._metrics.generation_tokens.inc(total)
 
     def record_stages(self, times: decode_pb2.StageTimes) -> None:
-        """Record the stage times of a worker, except implausible ones."""
-        self._metrics.observe_stages(times)
+        """Record the stage times of a worker. The time of a stage that was skipped is 0.
+
+        Implausible times are ignored: one that is not a number would remain in the sum of the
+        metric for ever.
+        """
         found = ((field.name, seconds) for field, seconds in times.ListFields())
         self.times = {name: seconds for name, seconds in found if 0 < seconds < math.inf}
+        for name, seconds in self.times.items():
+            self._metrics.stages.labels(name).observe(seconds)
 
     def fail(self, reason: str) -> None:
         """End the attempt with the failure of a worker."""
@@ -185,8 +186,8 @@ class RequestTimeline:
             if self._span.recording:
                 self._span.set({"gen_ai.usage.output_tokens": self.output_tokens})
                 if self._first is not None:
-                    self._span.record("stream", self._streaming_since, time.perf_counter())
-            self._span = NO_SPAN
+                    end = time.perf_counter()  # the clock of spans
+                    self._span.record("stream", end - (self.ended - self._first), end)
 
     def finish(self, reasons: Sequence[str]) -> None:
         """Record that all choices are complete, with the finish reason of each."""
@@ -200,7 +201,7 @@ class RequestTimeline:
         return {
             "number": self.number,
             "id": self._id,
-            "trace": self._trace,
+            "trace": self._span.ids.get("trace_id"),
             "age_s": _rounded(now - self._arrived),
             "status": self.status,
             "prompt_tokens": self._prompt_tokens,
