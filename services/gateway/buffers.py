@@ -1,7 +1,7 @@
 """The memory for request bodies, which all requests share."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from services.common.errors import Overloaded
@@ -17,54 +17,39 @@ class Buffers:
 
     Args:
         limit: maximum bytes of all bodies together.
+
+    Attributes:
+        held: bytes of each owner.
     """
 
     def __init__(self, limit: int) -> None:
         self._free = limit
-        self._held: Counter[str] = Counter()
-
-    @property
-    def held(self) -> int:
-        """Bytes that are held at present."""
-        return self._held.total()
+        self.held: Counter[str] = Counter()
 
     @contextmanager
-    def open(self, owner: str) -> Iterator["Buffer"]:
-        """Return a buffer of one request, whose bytes are released at the end of the block.
+    def open(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Return the buffer of one request, whose bytes are released at the end of the block.
+
+        The buffer is a function that adds a number of bytes. It raises `Overloaded` if they exceed
+        what the owner may hold.
 
         Args:
             owner: name of the tenant, or address of the client.
         """
-        buffer = Buffer(self, owner)
+        size = 0
+
+        def grow(added: int) -> None:
+            nonlocal size
+            if self.held[owner] + added > self._free:
+                raise Overloaded("there is no memory for this request now: too many are being read")
+            size += added
+            self.held[owner] += added
+            self._free -= added
+
         try:
-            yield buffer
+            yield grow
         finally:
-            self._free += buffer.size
-            self._held[owner] -= buffer.size
-            if not self._held[owner]:
-                del self._held[owner]
-
-    def take(self, owner: str, size: int) -> None:
-        """Count ``size`` more bytes for an owner. Raises `Overloaded` if a limit is exceeded."""
-        if self._held[owner] + size > self._free:
-            raise Overloaded("there is no memory for this request now: too many are being read")
-        self._free -= size
-        self._held[owner] += size
-
-
-class Buffer:
-    """The bytes of one request. ``size`` is their number."""
-
-    def __init__(self, buffers: Buffers, owner: str) -> None:
-        self._buffers = buffers
-        self._owner = owner
-        self.size = 0
-
-    def grow(self, size: int) -> None:
-        """Add bytes.
-
-        Raises:
-            Overloaded: if the limit of all requests or of the owner is exceeded.
-        """
-        self._buffers.take(self._owner, size)
-        self.size += size
+            self._free += size
+            self.held[owner] -= size
+            if not self.held[owner]:
+                del self.held[owner]

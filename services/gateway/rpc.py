@@ -194,10 +194,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
         with (
-            self._gateway.buffers.open(accepted.owner.name) as buffer,
+            self._gateway.buffers.open(accepted.owner.name) as grow,
             accepted.span.child("tokenize"),
         ):
-            buffer.grow(size + _MESSAGE_BYTES * len(message.chat.messages))
+            grow(size + _MESSAGE_BYTES * len(message.chat.messages))
             async with self._gateway.prompts.slot(accepted.owner, size):
                 return await self._parse(message, size, accepted)
 

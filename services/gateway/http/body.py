@@ -1,11 +1,11 @@
 """Reading of request bodies: media type, size, time and memory are limited."""
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.requests import Request
 
 from services.common.errors import ClientGone, TooLarge, UnsupportedMediaType
-from services.gateway.buffers import Buffer
 from services.gateway.http.middleware import RequestTimeout
 
 _JSON = "application/json"
@@ -27,11 +27,13 @@ def require_json(request: Request) -> None:
         )
 
 
-async def read_body(request: Request, buffer: Buffer, *, limit: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: Request, grow: Callable[[int], None], *, limit: int, timeout_s: float
+) -> bytes:
     """Read the request body, up to ``limit`` bytes within ``timeout_s`` seconds.
 
     Args:
-        buffer: grows by the size of the body as it arrives.
+        grow: adds bytes to the buffer of the request, see `services.gateway.buffers`.
 
     Raises:
         TooLarge: if the body is longer.
@@ -53,7 +55,7 @@ async def read_body(request: Request, buffer: Buffer, *, limit: int, timeout_s: 
                 chunk = message.get("body", b"")
                 if len(body) + len(chunk) > limit:
                     raise too_large
-                buffer.grow(len(chunk))
+                grow(len(chunk))
                 body += chunk
                 if not message.get("more_body", False):
                     return bytes(body)

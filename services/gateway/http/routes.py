@@ -163,11 +163,11 @@ class _Routes:
                 return await use(parsed, len(raw))
 
         require_json(request)
-        with gateway.buffers.open(context.owner.name) as buffer:
+        with gateway.buffers.open(context.owner.name) as grow:
             with context.span.child("receive"):
                 raw = await read_body(
                     request,
-                    buffer,
+                    grow,
                     limit=settings.max_body_bytes,
                     timeout_s=settings.body_timeout_s,
                 )

@@ -252,16 +252,16 @@ async def test_abandoned_requests_leave_the_queue(
         pb.GenerateRequest(text=HEAVY["prompt"])
     )
     reading = asyncio.ensure_future(call.read())
-    await until(lambda: site.gateway.buffers.held > 10 * len(body))
+    await until(lambda: site.gateway.buffers.held.total() > 10 * len(body))
     for raw in raws:
         await raw.close()
     call.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    await until(lambda: site.gateway.buffers.held == 2 * len(body))
+    await until(lambda: site.gateway.buffers.held.total() == 2 * len(body))
     gate.opened.set()
     assert {response.status_code for response in await asyncio.gather(*running)} == {200}
     assert gate.reached == 2, "an abandoned text was tokenized"
-    await until(lambda: site.gateway.buffers.held == 0)
+    await until(lambda: site.gateway.buffers.held.total() == 0)
 
 
 async def test_thread_of_an_abandoned_request_keeps_its_slot(
@@ -275,7 +275,7 @@ async def test_thread_of_an_abandoned_request_keeps_its_slot(
     for raw in raws:
         await raw.close()
     later = asyncio.create_task(site.http.post("/tokenize", json=HEAVY))
-    await until(lambda: site.gateway.buffers.held == 3 * len(body))
+    await until(lambda: site.gateway.buffers.held.total() == 3 * len(body))
     assert gate.reached == 2
     gate.opened.set()
     assert (await later).status_code == 200
