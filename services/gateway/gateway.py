@@ -118,13 +118,7 @@ class Gateway:
             tls=settings.tls,
             timeout_s=settings.connect_timeout_s,
         )
-        self._sessions = SessionPool(
-            token=settings.token,
-            tls=settings.tls,
-            connect_timeout_s=settings.connect_timeout_s,
-            ping_timeout_s=settings.ping_timeout_s,
-            max_buffered_tokens=settings.stream_buffer_tokens,
-        )
+        self._sessions = SessionPool(settings)
         self.clients = ClientAddresses(settings.trusted_proxies)
         self.buffers = Buffers(settings.max_buffered_bytes)
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)

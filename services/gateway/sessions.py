@@ -17,7 +17,7 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
 from services.common.errors import ServiceError, TooLarge, Unavailable
 from services.common.grpc_server import MAX_ITEM_BYTES, credentials, open_channel
 from services.common.placement import WorkerAddress
-from services.common.tls import MutualTls
+from services.gateway.settings import GatewaySettings
 from services.gateway.worker_failure import WorkerFailure
 
 log = structlog.get_logger()
@@ -107,22 +107,14 @@ class WorkerSession:
     def __init__(
         self,
         worker: WorkerAddress,
+        settings: GatewaySettings,
         *,
-        token: str | None,
-        tls: MutualTls | None,
-        connect_timeout_s: float,
-        ping_timeout_s: float,
-        max_buffered_tokens: int,
         on_confirmed: Callable[["WorkerSession"], None],
         on_end: Callable[["WorkerSession"], None],
     ) -> None:
         self.worker = worker
         self.alive = True
-        self._token = token
-        self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
-        self._ping_timeout_s = ping_timeout_s
-        self._max_buffered_tokens = max_buffered_tokens
+        self._settings = settings
         self._on_confirmed = on_confirmed
         self._on_end = on_end
         self._connected = self._confirmed = False
@@ -144,7 +136,7 @@ class WorkerSession:
             )
         number = message.stream = self._next_number
         self._next_number += 1
-        stream = WorkerStream(self, number, self._max_buffered_tokens)
+        stream = WorkerStream(self, number, self._settings.stream_buffer_tokens)
         self._streams[number] = stream
         self._outbox.put_nowait(decode_pb2.DecodeCommand(start=message))
         return stream
@@ -190,15 +182,17 @@ class WorkerSession:
 
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""
+        settings = self._settings
         reason = "the worker ended the session"
-        pings = self._ping_timeout_s
-        async with open_channel(self.worker.address, self._tls, ping_timeout_s=pings) as channel:
+        async with open_channel(
+            self.worker.address, settings.tls, ping_timeout_s=settings.ping_timeout_s
+        ) as channel:
             try:
-                async with asyncio.timeout(self._connect_timeout_s):
+                async with asyncio.timeout(settings.connect_timeout_s):
                     await _connected(channel)
                 self._connected = True
                 stub = decode_pb2_grpc.DecodeStub(channel)
-                call = stub.Session(self._commands(), metadata=credentials(self._token))
+                call = stub.Session(self._commands(), metadata=credentials(settings.token))
                 async for step in call:
                     if step is None:  # gRPC could not decode it
                         reason = "cannot parse a DecodeStep message"
@@ -206,7 +200,7 @@ class WorkerSession:
                     self._dispatch(step)
                     await asyncio.sleep(0)  # let streams be read before the next step is buffered
             except TimeoutError:
-                reason = f"no connection within {self._connect_timeout_s} s"
+                reason = f"no connection within {settings.connect_timeout_s} s"
             except ConnectionError as error:
                 reason = str(error)
             except aio.AioRpcError as error:
@@ -255,29 +249,10 @@ class SessionPool:
     Two routers may briefly know different epochs of one worker. Each epoch has its own session, so
     that a placement on an ended epoch does not disturb the streams of the current one. A session
     whose worker confirms its epoch ends those of other epochs.
-
-    Args:
-        token: cluster token, or None.
-        tls: certificates for mutual TLS, or None.
-        connect_timeout_s: time to connect to a worker, seconds.
-        ping_timeout_s: see `services.common.grpc_server.open_channel`.
-        max_buffered_tokens: maximum tokens that one stream buffers; above it, the stream fails.
     """
 
-    def __init__(
-        self,
-        *,
-        token: str | None,
-        connect_timeout_s: float,
-        ping_timeout_s: float,
-        max_buffered_tokens: int,
-        tls: MutualTls | None = None,
-    ) -> None:
-        self._token = token
-        self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
-        self._ping_timeout_s = ping_timeout_s
-        self._max_buffered_tokens = max_buffered_tokens
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
         self._sessions: dict[WorkerAddress, WorkerSession] = {}
 
     def get(self, worker: WorkerAddress) -> WorkerSession:
@@ -286,11 +261,7 @@ class SessionPool:
         if session is None:
             session = WorkerSession(
                 worker,
-                token=self._token,
-                tls=self._tls,
-                connect_timeout_s=self._connect_timeout_s,
-                ping_timeout_s=self._ping_timeout_s,
-                max_buffered_tokens=self._max_buffered_tokens,
+                self._settings,
                 on_confirmed=self._end_other_epochs,
                 on_end=self._remove,
             )
@@ -314,5 +285,4 @@ class SessionPool:
                 session.end(session.lost("the worker restarted with another epoch"))
 
     def _remove(self, session: WorkerSession) -> None:
-        if self._sessions.get(session.worker) is session:
-            del self._sessions[session.worker]
+        del self._sessions[session.worker]

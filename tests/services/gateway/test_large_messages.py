@@ -12,6 +12,7 @@ from services.common.grpc_server import MAX_ITEM_BYTES, MAX_MESSAGE_BYTES, GrpcS
 from services.common.placement import WorkerAddress
 from services.common.token_ids import pack_tokens
 from services.gateway.sessions import SessionPool, WorkerSession, WorkerStream
+from services.gateway.settings import GatewaySettings
 from services.worker.streams import Stream, StreamSession
 from tests.services.gateway.fakes import until
 
@@ -55,9 +56,8 @@ async def gate(worker: Worker) -> AsyncIterator[WorkerSession]:
     server = GrpcServer("127.0.0.1:0", ["headrace.v1.Decode"])
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)
     await server.start()
-    pool = SessionPool(
-        token=None, connect_timeout_s=30, ping_timeout_s=30, max_buffered_tokens=1000
-    )
+    settings = {"connect_timeout_s": 30, "ping_timeout_s": 30, "stream_buffer_tokens": 1000}
+    pool = SessionPool(GatewaySettings.model_validate(settings))
     address = f"127.0.0.1:{server.port}"
     yield pool.get(WorkerAddress(worker_id="w", epoch="e", address=address))
     await pool.close()
