@@ -8,7 +8,6 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import structlog
-from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc import aio
 from grpc_status import rpc_status
@@ -287,20 +286,17 @@ async def _abort(context: Context, error: ServiceError) -> NoReturn:
     The details are ErrorInfo, BadRequest if a field is invalid, and RetryInfo if the client should
     retry.
     """
-    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=_DOMAIN)]
+    status = status_pb2.Status(code=error.grpc_status.value[0], message=error.message)
+    reason = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=_DOMAIN)
+    status.details.add().Pack(reason)
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.param, description=error.message
         )
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    packed = [any_pb2.Any() for _ in details]
-    for target, detail in zip(packed, details, strict=True):
-        target.Pack(detail)
-    number = error.grpc_status.value[0]
-    status = status_pb2.Status(code=number, message=error.message, details=packed)
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
     await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort_with_status always raises")
