@@ -92,7 +92,7 @@ class _Choice:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int) -> None:
-        self.finished = False
+        # UNSPECIFIED until the choice is complete.
         self.reason: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopStringFilter(stops)
@@ -127,7 +127,6 @@ class _Choice:
         """Append the held tokens to ``delta``, and set the finish reason."""
         while self._held:
             self._release(delta)
-        self.finished = True
         self.reason = delta.finish = reason
 
     def _append(self, text: str, delta: TextDelta, *, stops: bool = True) -> bool:
@@ -170,7 +169,7 @@ class TextAssembler:
     @property
     def finish_reasons(self) -> list[str]:
         """Finish reason of each choice that is complete, in OpenAI's names."""
-        return [FINISH_REASONS[choice.reason] for choice in self._choices if choice.finished]
+        return [FINISH_REASONS[choice.reason] for choice in self._choices if choice.reason]
 
     def push(
         self,
@@ -188,7 +187,7 @@ class TextAssembler:
         deltas: dict[int, TextDelta] = {}
         for token in tokens:
             choice = self._choices[token.choice]
-            if choice.finished:
+            if choice.reason:
                 continue
             delta = deltas.get(token.choice)
             if delta is None:
@@ -198,7 +197,7 @@ class TextAssembler:
                 self._unfinished -= 1
         for index, reason in ended:
             choice = self._choices[index]
-            if choice.finished:
+            if choice.reason:
                 continue
             choice.finish(deltas.setdefault(index, TextDelta(index)), reason)
             self._unfinished -= 1

@@ -5,13 +5,11 @@ from typing import Self
 from headrace.v1 import error_pb2
 from services.common.error_codes import UNREACHED, VERDICTS, error_reason
 
-WORKER_LOST = "worker_lost"
-
 
 def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
     """Return the name of a worker's error code, or ``worker_lost`` for UNSPECIFIED."""
     if code == error_pb2.ERROR_CODE_UNSPECIFIED:
-        return WORKER_LOST
+        return "worker_lost"
     return error_reason(code)
 
 
@@ -19,6 +17,7 @@ class WorkerFailure(Exception):
     """A stream failed on a worker.
 
     Attributes:
+        reason: metric label: the name of the error code, or ``worker_lost``.
         verdict: what to do about the failure.
 
     Args:
@@ -39,6 +38,7 @@ class WorkerFailure(Exception):
         self.message = message
         self.code = code
         self.blame = blame
+        self.reason = failure_reason(code)
         self.verdict = VERDICTS[code] if reached else UNREACHED
 
     @classmethod
@@ -47,8 +47,3 @@ class WorkerFailure(Exception):
         known = error.code and error.code in error_pb2.ErrorCode.values()
         code = error.code if known else error_pb2.ERROR_CODE_INTERNAL
         return cls(error.message, code, error.worker_id or worker_id)
-
-    @property
-    def reason(self) -> str:
-        """Metric label: the name of the error code, or ``worker_lost``."""
-        return failure_reason(self.code)
