@@ -100,7 +100,7 @@ class Generator:
                         stream = self._start(request, routed.placement, progress, retries, attempt)
                         while not text.done:
                             received = await stream.next()
-                            progress.accept(received)
+                            progress.accept(received, routed.placement)
                             deltas = _assemble(received, text, timeline)
                             if not text.done:  # else the whole stream is closed
                                 _cancel_stopped(stream, deltas, progress)

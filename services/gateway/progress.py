@@ -25,13 +25,11 @@ class Progress:
     """
 
     def __init__(self, request: GenerationRequest) -> None:
-        self.max_tokens = self._requested = request.max_tokens
+        self._request = request
+        self.max_tokens = request.max_tokens
         self.stop_token_ids: tuple[int, ...] = ()
-        self._ignores_ends = request.options.ignore_eos
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
-        self._worker_id = ""
-        self._vocab_size = 0
         self._delivered_before = 0
 
     @property
@@ -60,32 +58,34 @@ class Progress:
         Args:
             stop_token_ids: tokens that end the output of their model.
         """
-        self.stop_token_ids = () if self._ignores_ends else stop_token_ids
-        self.max_tokens = min(self._requested, len(self.replayed) + placement.max_tokens)
-        self._worker_id = placement.decode.worker_id
-        self._vocab_size = placement.model.vocab_size
+        self.stop_token_ids = () if self._request.options.ignore_eos else stop_token_ids
+        self.max_tokens = min(self._request.max_tokens, len(self.replayed) + placement.max_tokens)
         self._delivered_before = self._count
 
-    def accept(self, deltas: Sequence[decode_pb2.StreamDelta]) -> None:
+    def accept(self, deltas: Sequence[decode_pb2.StreamDelta], placement: Placement) -> None:
         """Record tokens; call this before they are delivered. On an error, nothing is recorded.
+
+        Args:
+            deltas: what the decode worker of the placement sent.
 
         Raises:
             WorkerFailure: if a token is not the next one of its choice, is outside the vocabulary
                 or has a log probability that is not finite, or if a choice ends with an invalid
                 reason.
         """
+        vocab_size = placement.model.vocab_size
         next_index = [len(tokens) for tokens in self.delivered]
         for delta in deltas:
             for token in delta.tokens:
                 if token.choice >= len(next_index) or token.index != next_index[token.choice]:
-                    raise _protocol_error(f"token {token.index} is out of order", self._worker_id)
-                if not _is_valid(token, self._vocab_size):
-                    raise _protocol_error(f"token {token.index} is malformed", self._worker_id)
+                    raise _protocol_error(f"token {token.index} is out of order", placement)
+                if not _is_valid(token, vocab_size):
+                    raise _protocol_error(f"token {token.index} is malformed", placement)
                 next_index[token.choice] += 1
             for end in delta.ended:
                 if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
                     message = f"choice {end.choice} ended with finish reason {end.reason}"
-                    raise _protocol_error(message, self._worker_id)
+                    raise _protocol_error(message, placement)
         for delta in deltas:
             for token in delta.tokens:
                 self.delivered[token.choice].append(token.token)
@@ -110,7 +110,8 @@ def _is_valid(token: sampling_pb2.Token, vocab_size: int) -> bool:
     return all(top.token < vocab_size and math.isfinite(top.logprob) for top in token.top)
 
 
-def _protocol_error(message: str, worker_id: str) -> WorkerFailure:
+def _protocol_error(message: str, placement: Placement) -> WorkerFailure:
+    worker_id = placement.decode.worker_id
     return WorkerFailure(
         f"worker {worker_id} violated the protocol: {message}",
         error_pb2.ERROR_CODE_INTERNAL,
