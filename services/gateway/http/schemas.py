@@ -50,13 +50,8 @@ def _document_ignored(schema: dict[str, Any], body: type["_Body"]) -> None:
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if name not in required and {"type": "null"} not in field.get("anyOf", ()):
-            described = {k: field.pop(k) for k in ("title", "description") if k in field}
-            default = {"default": field.pop("default")} if "default" in field else {}
-            schema["properties"][name] = {
-                "anyOf": [field, {"type": "null"}],
-                **described,
-                **default,
-            }
+            described = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
     for name, other in body.others.items():
         if name not in body.model_fields:
             schema["properties"][name] = other.schema
@@ -129,20 +124,8 @@ class _GenerationBody(_Body, GenerationFields):
             raise InvalidRequest("stream_options requires stream", param="stream_options")
         return self
 
-    @property
-    def client_names(self) -> dict[str, str]:
-        """Maps fields of `GenerationOptions` to their names in this body, where these differ."""
-        return {}
-
-    def options(self) -> GenerationOptions:
-        """Return the generation parameters.
-
-        Raises:
-            InvalidRequest: if fields contradict each other.
-        """
-        raise NotImplementedError
-
     def _options(self, **own: Any) -> GenerationOptions:
+        """Return the generation parameters: the shared fields, and those of a subclass."""
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
         return GenerationOptions.model_construct(**{**shared, **own})
 
@@ -157,6 +140,7 @@ class CompletionBody(_GenerationBody):
     ] = None
 
     def options(self) -> GenerationOptions:
+        """Return the generation parameters."""
         return self._options(logprobs=self.logprobs)
 
 
@@ -208,10 +192,16 @@ class ChatBody(_GenerationBody):
 
     @property
     def client_names(self) -> dict[str, str]:
+        """Maps fields of `GenerationOptions` to their names in this body, where these differ."""
         newer = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {"logprobs": "top_logprobs", "max_tokens": newer}
 
     def options(self) -> GenerationOptions:
+        """Return the generation parameters.
+
+        Raises:
+            InvalidRequest: if fields contradict each other.
+        """
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             raise InvalidRequest(
