@@ -2,13 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import orjson
 import structlog
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -39,12 +40,12 @@ class RequestMiddleware:
     """ASGI middleware that assigns request ids, and logs and counts each request.
 
     Args:
-        count: callback that is called with the route and the status of each request.
+        requests: counter of requests by route and status.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, requests: Counter) -> None:
         self._app = app
-        self._count = count
+        self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +78,7 @@ class RequestMiddleware:
         error: ServiceError | None = state.get("error")
         status = error.status if error is not None else state.get("status", 500)
         route = getattr(scope.get("route"), "path", "unknown")
-        self._count(route, status)
+        self._requests.labels(route, str(status)).inc()
         details = {} if error is None else {"error": error.message[:300]}
         level = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
         if route in _POLLED:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -80,13 +80,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     app.openapi = openapi  # type: ignore[method-assign]
 
-    def count(route: str, status: int) -> None:
-        gateway.metrics.requests.labels(route, str(status)).inc()
-
     guarded: ASGIApp = AccessMiddleware(app, gateway)
     if origins := gateway.settings.allowed_origins:
         guarded = allow_origins(guarded, origins)
-    return RequestMiddleware(guarded, count)
+    return RequestMiddleware(guarded, gateway.metrics.requests)
 
 
 class _Routes:
@@ -292,17 +289,12 @@ class _Routes:
         self, prompt: str | list[str] | list[int] | list[list[int]], size: int
     ) -> list[Sequence[int]]:
         """Return the token ids of each prompt in a body of this size."""
-        if isinstance(prompt, str):
-            return [await self._gateway.prompts.encode_prompt(prompt, size)]
-        if prompt and isinstance(prompt[0], int):
-            return [[token for token in prompt if isinstance(token, int)]]
+        is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        prompts = cast("list[str | list[int]]", [prompt] if is_single else prompt)
         limit = self._gateway.settings.max_prompts
-        if not 1 <= len(prompt) <= limit:
+        if not 1 <= len(prompts) <= limit:
             raise InvalidRequest(f"a request must have 1 to {limit} prompts", param="prompt")
-        prompts: list[Sequence[int]] = []
-        for one in prompt:
-            if isinstance(one, str):
-                prompts.append(await self._gateway.prompts.encode_prompt(one, size))
-            elif isinstance(one, list):
-                prompts.append(one)
-        return prompts
+        return [
+            await self._gateway.prompts.encode_prompt(one, size) if isinstance(one, str) else one
+            for one in prompts
+        ]

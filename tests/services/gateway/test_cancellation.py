@@ -8,6 +8,7 @@ import pytest
 from headrace.v1 import decode_pb2, error_pb2
 from services.common.errors import Unavailable
 from services.gateway.http.middleware import RequestMiddleware
+from services.gateway.metrics import GatewayMetrics
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import completion, failing, outcomes
 from tests.services.gateway.fakes import (
@@ -210,13 +211,14 @@ async def test_failed_attempts_are_not_repeated_after_the_drain(site: Site) -> N
 
 
 async def test_request_that_the_server_cancels_is_counted() -> None:
-    counted: list[tuple[str, int]] = []
+    metrics = GatewayMetrics()
 
     async def cancelled(*_: object) -> None:
         raise asyncio.CancelledError
 
-    middleware = RequestMiddleware(cancelled, lambda route, status: counted.append((route, status)))
+    middleware = RequestMiddleware(cancelled, metrics.requests)
     scope = {"type": "http", "method": "POST", "path": "/", "scheme": "http", "headers": []}
     with pytest.raises(asyncio.CancelledError):
         await middleware(scope, AsyncMock(), AsyncMock())
-    assert counted == [("unknown", 500)]
+    labels = {"endpoint": "unknown", "status": "500"}
+    assert metrics.registry.get_sample_value("headrace_requests_total", labels) == 1
