@@ -59,18 +59,17 @@ class EventWriter:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
         self._with_role: set[int] = set()
-        envelope = {
+        self._envelope = {
             "id": info.id,
             "object": "chat.completion.chunk" if info.chat else "text_completion",
             "created": info.created,
             "model": info.model,
         }
-        self._envelope = envelope
-        self._head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":[{"index":'
-        before = b',"delta":{"content":' if info.chat else b',"text":'
-        after = b"}" if info.chat else b""
-        self._before_text = before
-        self._after_text = after + b',"logprobs":null,"finish_reason":null}]'
+        self._head = b"data: " + orjson.dumps(self._envelope)[:-1] + b',"choices":[{"index":'
+        self._before_text = b',"delta":{"content":' if info.chat else b',"text":'
+        self._after_text = b',"logprobs":null,"finish_reason":null}]'
+        if info.chat:
+            self._after_text = b"}" + self._after_text
         self._end = b',"usage":null}\n\n' if info.include_usage else b"}\n\n"
 
     def write(self, deltas: Sequence[TextDelta]) -> bytes:

@@ -93,11 +93,7 @@ def _load() -> dict[str, _File]:
 
 def _respond(request: Request, file: _File) -> Response:
     headers = {**_HEADERS, "etag": file.etag}
-    known = (tag.strip().removeprefix("W/") for tag in _tags(request))
-    if file.etag in known:
+    known = request.headers.get("if-none-match", "").split(",")
+    if file.etag in (tag.strip().removeprefix("W/") for tag in known):
         return Response(status_code=304, headers=headers)
     return Response(file.content, media_type=file.media_type, headers=headers)
-
-
-def _tags(request: Request) -> list[str]:
-    return request.headers.get("if-none-match", "").split(",")

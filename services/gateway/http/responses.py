@@ -58,7 +58,7 @@ class GenerationResponse(Response):
         self._started = self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(send) if self._streams else self._send_json(send)
+        work = self._send_events(send) if self._streams else self._send_json(scope, receive, send)
         try:
             async with enforce_deadline(self._requests[0].context.deadline):
                 await cancel_on_disconnect(receive, work)
@@ -88,17 +88,12 @@ class GenerationResponse(Response):
         self._ended = True
         await send({"type": "http.response.body", "body": writer.finish()})
 
-    async def _send_json(self, send: Send) -> None:
+    async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = sum(request.options.n for request in self._requests)
-        response = ResponseBuilder(self._info, self._prompt_tokens, choices)
+        builder = ResponseBuilder(self._info, self._prompt_tokens, choices)
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
-                response.add(deltas)
-        body = response.body()
+                builder.add(deltas)
+        response = Response(builder.body(), media_type="application/json")
         self._started = self._ended = True
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await response(scope, receive, send)
