@@ -62,12 +62,10 @@ class TransferRates:
         Args:
             now: time at which a router returned ``workers``, seconds.
         """
-        current = {(w.worker_id, w.epoch): self._measure(w, now) for w in workers}
-        self._last = current
-        silent = (worker.silent_s > _SILENT_S for worker in workers)
+        self._last = {(w.worker_id, w.epoch): self._measure(w, now) for w in workers}
         return [
-            _NO_KV if is_silent else measured.rates
-            for measured, is_silent in zip(current.values(), silent, strict=True)
+            _NO_KV if worker.silent_s > _SILENT_S else measured.rates
+            for worker, measured in zip(workers, self._last.values(), strict=True)
         ]
 
     def _measure(self, worker: WorkerView, now: float) -> _Measurement:
@@ -134,13 +132,13 @@ class LiveState:
         }
 
     def _describe_workers(self, listed: WorkerList) -> dict[str, Any]:
+        # Workers that are not ready come first, so that the list has them in any case.
         workers = sorted(
             (w for w in listed.workers if w.model == self._gateway.model.name),
-            key=lambda worker: worker.worker_id,
+            key=lambda worker: (worker.state == "ready", worker.worker_id),
         )
         rates = self._rates.update(workers, asyncio.get_running_loop().time())
         described = [_describe(w, rate) for w, rate in zip(workers, rates, strict=True)]
-        described.sort(key=lambda worker: worker["state"] == "ready")  # others are listed first
         return {
             "workers": sorted(described[:MAX_WORKERS], key=lambda worker: str(worker["name"])),
             "workers_total": len(workers),

@@ -54,9 +54,6 @@ class AccessMiddleware:
         self._requests = ClientLimit(settings.max_connections, settings.max_client_connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         peer = scope.get("client")
         client = self._clients.identify(peer and peer[0], headers.getlist(FORWARDED_FOR))

@@ -48,9 +48,6 @@ class RequestMiddleware:
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         request_id = valid_request_id(headers.get("x-request-id"))
         span = http_span(scope, headers, request_id)
