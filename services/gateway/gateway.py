@@ -81,6 +81,7 @@ class Gateway:
     """State that both public interfaces share. Must be created inside a running event loop.
 
     Attributes:
+        running: number of prompts in progress.
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
         limits: limits of requests that depend on the workers.
@@ -106,7 +107,7 @@ class Gateway:
         self.draining = False
         self.requires_key = keys.required
         self._keys = keys
-        self._running = 0
+        self.running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._asking = asyncio.Lock()
@@ -139,11 +140,6 @@ class Gateway:
             metrics=self.metrics,
             recent=self.recent,
         )
-
-    @property
-    def running(self) -> int:
-        """Number of prompts in progress."""
-        return self._running
 
     def authenticate(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of an API key, or raise `Unauthenticated`."""
@@ -240,20 +236,20 @@ class Gateway:
     def _admit(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
         count = len(requests)
         limit = self.settings.max_concurrent
-        if self._running + count > limit:
-            full = Overloaded(f"{self._running} prompts are in progress, the limit is {limit}")
+        if self.running + count > limit:
+            full = Overloaded(f"{self.running} prompts are in progress, the limit is {limit}")
             for request in requests:
                 self.recent.refuse(request, full)
             raise full
-        self._running += count
-        self.metrics.running.set(self._running)
+        self.running += count
+        self.metrics.running.set(self.running)
         self._idle.clear()
         try:
             yield
         finally:
-            self._running -= count
-            self.metrics.running.set(self._running)
-            if not self._running:
+            self.running -= count
+            self.metrics.running.set(self.running)
+            if not self.running:
                 self._idle.set()
 
     async def _merge(

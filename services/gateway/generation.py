@@ -14,11 +14,8 @@ import structlog
 
 from headrace.v1 import decode_pb2, sampling_pb2
 from services.common.error_codes import Cause
-from services.common.errors import (
-    Overloaded,
-    Unavailable,
-)
-from services.common.placement import Outcome, Placement, WorkerAddress
+from services.common.errors import Overloaded, Unavailable
+from services.common.placement import Outcome, Placement
 from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
@@ -212,23 +209,15 @@ def _record_failure(
 ) -> None:
     """Set the outcome of a failed attempt, and count it.
 
+    The router may blame the worker that the failure names only if the placement has it.
+
     Args:
         progressed: whether the attempt delivered tokens.
     """
     refused = failure.verdict.cause is Cause.REFUSAL
     routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
-    failed, routed.blame = _failed_worker(failure, routed.placement)
-    retries.add(failure, failed or routed.placement.decode, progressed=progressed)
-
-
-def _failed_worker(
-    failure: WorkerFailure, placement: Placement
-) -> tuple[WorkerAddress | None, str | None]:
-    """Return the worker named by a failure, and its id if the router should blame it.
-
-    The worker is None if it is not in the placement.
-    """
-    for worker in (placement.decode, placement.prefill):
-        if worker is not None and worker.worker_id == failure.blame:
-            return worker, worker.worker_id if failure.verdict.blames_worker else None
-    return None, None
+    decode, prefill = routed.placement.decode, routed.placement.prefill
+    named = [worker for worker in (decode, prefill) if worker and worker.worker_id == failure.blame]
+    if named and failure.verdict.blames_worker:
+        routed.blame = failure.blame
+    retries.add(failure, named[0] if named else decode, progressed=progressed)

@@ -224,19 +224,18 @@ class RouterClient:
                 headers=trace,
             )
         )
-        answered = False
         try:
             while not (await asyncio.wait({answering}, timeout=PROBE_PERIOD_S))[0]:
                 await self._probe(router)
             response, answer = answering.result()
             self._answered[router] = _now()
             placed = parse_answer(response, answer, request.placement_id)
-            answered = True
-        finally:
-            if not answered and _was_sent(answering):
+        except BaseException:
+            if _was_sent(answering):
                 unused = Release(placement_id=request.placement_id, outcome=Outcome.CANCELLED)
                 self._send_release(router, unused)
             answering.cancel()
+            raise
         if isinstance(placed, ServiceError):
             raise placed
         return placed
