@@ -42,7 +42,7 @@ class RoutedPlacement:
 
     placement: Placement
     router: str
-    release: Callable[["RoutedPlacement"], None]
+    release: Callable[[str, Release], None]
     outcome: Outcome = Outcome.CANCELLED
     blame: str | None = None
 
@@ -50,7 +50,11 @@ class RoutedPlacement:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.release(self)
+        placement_id = self.placement.placement_id
+        self.release(
+            self.router,
+            Release(placement_id=placement_id, outcome=self.outcome, blame=self.blame),
+        )
 
 
 class RouterClient:
@@ -177,15 +181,8 @@ class RouterClient:
             self._routers.remove(router)
             self._routers.insert(0, router)
 
-    def _release(self, routed: RoutedPlacement) -> None:
+    def _release(self, router: str, message: Release) -> None:
         """Report the end of a placed request, in the background."""
-        placement_id = routed.placement.placement_id
-        self._send_release(
-            routed.router,
-            Release(placement_id=placement_id, outcome=routed.outcome, blame=routed.blame),
-        )
-
-    def _send_release(self, router: str, message: Release) -> None:
         task = asyncio.create_task(self._post_release(router, message.model_dump_json().encode()))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -233,7 +230,7 @@ class RouterClient:
         except BaseException:
             if _was_sent(answering):
                 unused = Release(placement_id=request.placement_id, outcome=Outcome.CANCELLED)
-                self._send_release(router, unused)
+                self._release(router, unused)
             answering.cancel()
             raise
         if isinstance(placed, ServiceError):

@@ -146,7 +146,7 @@ class WorkerSession:
 
         A session that is not confirmed ends with its last stream: its epoch may have ended.
         """
-        if self._streams.pop(number, None) is not None and cancel and self.alive:
+        if self._streams.pop(number, None) is not None and cancel:
             message = decode_pb2.CancelStream(stream=number)
             self._outbox.put_nowait(decode_pb2.DecodeCommand(cancel=message))
         if not self._streams and not self._confirmed:

@@ -28,6 +28,7 @@ class ResponseInfo:
     created: int
     model: str
     tokenizer: Tokenizer
+    prompt_tokens: int
     chat: bool
     with_logprobs: bool
     include_usage: bool = False
@@ -54,9 +55,8 @@ class EventWriter:
     With `ResponseInfo.continuous_usage`, each event has the usage of the request so far.
     """
 
-    def __init__(self, info: ResponseInfo, prompt_tokens: int) -> None:
+    def __init__(self, info: ResponseInfo) -> None:
         self._info = info
-        self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
         self._with_role: set[int] = set()
         self._envelope = {
@@ -102,7 +102,7 @@ class EventWriter:
         return format_event({**self._envelope, "choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> dict[str, int]:
-        return format_usage(self._prompt_tokens, self._completion_tokens)
+        return format_usage(self._info.prompt_tokens, self._completion_tokens)
 
     def _detailed(self, delta: TextDelta) -> list[bytes]:
         logprobs = None
@@ -146,9 +146,8 @@ class _ChoiceOutput:
 class ResponseBuilder:
     """Collects the output of a response that is not streamed."""
 
-    def __init__(self, info: ResponseInfo, prompt_tokens: int, choices: int) -> None:
+    def __init__(self, info: ResponseInfo, choices: int) -> None:
         self._info = info
-        self._prompt_tokens = prompt_tokens
         self._choices = [_ChoiceOutput() for _ in range(choices)]
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
@@ -172,7 +171,7 @@ class ResponseBuilder:
                 "created": info.created,
                 "model": info.model,
                 "choices": [self._choice(i, c) for i, c in enumerate(self._choices)],
-                "usage": format_usage(self._prompt_tokens, count),
+                "usage": format_usage(info.prompt_tokens, count),
             }
         )
 

@@ -54,7 +54,6 @@ class GenerationResponse(Response):
         self._requests = requests
         self._info = info
         self._streams = stream
-        self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._started = self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +73,7 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": event})
 
     async def _send_events(self, send: Send) -> None:
-        writer = EventWriter(self._info, self._prompt_tokens)
+        writer = EventWriter(self._info)
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 if not self._started:
@@ -90,7 +89,7 @@ class GenerationResponse(Response):
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = sum(request.options.n for request in self._requests)
-        builder = ResponseBuilder(self._info, self._prompt_tokens, choices)
+        builder = ResponseBuilder(self._info, choices)
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 builder.add(deltas)

@@ -44,7 +44,7 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.requests import GenerationOptions, RequestContext
+from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 
 _DESCRIPTION = """OpenAI-compatible API.
 
@@ -188,8 +188,7 @@ class _Routes:
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
-        info = self._info(f"cmpl-{context.request_id}", body, options, chat=False)
-        return GenerationResponse(self._gateway, requests, info, stream=body.stream)
+        return self._respond(body, requests)
 
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -204,8 +203,7 @@ class _Routes:
         generation = self._gateway.builder.build(
             context, prompt, options, chat=True, names=body.client_names
         )
-        info = self._info(f"chatcmpl-{context.request_id}", body, options, chat=True)
-        return GenerationResponse(self._gateway, [generation], info, stream=body.stream)
+        return self._respond(body, [generation])
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
@@ -265,21 +263,25 @@ class _Routes:
             "max_model_len": self._gateway.limits.context_length,
         }
 
-    def _info(
-        self, id: str, body: CompletionBody | ChatBody, options: GenerationOptions, *, chat: bool
-    ) -> ResponseInfo:
+    def _respond(
+        self, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]
+    ) -> Response:
+        """Return the response that generates the output of the requests in a body."""
         model = self._gateway.model
+        first = requests[0]
         stream = body.stream_options or StreamOptions()
-        return ResponseInfo(
-            id=id,
+        info = ResponseInfo(
+            id=f"{'chatcmpl' if first.chat else 'cmpl'}-{first.context.request_id}",
             created=int(time.time()),
             model=model.name,
             tokenizer=model.tokenizer,
-            chat=chat,
-            with_logprobs=options.logprobs is not None,
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            chat=first.chat,
+            with_logprobs=first.options.logprobs is not None,
             include_usage=stream.include_usage,
             continuous_usage=stream.continuous_usage_stats,
         )
+        return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
     async def _chat(self, messages: Sequence[Message], size: int) -> list[int]:
         """Return the token ids of a conversation in a body of this size."""
