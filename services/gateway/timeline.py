@@ -45,7 +45,7 @@ Stage = tuple[str, float, float]
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement of a request. Times are in monotonic time, seconds.
+    """One placement of a request. Times are in monotonic time, seconds; infinite until then.
 
     Attributes:
         began: start of the placement request.
@@ -56,13 +56,13 @@ class Attempt:
     """
 
     began: float
-    placed: float | None = None
+    placed: float = math.inf
     prefill: str | None = None
     decode: str | None = None
-    first: float | None = None
-    second: float | None = None
-    last: float | None = None
-    ended: float | None = None
+    first: float = math.inf
+    second: float = math.inf
+    last: float = math.inf
+    ended: float = math.inf
     failure: str | None = None
 
 
@@ -103,7 +103,7 @@ class RequestTimeline:
     @property
     def was_placed(self) -> bool:
         """Whether workers were chosen for an attempt."""
-        return any(attempt.placed is not None for attempt in self.attempts)
+        return any(attempt.placed < math.inf for attempt in self.attempts)
 
     def route(self) -> None:
         """Begin an attempt with its placement request."""
@@ -140,9 +140,9 @@ class RequestTimeline:
                     self._metrics.inter_token.observe((now - last) / count)
             self._last[choice] = now
         attempt.last = now
-        if attempt.first is None:
+        if attempt.first == math.inf:
             attempt.first = now
-        elif attempt.second is None:
+        elif attempt.second == math.inf:
             attempt.second = now
         total = sum(counts.values())
         self.output_tokens += total
@@ -236,33 +236,32 @@ class RequestTimeline:
 def _spans(attempt: Attempt, times: dict[str, float], end: float) -> list[tuple[str, float, float]]:
     """Return name, start and end of each stage of an attempt, in monotonic time.
 
+    Stages that the attempt has not reached, or that it lacks, have no duration.
+
     Args:
         times: stage times that the worker reported, seconds; empty if it has not.
         end: end of the request, or the present if it is running.
     """
-    if attempt.placed is None:
-        return [("route", attempt.began, end)]
-    spans = [("route", attempt.began, attempt.placed)]
+    placed = min(attempt.placed, end)
+    first = min(attempt.first, end)
+    route = ("route", attempt.began, placed)
     if attempt.failure is not None:
-        return [*spans, ("failed", attempt.placed, attempt.ended or end)]
-    first = end if attempt.first is None else attempt.first
-    computing = max(attempt.placed, first - times["prefill"]) if "prefill" in times else None
-    if computing is None:
-        spans.append(("prefill", attempt.placed, first))
+        return [route, ("failed", placed, min(attempt.ended, end))]
+    computing = max(placed, first - times["prefill"]) if "prefill" in times else placed
+    queued = max(placed, computing - times.get("queue", 0.0))
+    if attempt.prefill is None:
+        arrived = first
+    elif "decode" in times:
+        arrived = min(max(first, attempt.last - times["decode"]), end)
     else:
-        queued = max(attempt.placed, computing - times.get("queue", 0.0))
-        spans += [("queue", queued, computing), ("prefill", computing, first)]
-    if attempt.first is None:
-        return spans
-    arrived = first if attempt.prefill is None else _kv_arrival(attempt, times, end)
-    return [*spans, ("transfer", first, arrived), ("decode", arrived, end)]
-
-
-def _kv_arrival(attempt: Attempt, times: dict[str, float], end: float) -> float:
-    """Return when the KV of an attempt with a first token had arrived, at the latest ``end``."""
-    if "decode" in times and attempt.last is not None and attempt.first is not None:
-        return min(end, max(attempt.first, attempt.last - times["decode"]))
-    return end if attempt.second is None else attempt.second
+        arrived = min(attempt.second, end)
+    return [
+        route,
+        ("queue", queued, computing),
+        ("prefill", computing, first),
+        ("transfer", first, arrived),
+        ("decode", arrived, end),
+    ]
 
 
 def _rounded(seconds: float) -> float:
