@@ -103,6 +103,7 @@ class Gateway:
         self.model = model
         self.limits = ModelLimits(settings)
         self.metrics = GatewayMetrics()
+        self.metrics.running.set_function(lambda: self.running)
         self.recent = RecentRequests(self.metrics, keys)
         self.draining = False
         self.requires_key = keys.required
@@ -242,13 +243,11 @@ class Gateway:
                 self.recent.refuse(request, full)
             raise full
         self.running += count
-        self.metrics.running.set(self.running)
         self._idle.clear()
         try:
             yield
         finally:
             self.running -= count
-            self.metrics.running.set(self.running)
             if not self.running:
                 self._idle.set()
 
