@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Coroutine
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -133,23 +132,19 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) 
     Raises:
         ClientGone: if the client disconnects first.
     """
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+
+    async def watch(scope: asyncio.Timeout) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.reschedule(0)  # now
+
     try:
-        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client disconnected")
-        return working.result()
+        async with asyncio.timeout(None) as scope:
+            watching = asyncio.create_task(watch(scope))
+            return await work
+    except TimeoutError:
+        if scope.expired():
+            raise ClientGone("the client disconnected") from None
+        raise
     finally:
-        disconnect.cancel()
-        if not working.done():
-            working.cancel()
-            with suppress(asyncio.CancelledError):
-                await working
-        elif not working.cancelled():
-            working.exception()  # it may have failed just before this call was cancelled
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()

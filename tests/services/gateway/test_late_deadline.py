@@ -1,16 +1,13 @@
 """The deadline of a request passes at the moment at which its response ends."""
 
-import asyncio
-import gc
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 import structlog
 
-from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.errors import DeadlineExceeded
 from services.gateway.http import responses
-from services.gateway.http.middleware import cancel_on_disconnect
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import say
 
@@ -32,24 +29,3 @@ async def test_complete_response_has_no_error_appended(
     assert " Paris" in answer.text
     assert "error" not in answer.text
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == []
-
-
-async def test_failure_at_the_moment_of_a_cancellation_is_retrieved() -> None:
-    unhandled: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-
-    async def receive() -> Any:
-        await asyncio.sleep(60)
-
-    async def fail() -> None:
-        raise Unavailable("no worker")
-
-    waiting = asyncio.create_task(cancel_on_disconnect(receive, fail()))
-    for _ in range(2):  # the work has failed, and `waiting` has not noticed yet
-        await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    assert waiting.cancelled()
-    del waiting
-    gc.collect()
-    assert not unhandled
