@@ -2,9 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 import structlog
@@ -22,8 +23,6 @@ from services.gateway.http.other_paths import path_error
 from services.gateway.spans import end_request, http_span
 
 log = structlog.get_logger()
-
-_T = TypeVar("_T")
 
 _POLLED = frozenset({"/health", "/ready", "/metrics", "/page/state"})
 """Paths of periodic requests, which are logged at debug level."""
@@ -126,12 +125,9 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of ``work``, or cancel it if the client disconnects.
-
-    Raises:
-        ClientGone: if the client disconnects first.
-    """
+@asynccontextmanager
+async def cancel_on_disconnect(receive: Receive) -> AsyncGenerator[None]:
+    """Cancel the body of the ``with`` block if the client disconnects, and raise `ClientGone`."""
 
     async def watch(scope: asyncio.Timeout) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -141,7 +137,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) 
     try:
         async with asyncio.timeout(None) as scope:
             watching = asyncio.create_task(watch(scope))
-            return await work
+            yield
     except TimeoutError:
         if scope.expired():
             raise ClientGone("the client disconnected") from None

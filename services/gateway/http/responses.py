@@ -59,8 +59,11 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._send_events(send) if self._streams else self._send_json(scope, receive, send)
         try:
-            async with enforce_deadline(self._requests[0].context.deadline):
-                await cancel_on_disconnect(receive, work)
+            async with (
+                enforce_deadline(self._requests[0].context.deadline),
+                cancel_on_disconnect(receive),
+            ):
+                await work
         except ServiceError as error:
             if not self._started:
                 raise

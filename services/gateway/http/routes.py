@@ -1,7 +1,8 @@
 """Routes of the HTTP interface: OpenAI's API."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
@@ -44,7 +45,7 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
+from services.gateway.requests import GenerationRequest, RequestContext
 
 _DESCRIPTION = """OpenAI-compatible API.
 
@@ -52,7 +53,6 @@ Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a 
 does not support is a 405 with `Allow`. Probes also support HEAD."""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-_Result = TypeVar("_Result")
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -132,33 +132,16 @@ class _Routes:
             state.request_id, request.headers.get("authorization"), state.client, state.span
         )
 
+    @asynccontextmanager
     async def _read(
-        self,
-        request: Request,
-        context: RequestContext,
-        body: type[_Body],
-        use: Callable[[_Body, int], Awaitable[_Result]],
-    ) -> _Result:
-        """Read and parse a body; return the result of ``use(body, size)``, with the size in bytes.
+        self, request: Request, context: RequestContext, body: type[_Body]
+    ) -> AsyncGenerator[tuple[_Body, int]]:
+        """Read and parse a body; return it and its size in bytes.
 
-        The request holds memory, and a slot for large requests, until ``use`` returns. It leaves
-        the queue for slots if its client disconnects or its deadline passes.
+        The request holds memory, and a slot for large requests, until the end of the block. It
+        leaves the queue for slots if its client disconnects or its deadline passes.
         """
         gateway, settings = self._gateway, self._gateway.settings
-
-        async def parse_and_use(raw: bytes) -> _Result:
-            parse = partial(
-                parse_body,
-                raw,
-                body,
-                max_depth=settings.max_json_depth,
-                context_length=gateway.limits.context_length,
-            )
-            async with gateway.prompts.slot(context.owner, len(raw)):
-                parsed = await gateway.prompts.compute(len(raw), parse)
-                gateway.require_model(parsed.model)
-                return await use(parsed, len(raw))
-
         require_json(request)
         with gateway.buffers.open(context.owner.name) as grow:
             with context.span.child("receive"):
@@ -168,23 +151,31 @@ class _Routes:
                     limit=settings.max_body_bytes,
                     timeout_s=settings.body_timeout_s,
                 )
+            size = len(raw)
+            waits = not gateway.prompts.is_available(context.owner, size)
+            parse = partial(
+                parse_body,
+                raw,
+                body,
+                max_depth=settings.max_json_depth,
+                context_length=gateway.limits.context_length,
+            )
             with context.span.child("tokenize"):
-                async with enforce_deadline(context.deadline):
-                    work = parse_and_use(raw)
-                    if gateway.prompts.is_available(context.owner, len(raw)):
-                        return await work
-                    return await cancel_on_disconnect(request.receive, work)
+                async with (
+                    enforce_deadline(context.deadline),
+                    cancel_on_disconnect(request.receive) if waits else nullcontext(),
+                    gateway.prompts.slot(context.owner, size),
+                ):
+                    parsed = await gateway.prompts.compute(size, parse)
+                    gateway.require_model(parsed.model)
+                    yield parsed, size
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
         context = self._accept(request)
-
-        async def encode(
-            body: CompletionBody, size: int
-        ) -> tuple[CompletionBody, GenerationOptions, list[Sequence[int]]]:
-            return body, body.options(), await self._prompts(body.prompt, size)
-
-        body, options, prompts = await self._read(request, context, CompletionBody, encode)
+        async with self._read(request, context, CompletionBody) as (body, size):
+            options = body.options()
+            prompts = await self._prompts(body.prompt, size)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -193,13 +184,9 @@ class _Routes:
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         context = self._accept(request)
-
-        async def encode(
-            body: ChatBody, size: int
-        ) -> tuple[ChatBody, GenerationOptions, list[int]]:
-            return body, body.options(), await self._chat(body.messages, size)
-
-        body, options, prompt = await self._read(request, context, ChatBody, encode)
+        async with self._read(request, context, ChatBody) as (body, size):
+            options = body.options()
+            prompt = await self._chat(body.messages, size)
         generation = self._gateway.builder.build(
             context, prompt, options, chat=True, names=body.client_names
         )
@@ -207,37 +194,32 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
-
-        async def encode(body: TokenizeBody, size: int) -> list[int]:
+        async with self._read(request, self._accept(request), TokenizeBody) as (body, size):
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
             if body.messages is not None:
-                return await self._chat(body.messages, size)
-            return await self._gateway.prompts.encode(
-                body.prompt or "",
-                size,
-                add_special=body.add_special_tokens,
-                parse_special=body.parse_special,
-            )
-
-        tokens = await self._read(request, self._accept(request), TokenizeBody, encode)
+                tokens = await self._chat(body.messages, size)
+            else:
+                tokens = await self._gateway.prompts.encode(
+                    body.prompt or "",
+                    size,
+                    add_special=body.add_special_tokens,
+                    parse_special=body.parse_special,
+                )
         limit = self._gateway.limits.context_length
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
         tokenizer = self._gateway.model.tokenizer
-
-        async def decode(body: DetokenizeBody, size: int) -> str:
+        async with self._read(request, self._accept(request), DetokenizeBody) as (body, size):
             largest = max(body.tokens, default=0)
             if largest >= tokenizer.vocab_size:
                 raise InvalidRequest(
                     f"token id {largest} is outside the vocabulary", param="tokens"
                 )
-            work = partial(tokenizer.decode, body.tokens, skip_special=False)
-            return await self._gateway.prompts.compute(size, work)
-
-        text = await self._read(request, self._accept(request), DetokenizeBody, decode)
+            decode = partial(tokenizer.decode, body.tokens, skip_special=False)
+            text = await self._gateway.prompts.compute(size, decode)
         return json_response({"prompt": text})
 
     async def models(self, request: Request) -> Response:

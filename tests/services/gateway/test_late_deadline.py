@@ -1,7 +1,7 @@
 """The deadline of a request passes at the moment at which its response ends."""
 
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import pytest
 import structlog
@@ -16,8 +16,9 @@ from tests.services.gateway.fakes import say
 async def test_complete_response_has_no_error_appended(
     site: Site, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    async def late(_: object, work: Coroutine[Any, Any, None]) -> None:
-        await work
+    @asynccontextmanager
+    async def late(_: object) -> AsyncGenerator[None]:
+        yield
         raise DeadlineExceeded("the deadline passed")
 
     monkeypatch.setattr(responses, "cancel_on_disconnect", late)
