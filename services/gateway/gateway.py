@@ -19,12 +19,12 @@ from services.common.errors import (
     ServiceError,
     Unavailable,
 )
-from services.common.listings import ModelReadiness, WorkerList
+from services.common.listings import ModelReadiness
 from services.common.model_source import model_name, resolve_model
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.buffers import Buffers
 from services.gateway.generation import Generator
-from services.gateway.keys import ApiKeys, Tenant
+from services.gateway.keys import ApiKeys
 from services.gateway.limits import ModelLimits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
@@ -83,7 +83,8 @@ class Gateway:
     Attributes:
         running: number of prompts in progress.
         draining: whether new requests are refused.
-        requires_key: whether requests need an API key.
+        keys: API keys and their tenants.
+        router: client of the routers.
         limits: limits of requests that depend on the workers.
         recent: running and recent requests of each tenant.
         builder: builder that validates generation requests.
@@ -106,15 +107,14 @@ class Gateway:
         self.metrics.running.set_function(lambda: self.running)
         self.recent = RecentRequests(self.metrics, keys)
         self.draining = False
-        self.requires_key = keys.required
-        self._keys = keys
+        self.keys = keys
         self.running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._asking = asyncio.Lock()
         self._not_ready: str | None = None
         self._ready_until = 0.0
-        self._router = router or RouterClient(
+        self.router = router or RouterClient(
             settings.routers,
             token=settings.token,
             tls=settings.tls,
@@ -126,7 +126,7 @@ class Gateway:
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
         self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
         self._placer = Placer(
-            self._router,
+            self.router,
             self.metrics,
             model=model.name,
             queue_wait_s=settings.queue_wait_s,
@@ -142,10 +142,6 @@ class Gateway:
             recent=self.recent,
         )
 
-    def authenticate(self, authorization: str | None) -> Tenant | None:
-        """Return the tenant of an API key, or raise `Unauthenticated`."""
-        return self._keys.tenant(authorization)
-
     def accept(
         self, request_id: str, authorization: str | None, client: Client, span: Span = NO_SPAN
     ) -> RequestContext:
@@ -155,7 +151,7 @@ class Gateway:
             Unauthenticated: if its key is missing or unknown.
             Unavailable: if the gateway is draining.
         """
-        tenant = self.authenticate(authorization)
+        tenant = self.keys.tenant(authorization)
         if self.draining:
             raise _shutting_down()
         now = time.monotonic()
@@ -200,15 +196,11 @@ class Gateway:
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() >= self._ready_until:
-                found = await self._router.readiness(self.model.name)
+                found = await self.router.readiness(self.model.name)
                 self.limits.update(found)
                 self._not_ready = found.reason or self._unfit(found)
                 self._ready_until = loop.time() + _READY_CACHE_S
         return self._not_ready
-
-    async def workers(self) -> WorkerList | None:
-        """Return the workers as a router sees them, or None if no router answers."""
-        return await self._router.workers()
 
     def _unfit(self, found: ModelReadiness) -> str | None:
         """Return why the tokenizer does not fit the model of ready workers, or None."""
@@ -230,7 +222,7 @@ class Gateway:
     async def close(self) -> None:
         """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
-        await self._router.close()
+        await self.router.close()
         self.prompts.close()
 
     @contextmanager

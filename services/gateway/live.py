@@ -110,7 +110,7 @@ class LiveState:
             "gateway": {
                 "id": self._id,
                 "version": service_version(),
-                "requires_key": self._gateway.requires_key,
+                "requires_key": self._gateway.keys.required,
                 "serves_metrics": self._gateway.settings.metrics_port is None,
                 "at_s": round(now, 3),
                 "running": _value(metrics.running),
@@ -123,7 +123,7 @@ class LiveState:
         """Return the state of router and workers."""
         model = self._gateway.model
         not_ready = await self._gateway.not_ready()
-        listed = await self._gateway.workers()
+        listed = await self._gateway.router.workers()
         return {
             "model": {"name": model.name, "context_length": self._gateway.limits.context_length},
             "not_ready": not_ready,

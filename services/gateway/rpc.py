@@ -88,7 +88,7 @@ class _KeyInterceptor(aio.ServerInterceptor):
         service, _, method = handler_call_details.method[1:].partition("/")
         if service == SERVICE:
             try:
-                self._gateway.authenticate(_authorization(handler_call_details.invocation_metadata))
+                self._gateway.keys.tenant(_authorization(handler_call_details.invocation_metadata))
             except ServiceError as error:
                 return self._rejection(method if method in _METHODS else "unknown", error)
         return await continuation(handler_call_details)
@@ -251,7 +251,7 @@ def _client(clients: ClientAddresses, context: Context) -> Client:
 
 def _owner(gateway: Gateway, context: Context) -> str:
     """Return the owner whose share of resources a call with a valid key uses."""
-    tenant = gateway.authenticate(_authorization(context.invocation_metadata()))
+    tenant = gateway.keys.tenant(_authorization(context.invocation_metadata()))
     return tenant.name if tenant else _client(gateway.clients, context).name
 
 

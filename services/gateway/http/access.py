@@ -50,7 +50,7 @@ class AccessMiddleware:
         settings = gateway.settings
         self._app = app
         self._clients = gateway.clients
-        self._hosts = settings.host_check(authenticated=gateway.requires_key)
+        self._hosts = settings.host_check(authenticated=gateway.keys.required)
         self._requests = ClientLimit(settings.max_connections, settings.max_client_connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -99,9 +99,9 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             _complete_responses(operation["responses"])
-            if gateway.requires_key and "401" in operation["responses"]:
+            if gateway.keys.required and "401" in operation["responses"]:
                 operation["security"] = [{_BEARER: []}]
-    if gateway.requires_key:
+    if gateway.keys.required:
         components["securitySchemes"] = {_BEARER: {"type": "http", "scheme": "bearer"}}
     return document
 

@@ -72,7 +72,7 @@ class Page:
 
     async def state(self, request: Request) -> Response:
         """Return the state of the deployment, with the recent requests of the key's tenant."""
-        tenant = self._gateway.authenticate(request.headers.get("authorization"))
+        tenant = self._gateway.keys.tenant(request.headers.get("authorization"))
         return Response(
             orjson.dumps(await self._state.describe(tenant)),
             media_type="application/json",
