@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
@@ -37,7 +37,6 @@ SERVICE = "headrace.v1.Inference"
 _DOMAIN = "headrace"
 _MESSAGE_BYTES = 64
 """Memory that a message of a chat needs besides its text, bytes."""
-_T = TypeVar("_T")
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
 
@@ -94,11 +93,9 @@ class _KeyInterceptor(aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _rejection(self, method: str, error: ServiceError) -> Any:
-        async def fail() -> None:
-            raise error
-
         async def reject(_requests: Any, context: Context) -> None:
-            await self._servicer.guard(method, context, fail)
+            async with self._servicer.guard(method, context):
+                raise error
 
         return grpc.stream_stream_rpc_method_handler(reject)
 
@@ -116,39 +113,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request_id = valid_request_id(request.request_id)
         span = rpc_span(f"{SERVICE}/Generate", context.invocation_metadata(), request_id)
         with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
-            await self.guard(
-                "Generate",
-                context,
-                lambda: self._generate(request, request_id, context, span),
-                span,
-            )
+            async with self.guard("Generate", context, span):
+                await self._generate(request, request_id, context, span)
 
     async def ListModels(  # noqa: N802 - named by the schema
         self, _request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """Return the served model."""
-
-        async def answer() -> inference_pb2.ListModelsResponse:
+        async with self.guard("ListModels", context):
             self._accept(valid_request_id(None), context)
             length = self._gateway.limits.context_length or 0
             listed = inference_pb2.Model(id=self._gateway.model.name, context_length=length)
             return inference_pb2.ListModelsResponse(models=[listed])
 
-        return await self.guard("ListModels", context, answer)
-
+    @asynccontextmanager
     async def guard(
-        self,
-        method: str,
-        context: Context,
-        answer: Callable[[], Awaitable[_T]],
-        span: Span = NO_SPAN,
-    ) -> _T:
+        self, method: str, context: Context, span: Span = NO_SPAN
+    ) -> AsyncGenerator[None]:
         """Count and log a call, and convert its exception to a status with details."""
         endpoint = f"{SERVICE}/{method}"
         failure: ServiceError | None = None
         try:
             try:
-                return await answer()
+                yield
             except ServiceError as error:
                 # The frames of a traceback hold the request. With `failure`, they would form a
                 # reference cycle, and keep the request in memory until a garbage collection.
@@ -156,7 +143,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             except Exception:
                 failure = InternalFault("internal error")
                 log.exception("unexpected error in a call")
-            await _abort(context, failure)
+            if failure is not None:
+                await _abort(context, failure)
         except asyncio.CancelledError:
             failure = ClientGone("the client cancelled the call")
             raise
