@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from services.common.errors import Overloaded, ServiceError, TooLarge, Unavailable
@@ -80,9 +81,8 @@ class Placer:
             try:
                 async with asyncio.timeout(None) as scope:
                     self._placing.add(scope)
-                    if retries.number:
-                        return await self._place(request, True, retries, replayed, span.headers)
-                    async with siblings.turn:
+                    # A retry was admitted with its first attempt, and does not wait for the others.
+                    async with nullcontext() if retries.number else siblings.turn:
                         routed = await self._place(
                             request, siblings.admitted, retries, replayed, span.headers
                         )

@@ -1,9 +1,9 @@
 """Texts and conversations to token ids. Large ones are processed outside of the event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,27 +53,19 @@ class PromptTokenizer:
         self._python = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._encoding = ThreadPoolExecutor(_SLOTS, thread_name_prefix="tokenizer")
 
-    @staticmethod
-    def is_large(size: int) -> bool:
-        """Return whether a request of this size is processed outside of the event loop."""
-        return size > _SMALL
-
     def is_available(self, owner: Tenant, size: int) -> bool:
         """Return whether `slot` would not wait."""
-        return not self.is_large(size) or self._slots.is_free(owner.name)
+        return size <= _SMALL or self._slots.is_free(owner.name)
 
-    @asynccontextmanager
-    async def slot(self, owner: Tenant, size: int) -> AsyncGenerator[None]:
+    def slot(self, owner: Tenant, size: int) -> AbstractAsyncContextManager[None]:
         """Hold a slot for a request in the ``with`` block, if it is large. Cancellation is safe.
 
         Raises:
             Overloaded: if too many large requests wait.
         """
-        if not self.is_large(size):
-            yield
-            return
-        async with self._slots.hold(owner.name, weight=owner.weight, cost=size):
-            yield
+        if size <= _SMALL:
+            return nullcontext()
+        return self._slots.hold(owner.name, weight=owner.weight, cost=size)
 
     async def compute(self, size: int, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``; call it in a thread if the request is large."""
@@ -149,7 +141,7 @@ class PromptTokenizer:
             )
 
     async def _run(self, pool: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:
-        if not self.is_large(size):
+        if size <= _SMALL:
             return work()
         working = pool.submit(work)
         result = asyncio.wrap_future(working)
