@@ -176,9 +176,13 @@ class WorkerSession:
 
     def lost(self, reason: str) -> WorkerFailure:
         """Return the failure to report when this worker is lost."""
-        name, code = self.worker.worker_id, error_pb2.ERROR_CODE_UNSPECIFIED
-        message = f"worker {name} was lost: {reason}"
-        return WorkerFailure(message, code, name, reached=self._connected)
+        name = self.worker.worker_id
+        return WorkerFailure(
+            f"worker {name} was lost: {reason}",
+            error_pb2.ERROR_CODE_UNSPECIFIED,
+            name,
+            reached=self._connected,
+        )
 
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""

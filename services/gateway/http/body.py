@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import ClientGone, TooLarge, UnsupportedMediaType
 from services.gateway.http.middleware import RequestTimeout
@@ -47,17 +48,14 @@ async def read_body(
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client disconnected before its request was complete")
-                chunk = message.get("body", b"")
+        async with asyncio.timeout(timeout_s), aclosing(request.stream()) as chunks:
+            async for chunk in chunks:
                 if len(body) + len(chunk) > limit:
                     raise too_large
                 grow(len(chunk))
                 body += chunk
-                if not message.get("more_body", False):
-                    return bytes(body)
+    except ClientDisconnect:
+        raise ClientGone("the client disconnected before its request was complete") from None
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {timeout_s} s") from None
+    return bytes(body)
