@@ -12,7 +12,7 @@ class Add:
 
     Attributes:
         hold: whether to stop after prefill. The first token of every choice is sampled, and the
-            pages are kept until `Release`.
+            pages are kept until `Cancel`.
     """
 
     request: Request
@@ -49,7 +49,10 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Drop a request in any state and free its pages. Unknown ids are ignored."""
+    """Drop a request in any state and free its pages. Unknown ids are ignored.
+
+    This also ends a request that is held, after its pages were read.
+    """
 
     id: str
 
@@ -67,14 +70,7 @@ class CancelChoice:
     choice: int
 
 
-@dataclass(frozen=True)
-class Release:
-    """Free the pages of a held request. Unknown ids are ignored."""
-
-    id: str
-
-
-Command = Add | Reserve | Arrived | Cancel | CancelChoice | Release
+Command = Add | Reserve | Arrived | Cancel | CancelChoice
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from runtime.engine.commands import (
     CancelChoice,
     Command,
     Computed,
-    Release,
     Reserve,
     Reserved,
     StepOutput,
@@ -159,30 +158,27 @@ class Engine:
         step's output.
         """
         output = StepOutput()
+        self._compute(output)
+        return output
+
+    def step(self, incoming: Sequence[Command]) -> StepOutput:
+        """Run `plan`, then `compute`, and return both outputs as one."""
+        output = self.plan(incoming)
+        self._compute(output)
+        return output
+
+    def _compute(self, output: StepOutput) -> None:
         plan, self.planned = self.planned, None
         if plan is None:
-            return output
+            return
         previous, self._in_flight = self._in_flight, None
         if plan.chunks or plan.decode:
             self._in_flight = self._launch(plan, output)
         if previous is not None:
             self._collect(previous, output)
-        if self._in_flight is not None and not self.executor.lookahead:
+        if self._in_flight is not None and not self.executor.shape.options.replay:
             self._collect(self._in_flight, output)
             self._in_flight = None
-        return output
-
-    def step(self, incoming: Sequence[Command]) -> StepOutput:
-        """Run `plan`, then `compute`, and return both outputs as one."""
-        planned, output = self.plan(incoming), self.compute()
-        output.reserved = planned.reserved
-        output.deferred = planned.deferred
-        output.started = planned.started
-        output.tokens = planned.tokens + output.tokens
-        output.finished = planned.finished + output.finished
-        output.refused = planned.refused + output.refused
-        output.ended = planned.ended + output.ended
-        return output
 
     def _execute(self, command: Command, output: StepOutput) -> None:
         match command:
@@ -196,7 +192,7 @@ class Engine:
             case CancelChoice(request_id, choice):
                 if self._scheduler.cancel(request_id, choice):
                     output.ended.append(request_id)
-            case Cancel(request_id) | Release(request_id):
+            case Cancel(request_id):
                 self._scheduler.drop(request_id)
 
     def _submit(self, request: Request, purpose: Purpose, output: StepOutput) -> None:

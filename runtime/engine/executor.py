@@ -43,12 +43,10 @@ class Executor(ABC):
     Attributes:
         shape: sizes that limit the steps of the engine.
         device: the rank's device.
-        lookahead: whether a step should be launched before the previous one is read.
     """
 
     shape: ExecutorShape
     device: torch.device
-    lookahead: bool
 
     @abstractmethod
     def warm_up(self, progress: Progress) -> None:

@@ -42,7 +42,6 @@ class LocalExecutor(Executor):
             self.steps = StepReplay(model, self.cache, options)
         else:
             self.steps = DirectSteps(model, self.cache, options.limits)
-        self.lookahead = self.steps.lookahead
         self.shape = ExecutorShape(model.config, plan, options)
 
     @torch.inference_mode()

@@ -52,7 +52,6 @@ class Ranks(Executor):
         self._others = others
         self.shape = first.shape
         self.device = first.device
-        self.lookahead = first.lookahead
         for other in others:
             _check_alike(first, other)
 
@@ -82,5 +81,3 @@ def _check_alike(first: Executor, other: Executor) -> None:
     for name in ("plan", "options"):
         if getattr(first.shape, name) != getattr(other.shape, name):
             raise ValueError(f"ranks with different {name}: {first.shape} and {other.shape}")
-    if first.lookahead is not other.lookahead:
-        raise ValueError("ranks with and without lookahead")

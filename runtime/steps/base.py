@@ -26,13 +26,7 @@ class LaunchedStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes steps of one model over one cache.
-
-    Attributes:
-        lookahead: whether a step should be launched before the previous one is read.
-    """
-
-    lookahead: bool
+    """Computes steps of one model over one cache."""
 
     def warm_up(self, progress: Progress) -> None:
         """Prepare for all steps, so that the first ones are not delayed."""

@@ -30,8 +30,6 @@ class DirectStep:
 class DirectSteps:
     """Computes a step as two forward passes: one over prompt chunks, one over running sequences."""
 
-    lookahead = False
-
     def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
         self._model = model
         self._cache = cache

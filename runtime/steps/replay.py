@@ -102,8 +102,6 @@ class StepReplay:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
     """
 
-    lookahead = True
-
     def __init__(self, model: Model, cache: PagedCache, options: EngineOptions) -> None:
         on_device = model.device.type == "cuda"
         if on_device and not model.kv_format.graph_safe:

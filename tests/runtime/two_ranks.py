@@ -152,7 +152,6 @@ def receive(commands: Connection) -> Any:
 class RemoteExecutor(Executor):
     """The executor of the second rank."""
 
-    lookahead = False
     device = torch.device("cpu")
 
     def __init__(self, commands: Connection) -> None:

@@ -37,16 +37,15 @@ class FakeExecutor(Executor):
     """Samples `TOKEN` for every sequence. It has pages of one group."""
 
     def __init__(self, pages: int, limits: Limits, *, lookahead: bool = False) -> None:
-        options = EngineOptions(PageCount(pages), limits)
+        options = EngineOptions(PageCount(pages), limits, replay=lookahead)
         self.shape = ExecutorShape(CONFIG, PagePlan(PAGE_SIZE), options)
         self.device = torch.device("cpu")
-        self.lookahead = lookahead
 
     def warm_up(self, progress: Progress) -> None:
         progress("decode", self.shape.options.limits.max_running)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        return self.lookahead
+        return self.shape.options.replay
 
     def launch(self, plan: StepPlan) -> FakeStep:
         return FakeStep(len(plan.sampled))

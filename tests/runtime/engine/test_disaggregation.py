@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
-from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
+from runtime.engine import Add, Arrived, Cancel, Engine, Reserve
 from runtime.models.model import Model
 from tests.runtime.tiny import (
     Record,
@@ -45,7 +45,7 @@ def disaggregate(model: Model, request: Request) -> Record:
     record.finished |= first.finished
     tokens = tuple(first.tokens[request.id, choice][0] for choice in range(request.choices))
     drive(decode, Arrived(request.id, tokens), record=record)
-    drive(prefill, Release(request.id))
+    drive(prefill, Cancel(request.id))
     for engine in (prefill, decode):
         assert engine.pages_free == engine.pages_total
         assert engine.queue_tokens == 0
@@ -76,7 +76,7 @@ def test_choice_that_ends_with_its_first_token_is_not_decoded(model: Model) -> N
     assert record.finished["r", 1] is FinishReason.STOP
     assert record.ended == ["r"]
     once = replace(request, max_tokens=1)
-    assert drive(engine_of(model), Add(once, hold=True), Release("r")).ended == []
+    assert drive(engine_of(model), Add(once, hold=True), Cancel("r")).ended == []
     assert drive(engine_of(model), Add(once, hold=True)).ended == ["r"]
 
 
@@ -101,7 +101,7 @@ def test_suppressed_stop_tokens_end_no_choice_before_min_tokens(model: Model) ->
 def test_kv_arrival_is_ignored_after_cancel_and_raises_without_reservation(model: Model) -> None:
     engine = engine_of(model)
     drive(engine, Reserve(request_of("r", 20)), Cancel("r"))
-    drive(engine, Arrived("r", (SampledToken(0, 0, 3),)), Cancel("unknown"), Release("r"))
+    drive(engine, Arrived("r", (SampledToken(0, 0, 3),)), Cancel("unknown"), Cancel("r"))
     assert engine.pages_free == engine.pages_total
     engine.step([Add(request_of("r", 20))])
     with pytest.raises(ValueError, match="no reservation"):

@@ -20,7 +20,6 @@ from runtime.engine import (
     Command,
     Engine,
     LocalExecutor,
-    Release,
     Reserve,
     StepOutput,
 )
@@ -68,10 +67,10 @@ class Driver:
         command = Reserve(request) if kind == "reserve" else Add(request, hold=kind == "hold")
         self.pending.append(command)
 
-    def leave(self, name: str, *, release: bool = False) -> None:
+    def leave(self, name: str) -> None:
         del self.alive[name]
         self.gone.add(name)
-        self.pending.append(Release(name) if release else Cancel(name))
+        self.pending.append(Cancel(name))
 
     def cancel_choice(self, name: str, choice: int) -> None:
         kind, _ = self.alive[name]
@@ -122,7 +121,7 @@ class Driver:
         for name, (kind, request) in list(self.alive.items()):
             outputs = [self.record.output(name, c) for c in range(request.choices)]
             if kind == "hold" and all(outputs):
-                self.leave(name, release=True)
+                self.leave(name)
 
 
 def engines(model: Model, pages: int, **limits: int) -> list[Engine]:

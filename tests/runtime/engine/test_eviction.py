@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.request import Request, SampledToken, SamplingParams
-from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
+from runtime.engine import Add, Arrived, Cancel, Engine, Reserve
 from runtime.errors import OutOfPages
 from runtime.kv import fdc
 from runtime.kv.eviction import gumbel_noise, key_scores
@@ -316,7 +316,7 @@ def test_disaggregated_output_equals_colocated_output(
     tokens = tuple(first.tokens["r", choice][0] for choice in range(choices))
     record.tokens |= first.tokens
     drive(decode, Arrived("r", tokens), record=record)
-    drive(prefill, Release("r"))
+    drive(prefill, Cancel("r"))
     assert record.tokens == colocated.tokens
     assert all_free(prefill)
     assert all_free(decode)

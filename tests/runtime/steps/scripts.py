@@ -11,7 +11,7 @@ from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
-from runtime.engine import Add, Arrived, Command, Engine, LocalExecutor, Release, Reserve
+from runtime.engine import Add, Arrived, Cancel, Command, Engine, LocalExecutor, Reserve
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.pool import PagePool
@@ -79,7 +79,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
             Arrived(reserved.id, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
             for reserved in output.reserved
         ]
-        arriving += [Release(name) for name, _ in output.tokens if name in held]
+        arriving += [Cancel(name) for name, _ in output.tokens if name in held]
         record.add(output)
         steps += 1
         assert steps < 3000
