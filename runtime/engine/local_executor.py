@@ -10,7 +10,7 @@ from runtime.core.sequence import SequenceState
 from runtime.engine.executor import Executor, ExecutorShape
 from runtime.kv.eviction import check_eviction
 from runtime.models.model import Model
-from runtime.steps.base import LaunchedStep, StepRunner
+from runtime.steps.base import LaunchedStep
 from runtime.steps.direct import DirectSteps
 from runtime.steps.replay import StepReplay
 from runtime.steps.warm_up import Progress
@@ -37,11 +37,11 @@ class LocalExecutor(Executor):
         plan = model.layout.plan
         pages = options.pages
         self.cache = model.new_cache(pages.plus(plan.null_pages) if options.replay else pages)
-        self.steps: StepRunner
-        if options.replay:
-            self.steps = StepReplay(model, self.cache, options)
-        else:
-            self.steps = DirectSteps(model, self.cache, options.limits)
+        self.steps: StepReplay | DirectSteps = (
+            StepReplay(model, self.cache, options)
+            if options.replay
+            else DirectSteps(model, self.cache, options.limits)
+        )
         self.shape = ExecutorShape(model.config, plan, options)
 
     @torch.inference_mode()

@@ -47,6 +47,18 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
     return Captured(graph, call)
 
 
+def captured(run: Callable[[], object], pool: Any) -> Callable[[], object]:
+    """Run a call once, then capture it as a CUDA graph; on the CPU, return it as it is.
+
+    Args:
+        pool: see `capture`; None on the CPU.
+    """
+    if pool is None:
+        return run
+    run()
+    return capture(run, pool)
+
+
 @contextmanager
 def _garbage_collection_disabled() -> Iterator[None]:
     """Disable the garbage collector, because destroying another graph invalidates the capture."""

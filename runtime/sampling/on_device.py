@@ -10,7 +10,7 @@ the row is unresolved. Its state does not advance, so another call with the same
 same result. `DeviceSampler.resolve` draws its token from the whole vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,13 +47,12 @@ class SamplingFeatures:
     logprobs: bool
 
     @classmethod
-    def of(cls, samplings: Iterable[SamplingParams]) -> "SamplingFeatures":
-        random = processing = logprobs = False
-        for sampling in samplings:
-            random |= sampling.temperature > 0
-            processing |= sampling.processes_logits
-            logprobs |= sampling.logprobs is not None
-        return cls(random, processing, logprobs)
+    def of(cls, samplings: Sequence[SamplingParams]) -> "SamplingFeatures":
+        return cls(
+            random=any(sampling.temperature > 0 for sampling in samplings),
+            processing=any(sampling.processes_logits for sampling in samplings),
+            logprobs=any(sampling.logprobs is not None for sampling in samplings),
+        )
 
 
 ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)

@@ -1,11 +1,8 @@
-"""Interface of the classes that compute the steps of a rank."""
+"""Interface of a launched step."""
 
 from typing import Protocol
 
-from runtime.core.plan import StepPlan
-from runtime.core.sequence import SequenceState
 from runtime.sampling.reference import Draw
-from runtime.steps.warm_up import Progress
 
 
 class LaunchedStep(Protocol):
@@ -22,20 +19,4 @@ class LaunchedStep(Protocol):
         A draw is None if the logits are not finite. It is `replay.UNRESOLVED` if the token could
         not be drawn and the next step samples it again.
         """
-        ...
-
-
-class StepRunner(Protocol):
-    """Computes steps of one model over one cache."""
-
-    def warm_up(self, progress: Progress) -> None:
-        """Prepare for all steps, so that the first ones are not delayed."""
-        ...
-
-    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        """Return whether a step with ``sequences`` may be launched before the last step is read."""
-        ...
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step; see `runtime.engine.Executor.launch`."""
         ...

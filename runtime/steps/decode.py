@@ -1,17 +1,17 @@
 """Decode passes over the leading batch slots, replayed as CUDA graphs.
 
-A graph is captured for certain numbers of leading slots (buckets, `slot_buckets`), at first use or
-by `DecodeReplay.warm_up`. On the CPU the same pass runs without a graph.
+A graph is captured for certain numbers of leading slots (buckets, `slot_buckets`), at its first use.
+On the CPU the same pass runs without a graph.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.graphs.capture import capture
+from runtime.graphs.capture import capture, captured
 from runtime.kv.cache import PagedCache
 from runtime.megakernel.decode_step import decode_step
 from runtime.models.model import Model
@@ -52,12 +52,6 @@ class DecodeReplay:
             self._passes[bucket] = self._captured(bucket)
         self._passes[bucket]()
 
-    def warm_up(self, buckets: Iterable[int], progress: Callable[[int], None]) -> None:
-        """Capture the graphs of the given numbers of slots, and report each to ``progress``."""
-        for bucket in buckets:
-            self.run(bucket)
-            progress(bucket)
-
     def _captured(self, bucket: int) -> Callable[[], object]:
         """Capture a pass as one graph or several. The pass runs once before the capture."""
         parts = self._parts(bucket)
@@ -66,11 +60,9 @@ class DecodeReplay:
             for part in parts:
                 part()
 
-        if self._pool is None:
-            return run
+        if self._pool is None or not self._by_layer:
+            return captured(run, self._pool)
         run()
-        if not self._by_layer:
-            return capture(run, self._pool)
         parts = [capture(part, self._pool) for part in parts]
         return run
 

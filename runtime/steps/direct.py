@@ -42,11 +42,12 @@ class DirectSteps:
         """Compile kernels; see `warm_up_prefill`."""
         warm_up_prefill(self._model, self._cache, self._limits, self._encoder, progress)
 
-    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:  # noqa: ARG002 - an interface
+    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:  # noqa: ARG002 - as in `StepReplay`
+        """Return False: each step samples the tokens that the next one needs on the host."""
         return False
 
     def launch(self, plan: StepPlan) -> DirectStep:
-        """Compute and sample a step; see `StepRunner.launch`."""
+        """Compute and sample a step; see `runtime.engine.Executor.launch`."""
         slices = [self._next_token(sequence) for sequence in plan.decode]
         draws = self._compute(slices, [[sequence] for sequence in plan.decode])
         slices = [slice_of(chunk, self._prompt_groups) for chunk in plan.chunks]

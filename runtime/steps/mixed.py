@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.plan import MAX_CHUNKS
-from runtime.graphs.capture import capture
+from runtime.graphs.capture import captured
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.pages.plan import pages_for
@@ -147,24 +147,20 @@ class MixedReplay:
 
     def _captured_shape(self, wanted: PassShape) -> PassShape | None:
         """Return the smallest shape with a graph that is large enough; None if there is none."""
-        rows, decoded, sampled = wanted
-        for shape in reversed(self._shapes):
-            if shape.rows >= rows and shape.decoded >= decoded and shape.sampled >= sampled:
-                return shape
-        return None
+        fitting = (
+            shape
+            for shape in reversed(self._shapes)
+            if shape.rows >= wanted.rows
+            and shape.decoded >= wanted.decoded
+            and shape.sampled >= wanted.sampled
+        )
+        return next(fitting, None)
 
     def _replay(self, shape: PassShape) -> None:
         if shape not in self._passes:
-            self._passes[shape] = self._captured(shape)
+            compute = partial(self._compute, self._inputs, self._inputs.batch(shape))
+            self._passes[shape] = captured(compute, self._pool)
         self._passes[shape]()
-
-    def _captured(self, shape: PassShape) -> Callable[[], object]:
-        """Capture a pass. It runs once before the capture."""
-        run = partial(self._compute, self._inputs, self._inputs.batch(shape))
-        if self._pool is None:
-            return run
-        run()
-        return capture(run, self._pool)
 
     def _compute(self, inputs: PassInputs, batch: Batch) -> None:
         inputs.load_decode_rows(batch)

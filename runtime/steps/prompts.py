@@ -47,36 +47,33 @@ class PromptPageEncoder:
         Args:
             chunks: chunks whose computation was launched.
         """
-        sources: list[int] = []
-        targets: list[int] = []
-        first: list[int] = []
         if self._encoder is None:
             return
+        pages: list[tuple[int, int, int]] = []
         for chunk in chunks:
             full_precision, compressed = chunk.prompt.page_tables
-            for page in self._pages(chunk, len(compressed)):
-                if compressed[page] != FREED:
-                    sources.append(full_precision[page])
-                    targets.append(compressed[page])
-                    first.append(page * self._plan.page_size)
-        if sources:
-            self._encode(sources, targets, first)
+            pages += [
+                (full_precision[page], compressed[page], page * self._plan.page_size)
+                for page in self._pages(chunk, len(compressed))
+                if compressed[page] != FREED
+            ]
+        if pages:
+            self._encode(pages)
 
     def warm_up(self) -> None:
         """Compile the kernels that encode pages. Call it before the first prompt."""
-        self._encode([0], [0], [0])
+        self._encode([(0, 0, 0)])
 
-    def _encode(self, sources: list[int], targets: list[int], first: list[int]) -> None:
+    def _encode(self, pages: list[tuple[int, int, int]]) -> None:
         """Encode pages.
 
         Args:
-            sources: full-precision pages.
-            targets: compressed pages, without repetition.
-            first: position of the first token of each page.
+            pages: for each page, its full-precision page, its compressed page, which no other has,
+                and the position of its first token.
         """
         if self._encoder is not None:
-            table = to_device(np.array([sources, targets, first], np.int64), self._device)
-            self._encoder.encode(*table)
+            table = np.ascontiguousarray(np.array(pages, np.int64).T)
+            self._encoder.encode(*to_device(table, self._device))
 
     def _pages(self, chunk: Chunk, end: int) -> range:
         """Return the pages of a chunk before page ``end``, as indices within its sequence.

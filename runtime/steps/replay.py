@@ -113,8 +113,7 @@ class StepReplay:
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
         plan = cache.layout.plan
-        self._encodes = plan.encodes
-        self._prompt_groups = plan.prompt_groups
+        self._plan = plan
         self._slots = BatchSlots(
             limits.max_running,
             max_pages,
@@ -146,7 +145,9 @@ class StepReplay:
         # The largest is captured first, so that the others reuse its memory.
         buckets = self._buckets[::-1]
         if self._decodes:
-            self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
+            for bucket in buckets:
+                self._decode.run(bucket)
+                progress("decode", bucket)
         self._sampler.warm_up(buckets)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
@@ -183,7 +184,7 @@ class StepReplay:
         joined = self._slots.update(decode)
         self._eviction.forget_except(plan.prefilling)
         if chunks:
-            pieces = [slice_of(chunk, self._prompt_groups) for chunk in chunks]
+            pieces = [slice_of(chunk, self._plan.prompt_groups) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
             last_tokens = [(slot, index) for slot, (_, index) in ends]
             log = self._eviction.log(chunks)
@@ -240,7 +241,7 @@ class StepReplay:
 
         The pages are encoded last, so that first tokens are not delayed.
         """
-        ready = None if self._encodes else self._events.record()
+        ready = None if self._plan.encodes else self._events.record()
         results = next(self._host_copies)
         bucket = assignment.bucket
         features = assignment.features
@@ -255,7 +256,7 @@ class StepReplay:
         read_first = any(
             sequence.request.sampling.temperature > 0 and not sequence.forced
             for chunk in chunks
-            if chunk.completes and (self._encodes or chunk.group.evicts)
+            if chunk.completes and (self._plan.encodes or chunk.group.evicts)
             for sequence in chunk.group.sequences
         )
         self._latest = InFlightStep(self, assignment, sampled, results, ready, held, read_first)

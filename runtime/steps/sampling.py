@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.core.request import MAX_LOGPROBS
 from runtime.core.sequence import SequenceState
-from runtime.graphs.capture import capture
+from runtime.graphs.capture import captured
 from runtime.graphs.host_copy import HostCopy
 from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures
 from runtime.sampling.reference import SamplingRow
@@ -53,7 +53,7 @@ class SlotSampler:
     @staticmethod
     def features_of(sequences: Iterable[SequenceState]) -> SamplingFeatures:
         """Return the features of all sequences; all features if no graph is captured for them."""
-        features = SamplingFeatures.of(sequence.request.sampling for sequence in sequences)
+        features = SamplingFeatures.of([sequence.request.sampling for sequence in sequences])
         return features if features in CAPTURED_FEATURES else ALL_FEATURES
 
     @property
@@ -94,15 +94,12 @@ class SlotSampler:
 
         The operations run once before the capture, and their effects are undone.
         """
-        run = partial(self._sample, bucket, features)
-        if self._pool is None:
-            return run
         state = [self._slots.state, *self._sampler.state]
         saved = [tensor.clone() for tensor in state]
-        run()
+        run = captured(partial(self._sample, bucket, features), self._pool)
         for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
-        return capture(run, self._pool)
+        return run
 
     def _sample(self, bucket: int, features: SamplingFeatures) -> None:
         leading = slice(bucket)

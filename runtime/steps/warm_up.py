@@ -78,7 +78,4 @@ def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice
 
 def _powers_of_two(maximum: int) -> Iterator[int]:
     """Yield 1, 2, 4, … up to ``maximum``, but at least 1."""
-    number = 1
-    while number == 1 or number <= maximum:
-        yield number
-        number *= 2
+    yield from (1 << power for power in range(max(maximum, 1).bit_length()))

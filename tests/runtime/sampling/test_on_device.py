@@ -153,7 +153,7 @@ def test_non_finite_rows_are_reported() -> None:
 def test_unused_features_do_not_change_tokens(kinds: list[int]) -> None:
     """Rows for which no logits are given keep their tokens."""
     rows = [SamplingRow(SAMPLINGS[kind], 0, [4, 700, 3], 2) for kind in kinds]
-    features = SamplingFeatures.of(row.sampling for row in rows)
+    features = SamplingFeatures.of([row.sampling for row in rows])
     assert features != ALL_FEATURES
     samplers = [DeviceSampler(4, VOCAB, CPU) for _ in range(2)]
     for sampler in samplers:
