@@ -85,8 +85,3 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None if it has none."""
         return self.windows[layer] if self.windows else None
-
-    @property
-    def group_size(self) -> int:
-        """Number of query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads

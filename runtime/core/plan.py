@@ -165,9 +165,8 @@ def choose_chunks(
         if count > budget:
             count = pages.full(budget) * pages.page_size
         if count:
-            vacated = range(0)
-            if count == group.left:
-                vacated = vacated_pages(len(group.tokens), group.evicts, pages.page_size)
+            evicts = group.evicts if count == group.left else 0
+            vacated = vacated_pages(len(group.tokens), evicts, pages.page_size)
             chunks.append(Chunk(group, group.computed, count, vacated))
             budget -= count
     return chunks

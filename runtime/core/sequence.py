@@ -137,15 +137,13 @@ class SequenceGroup:
         Args:
             arrival: arrival of the first choice; each further choice has the next number.
         """
-        choices = range(request.choices)
-        tokens = request.tokens
-        return cls(
-            purpose,
-            [
-                SequenceState(request, c, arrival + c, list(tokens), limit, evicts=evicts)
-                for c in choices
-            ],
-        )
+        sequences = [
+            SequenceState(
+                request, choice, arrival + choice, [*request.tokens], limit, evicts=evicts
+            )
+            for choice in range(request.choices)
+        ]
+        return cls(purpose, sequences)
 
     @property
     def request(self) -> Request:

@@ -34,13 +34,11 @@ class SequencePages:
     """
 
     def __init__(self, plan: PagePlan, total: PageCount) -> None:
-        if len(total) != len(plan.groups):
-            raise ValueError(f"{len(total)} numbers of pages for {len(plan.groups)} page groups")
         self.plan = plan
         self.total = total
         self.pools = tuple(PagePool(pages) for pages in total)
-        ends = enumerate(plan.groups)
-        self._windows = [(at, group) for at, group in ends if group.part is Part.ENDS]
+        groups = enumerate(plan.groups)
+        self._windows = [(at, group) for at, group in groups if group.part is Part.ENDS]
         self.windows = bool(self._windows)
         # Pages released while steps are in flight, by group; one item for each of these steps.
         self._deferred: deque[list[list[int]]] = deque()

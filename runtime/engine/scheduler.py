@@ -20,6 +20,7 @@ decoded again as forced tokens (`SequenceState.forced`).
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan, choose_chunks
@@ -272,8 +273,7 @@ class Scheduler:
         """
         refused: list[tuple[str, RuntimeFault]] = []
         for sequence in self.pages.plan.lacking(sequences):
-            was_preempted = not sequence.running
-            if was_preempted:
+            if not sequence.running:  # it was preempted for an older one
                 continue
             missing = self.pages.plan.missing(sequence)
             if self._preempt_for(missing, sequence, refused):
@@ -338,9 +338,8 @@ class Scheduler:
         return reserved
 
     def _admissible(self, group: SequenceGroup) -> bool:
-        if self.num_running + group.slots > self._limits.max_running:
-            return False
-        return self.pages.need(group).fits(self.pages.free)
+        slots = self.num_running + group.slots
+        return slots <= self._limits.max_running and self.pages.need(group).fits(self.pages.free)
 
     def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:
         """Move a group whose prompt is complete to those that are held, or run its sequences.
@@ -368,7 +367,4 @@ class Scheduler:
         self._held.pop(group.request.id, None)
 
     def _groups(self) -> Iterator[SequenceGroup]:
-        yield from self._waiting
-        yield from self._prefilling
-        yield from self._received.values()
-        yield from self._held.values()
+        return chain(self._waiting, self._prefilling, self._received.values(), self._held.values())

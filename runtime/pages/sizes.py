@@ -40,16 +40,13 @@ class PageBytes:
     @property
     def ends(self) -> int:
         """Sum of the page sizes of all groups of `Part.ENDS`, in bytes."""
-        return self._sum(of_ends=True)
+        groups = zip(self.plan.groups, self.groups, strict=True)
+        return sum(size for group, size in groups if group.part is Part.ENDS)
 
     @property
     def growing(self) -> int:
         """Sum of the page sizes of all other groups, in bytes."""
-        return self._sum(of_ends=False)
-
-    def _sum(self, *, of_ends: bool) -> int:
-        groups = zip(self.plan.groups, self.groups, strict=True)
-        return sum(size for group, size in groups if (group.part is Part.ENDS) == of_ends)
+        return sum(self.groups) - self.ends
 
 
 def pools_of_tokens(plan: PagePlan, tokens: int, windows: PageCount) -> PageCount:
