@@ -10,17 +10,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from runtime.checkpoint.config_values import checked_rope, count, flag, number, refuse_unsupported
 from runtime.checkpoint.family import GGUFFormat, LayerLayout, LinearTensor, VectorTensor
+from runtime.checkpoint.huggingface_config import (
+    architecture_of,
+    parse_context_length,
+    parse_eos,
+    parse_rope,
+    rope_to_huggingface,
+)
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
+from runtime.errors import CheckpointError
 from runtime.models.family import SWIGLU, LayerBuilder, LayerParts, ModelFamily
-from runtime.models.llama_config import (
-    ARCHITECTURES,
-    biased_linears,
-    has_qk_norm,
-    llama_to_huggingface,
-    parse_llama,
-)
+from runtime.models.llama_config import ARCHITECTURES, NEUTRAL, biased_linears, window_of
 
 PROJECTIONS: dict[str, str] = {
     "q": "self_attn.q_proj",
@@ -94,15 +97,71 @@ class LlamaFamily(ModelFamily[LlamaParts]):
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
         biases = {f"{PROJECTIONS[field]}.bias" for field in biased_linears(hf_config)}
         norms = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        return frozenset(biases | norms if has_qk_norm(hf_config) else biases)
+        known = ARCHITECTURES[str(architecture_of(hf_config))]
+        return frozenset(biases | norms if known.qk_norm else biases)
 
     def parse_config(
         self, hf_config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> ModelConfig:
-        return parse_llama(hf_config, generation)
+        """See `CheckpointFamily`.
+
+        Sliding-window attention is not implemented for this family. It equals full attention for
+        sequences within the window, so ``context_length`` is limited to the window of models with
+        one.
+        """
+        architecture = str(architecture_of(hf_config))
+        known = ARCHITECTURES[architecture]
+        model_type = hf_config.get("model_type", known.model_type)
+        if model_type != known.model_type:
+            raise CheckpointError(
+                f"the config has model_type {model_type!r} and architecture {architecture}, whose "
+                f"model_type is {known.model_type!r}"
+            )
+        refuse_unsupported(hf_config, {**NEUTRAL, "use_qk_norm": (False, known.qk_norm)})
+        heads = count(hf_config, "num_attention_heads")
+        hidden = count(hf_config, "hidden_size")
+        implied = heads if "num_key_value_heads" in hf_config else known.kv_heads or heads
+        kv_heads = count(hf_config, "num_key_value_heads", implied)
+        head_dim = count(hf_config, "head_dim", known.head_dim or hidden // heads)
+        if heads % kv_heads:
+            raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
+        length = parse_context_length(hf_config)
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=count(hf_config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=count(hf_config, "intermediate_size"),
+            num_layers=count(hf_config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context_length=min(length, window_of(hf_config, known) or length),
+            rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6),
+            tied_embeddings=flag(hf_config, "tie_word_embeddings"),
+            rope=checked_rope(parse_rope(hf_config), head_dim),
+            eos_token_ids=parse_eos(hf_config, generation),
+        )
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
-        return llama_to_huggingface(config)
+        return {
+            "architectures": [config.architecture],
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.context_length,
+            "sliding_window": None,
+            "rms_norm_eps": config.rms_norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": config.tied_embeddings,
+            "rope_parameters": rope_to_huggingface(config.rope),
+            "eos_token_id": list(config.eos_token_ids),
+        }
 
     def parts(self, build: LayerBuilder) -> LlamaParts:
         head_norms = None

@@ -1,30 +1,25 @@
-"""Configs of the Llama family: parsing of ``config.json``, and properties of each architecture.
+"""Configs of the Llama family: properties of each architecture, and keys of ``config.json``.
 
 The behaviour is that of the transformers library. A key that transformers ignores for an
 architecture is ignored here, too. The exception are keys that change the computation of other
-architectures: they may have only values without effect, see `_NEUTRAL`.
+architectures: they may have only values without effect, see `NEUTRAL`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runtime.checkpoint.config_values import checked_rope, count, flag, number, refuse_unsupported
+from runtime.checkpoint.config_values import count, flag, number
 from runtime.checkpoint.huggingface_config import (
     architecture_of,
-    parse_context_length,
-    parse_eos,
-    parse_rope,
-    rope_to_huggingface,
 )
-from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 """Defaults of ``sliding_window`` and ``max_window_layers``."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SILU = ("silu", "swish")
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": _SILU,
     "hidden_activation": _SILU,
     **dict.fromkeys(("attention_multiplier", "mlp_multipliers", "query_pre_attn_scalar"), ()),
@@ -95,75 +90,7 @@ def biased_linears(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     return known.biased + sum(optional, ())
 
 
-def has_qk_norm(hf_config: Mapping[str, Any]) -> bool:
-    """Return whether query and key heads have a norm."""
-    return ARCHITECTURES[str(architecture_of(hf_config))].qk_norm
-
-
-def parse_llama(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """See `CheckpointFamily.parse_config`.
-
-    Sliding-window attention is not implemented for this family. It equals full attention for
-    sequences within the window, so ``context_length`` is limited to the window of models with one.
-    """
-    architecture = str(architecture_of(hf_config))
-    known = ARCHITECTURES[architecture]
-    model_type = hf_config.get("model_type", known.model_type)
-    if model_type != known.model_type:
-        raise CheckpointError(
-            f"the config has model_type {model_type!r} and architecture {architecture}, whose "
-            f"model_type is {known.model_type!r}"
-        )
-    refuse_unsupported(hf_config, {**_NEUTRAL, "use_qk_norm": (False, known.qk_norm)})
-    heads = count(hf_config, "num_attention_heads")
-    hidden = count(hf_config, "hidden_size")
-    implied = heads if "num_key_value_heads" in hf_config else known.kv_heads or heads
-    kv_heads = count(hf_config, "num_key_value_heads", implied)
-    head_dim = count(hf_config, "head_dim", known.head_dim or hidden // heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if head_dim % 2:
-        raise CheckpointError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
-    length = parse_context_length(hf_config)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=count(hf_config, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=count(hf_config, "intermediate_size"),
-        num_layers=count(hf_config, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        context_length=min(length, _window(hf_config, known) or length),
-        rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6),
-        tied_embeddings=flag(hf_config, "tie_word_embeddings"),
-        rope=checked_rope(parse_rope(hf_config), head_dim),
-        eos_token_ids=parse_eos(hf_config, generation),
-    )
-
-
-def llama_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """See `CheckpointFamily.to_huggingface`."""
-    return {
-        "architectures": [config.architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_length,
-        "sliding_window": None,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied_embeddings,
-        "rope_parameters": rope_to_huggingface(config.rope),
-        "eos_token_id": list(config.eos_token_ids),
-    }
-
-
-def _window(hf_config: Mapping[str, Any], known: Architecture) -> int | None:
+def window_of(hf_config: Mapping[str, Any], known: Architecture) -> int | None:
     """Return the tokens of the narrowest attention window, or None if no layer has one."""
     types = hf_config.get("layer_types")
     if types is not None and not (
