@@ -46,7 +46,6 @@ def assemble(
     optional: frozenset[str],
     model_hash: str,
     dtype: torch.dtype | None,
-    device: torch.device | str,
 ) -> Checkpoint:
     """Read and check all tensors of a model.
 
@@ -56,14 +55,13 @@ def assemble(
         optional: biases and optional vectors that each layer must have, by name within the layer.
             For formats whose config does not list them, use `optional_tensors_of`.
         dtype: dtype of the returned tensors; None keeps the dtype of each tensor.
-        device: device of the returned tensors.
 
     Raises:
         CheckpointError: tensors are missing, misshapen, quantized or unexpected.
     """
     family = family_of(config.architecture)
     names = family.tensor_names
-    reader = _Reader(source, optional, dtype, torch.device(device))
+    reader = _Reader(source, optional, dtype)
     embedding, lm_head = reader.embedding_and_head(names, config)
     layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
     final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
@@ -77,15 +75,14 @@ def assemble_on_demand(
 ) -> Checkpoint:
     """Check all tensors of a model, and read its layers whenever they are accessed.
 
-    Tensors keep their dtype and are on the CPU. Other arguments and errors are those of `assemble`.
+    Tensors keep their dtype. Other arguments and errors are those of `assemble`.
     """
-    assemble(config, _Shapes(source), optional, model_hash, None, "meta")
+    assemble(config, _Shapes(source), optional, model_hash, None)
     family = family_of(config.architecture)
-    cpu = torch.device("cpu")
     names = family.tensor_names
 
     def read_layer(index: int) -> Any:
-        return _Reader(source, optional, None, cpu).layer(family, config, index)
+        return _Reader(source, optional, None).layer(family, config, index)
 
     embedding = source.read(names.embedding)
     _refuse_not_finite(names.embedding, embedding)
@@ -133,14 +130,22 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         yield names.lm_head, checkpoint.lm_head
 
 
-def named_linears(checkpoint: Checkpoint) -> Iterator[tuple[str, Linear]]:
-    """Yield every linear with its name, such as ``model.layers.0.self_attn.q_proj``."""
+def nbytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of all tensors; a tensor that is used more than once counts once."""
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(checkpoint)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
+    """Return all factor pairs by their names, such as ``model.layers.0.self_attn.q_proj``."""
     family = family_of(checkpoint.config.architecture)
     layout = family.layout(checkpoint.config)
-    for index, layer in enumerate(checkpoint.layers):
-        prefix = family.tensor_names.layer_prefix(index)
-        for field, linear in linears_of(layer):
-            yield prefix + layout.linears[field].name, linear
+    return {
+        family.tensor_names.layer_prefix(index) + layout.linears[field].name: linear
+        for index, layer in enumerate(checkpoint.layers)
+        for field, linear in linears_of(layer)
+        if isinstance(linear, FactorPair)
+    }
 
 
 @dataclass(frozen=True)
@@ -164,12 +169,10 @@ class _Reader:
         source: TensorSource,
         optional: frozenset[str],
         dtype: torch.dtype | None,
-        device: torch.device,
     ) -> None:
         self._source = source
         self._optional = optional
         self._dtype = dtype
-        self._device = device
         self._unread = set(source.names())
 
     def tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
@@ -189,7 +192,7 @@ class _Reader:
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
-        return tensor.to(device=self._device, dtype=self._dtype or tensor.dtype)
+        return tensor.to(self._dtype or tensor.dtype)
 
     def embedding_and_head(self, names: TensorNames, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """Return the embedding and the LM head, which are one tensor if they are tied.

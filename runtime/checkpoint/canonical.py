@@ -20,6 +20,7 @@ import torch
 from runtime.checkpoint.assemble import (
     TensorSource,
     assemble,
+    factor_pairs,
     named_tensors,
     optional_tensors_of,
 )
@@ -30,7 +31,6 @@ from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWrite
 from runtime.checkpoint.sharing import (
     AliasedSource,
     Groups,
-    factor_pairs,
     groups_of,
     with_shared_bases,
 )
@@ -93,9 +93,7 @@ def write_checkpoint(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_canonical(
-    directory: Path, dtype: torch.dtype | None, device: torch.device | str
-) -> Checkpoint:
+def load_canonical(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
     """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
 
     Raises:
@@ -118,7 +116,7 @@ def load_canonical(
     if stored_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
-    checkpoint = assemble(config, source, optional, stored_hash, dtype, device)
+    checkpoint = assemble(config, source, optional, stored_hash, dtype)
     checkpoint = with_shared_bases(checkpoint, groups)
     ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
     if ranks != metadata.get("ranks"):

@@ -30,8 +30,8 @@ def count(values: Mapping[str, Any], key: str, default: int | None = None) -> in
     return int(value)
 
 
-def flag(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """Return the boolean under ``key``, or ``default`` if it is absent or null.
+def flag(values: Mapping[str, Any], key: str) -> bool:
+    """Return the boolean under ``key``; False if it is absent or null.
 
     Raises:
         CheckpointError: the value is not a boolean.
@@ -39,7 +39,7 @@ def flag(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = values.get(key)
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"the config has {key} = {value!r}, expected true or false")
-    return default if value is None else value
+    return bool(value)
 
 
 def refuse_unsupported(

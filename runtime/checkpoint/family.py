@@ -8,7 +8,6 @@ writers and converters support every registered family through `CheckpointFamily
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -23,21 +22,14 @@ _BUILT_IN = ("runtime.models.llama:LLAMA",)
 """Families of this package, named as strings because their modules import this one."""
 
 
-class Split(Enum):
-    """Dimension in which ranks of a worker divide the weight ``[out, inner]`` of a linear.
-
-    OUTPUT: a rank holds rows, and computes some outputs from the whole input.
-    INPUT: a rank holds columns, and computes an addend of the output from some of the input. A
-    factor pair is divided in V, and has a whole U on each rank.
-    """
-
-    OUTPUT = "output"
-    INPUT = "input"
-
-
 @dataclass(frozen=True)
 class LinearTensor:
     """One linear of a decoder layer, as a checkpoint stores it.
+
+    If a worker has several ranks, each holds rows of the weight ``[out, inner]``, and computes some
+    heads or features of the MLP from the whole residual stream. The linears that write the residual
+    stream read only these: a rank holds columns of their weights, and computes an addend of their
+    outputs. A factor pair is then divided in V, and has a whole U on each rank.
 
     Attributes:
         name: module name within a decoder layer. The tensors are ``{name}.weight`` ``[out, inner]``
@@ -54,15 +46,6 @@ class LinearTensor:
     inner: int
     same_input_as: str = ""
     writes_residual: bool = False
-
-    @property
-    def split(self) -> Split:
-        """Return how ranks divide the weight.
-
-        A rank computes some heads and some features of the MLP from the whole residual stream. The
-        linears that write the residual stream read only these heads or features.
-        """
-        return Split.INPUT if self.writes_residual else Split.OUTPUT
 
 
 @dataclass(frozen=True)

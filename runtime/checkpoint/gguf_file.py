@@ -30,7 +30,7 @@ _JOINED_ROWS = 16
 _FINAL_NORM_NAME = "output_norm.weight"
 
 
-def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Checkpoint:
+def load_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
 
     If ``dtype`` is None, layers are dequantized to fp32 each time they are accessed.
@@ -51,7 +51,7 @@ def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str)
     model_hash = hash_files([path])
     if dtype is None:
         return assemble_on_demand(config, source, optional, model_hash)
-    return assemble(config, source, optional, model_hash, dtype, device)
+    return assemble(config, source, optional, model_hash, dtype)
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]

@@ -60,26 +60,22 @@ def _tree_hash(text: str, parts: Iterable[_Part]) -> str:
     """Return the hash of a text and of parts, whose blocks are hashed in a pool of threads."""
     root = hashlib.sha256(_ROOT + _with_length(text))
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    pending: deque[bytes | Future[bytes]] = deque()
+    pending: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(threads, "hash") as pool:
         for item in _items(parts):
-            pending.append(item if isinstance(item, bytes) else pool.submit(item))
+            pending.append(pool.submit(item))
             if len(pending) > 2 * threads:
-                root.update(_resolved(pending.popleft()))
+                root.update(pending.popleft().result())
         for found in pending:
-            root.update(_resolved(found))
+            root.update(found.result())
     return root.hexdigest()
 
 
-def _items(parts: Iterable[_Part]) -> Iterator[bytes | _Digest]:
-    """Yield the input of the root: bytes, and functions that return the digest of a block."""
+def _items(parts: Iterable[_Part]) -> Iterator[_Digest]:
+    """Yield functions that return the input of the root: headers of parts and digests of blocks."""
     for label, size, blocks in parts:
-        yield _with_length(label) + _number(size)
+        yield partial(bytes, _with_length(label) + _number(size))
         yield from blocks
-
-
-def _resolved(item: bytes | Future[bytes]) -> bytes:
-    return item if isinstance(item, bytes) else item.result()
 
 
 def _file_part(path: Path) -> _Part:

@@ -19,9 +19,7 @@ _GENERATION = "generation_config.json"
 _ADAPTER = "adapter_config.json"
 
 
-def load_huggingface(
-    directory: Path, dtype: torch.dtype | None, device: torch.device | str
-) -> Checkpoint:
+def load_huggingface(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
     """Read a directory with ``config.json`` and safetensors weights.
 
     Raises:
@@ -37,7 +35,7 @@ def load_huggingface(
     config = parse_config(hf_config, generation)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
     model_hash = hash_files([directory / CONFIG, *source.files])
-    return assemble(config, source, optional, model_hash, dtype, device)
+    return assemble(config, source, optional, model_hash, dtype)
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

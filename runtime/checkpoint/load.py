@@ -13,17 +13,15 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
 
 
-def load_checkpoint(
-    path: Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
-) -> Checkpoint:
-    """Read a model as ``dtype`` on ``device``. Pickles are never read.
+def load_checkpoint(path: Path, dtype: torch.dtype | None = torch.float32) -> Checkpoint:
+    """Read a model as ``dtype`` on the CPU. Pickles are never read.
 
     Args:
         path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
             Face directory with ``config.json`` and safetensors. The format is detected from the
             content.
-        dtype: dtype of all tensors. None keeps the dtype in which each is stored, on the CPU, and
-            does not read the whole model into memory: safetensors are memory-mapped, and layers of
+        dtype: dtype of all tensors. None keeps the dtype in which each is stored, and does not
+            read the whole model into memory: safetensors are memory-mapped, and layers of
             GGUF files are dequantized to fp32 each time they are accessed.
 
     Raises:
@@ -31,12 +29,12 @@ def load_checkpoint(
     """
     if path.is_dir():
         if (path / METADATA).is_file():
-            return load_canonical(path, dtype, device)
-        return load_huggingface(path, dtype, device)
+            return load_canonical(path, dtype)
+        return load_huggingface(path, dtype)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if _starts_with(path, MAGIC):
-        return load_gguf(path, dtype, device)
+        return load_gguf(path, dtype)
     if is_pickle(path):
         raise CheckpointError(f"{path} is pickled, which servers never read: {conversion(path)}")
     raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")

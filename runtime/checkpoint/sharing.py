@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from runtime.checkpoint.assemble import TensorSource, named_linears
+from runtime.checkpoint.assemble import TensorSource, factor_pairs
 from runtime.checkpoint.weights import Checkpoint, FactorPair, LayersOnDemand, linears_of
 from runtime.errors import CheckpointError
 
@@ -25,11 +25,6 @@ def basis_groups(checkpoint: Checkpoint) -> Groups:
     if isinstance(checkpoint.layers, LayersOnDemand):
         return ()
     return groups_of(factor_pairs(checkpoint))
-
-
-def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
-    """Return all factor pairs by the name of the linear."""
-    return {n: one for n, one in named_linears(checkpoint) if isinstance(one, FactorPair)}
 
 
 def groups_of(pairs: Mapping[str, FactorPair]) -> Groups:

@@ -122,16 +122,6 @@ class Checkpoint:
     keep: float = 1.0
     factorization: Factorization | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors; a tensor that is used more than once counts once."""
-        tensors = [self.embedding, self.final_norm, self.lm_head]
-        for layer in self.layers:
-            tensors += vectors_of(layer).values()
-            for _, linear in linears_of(layer):
-                tensors += [part for part in vars(linear).values() if part is not None]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
 
 def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
     """Yield the linears of a layer with their field names, in the order of the fields."""
@@ -141,23 +131,26 @@ def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
             yield field.name, value
 
 
-def vectors_of(layer: Any) -> dict[str, Tensor]:
-    """Return the norm weights and other plain tensors of a layer by field name."""
-    values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def moved(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a tensor, linear or layer with all tensors on ``device`` as ``dtype``.
+def moved(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:
+    """Return ``value`` with all tensors on ``device`` as ``dtype``, copied only where necessary.
 
     The dtype is converted on the target device.
+
+    Args:
+        value: a tensor, or nested tuples and dataclasses with tensors.
+        placed: results by the id of the original tensor, so that a tensor that is used twice is
+            copied once.
     """
-    if isinstance(weights, Tensor):
-        return weights.to(device).to(dtype)
-    if not is_dataclass(weights) or isinstance(weights, type):
-        return weights
-    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return replace(weights, **{name: moved(value, device, dtype) for name, value in values.items()})
+    if isinstance(value, Tensor):
+        return placed.setdefault(id(value), value.to(device).to(dtype))
+    if isinstance(value, tuple):
+        return tuple(moved(item, device, dtype, placed) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    values = {field.name: getattr(value, field.name) for field in fields(value)}
+    return replace(
+        value, **{name: moved(item, device, dtype, placed) for name, item in values.items()}
+    )
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

@@ -1,6 +1,7 @@
 """Decoder layers of the Llama family over the packed weights of `runtime.gemm`."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from runtime.gemm.epilogues import Epilogue
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights, by_halves
-from runtime.layers.gpu import TritonRmsNorm
+from runtime.layers.gpu import triton_rms_norm
 from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.llama import LlamaParts
 
@@ -18,10 +19,10 @@ _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDU
 HeadNorm = Callable[[Tensor], Tensor]
 
 
-def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
+def packed_norm(weights: PackedWeights, offset: int) -> Callable[[Tensor], Tensor]:
     """Return the RMSNorm of the residual stream whose weights are at ``offset`` of the vectors."""
     values: Tensor = weights.vectors[offset : offset + weights.config.hidden_size]
-    return TritonRmsNorm(values, weights.config.rms_norm_eps)
+    return partial(triton_rms_norm, weight=values, eps=weights.config.rms_norm_eps)
 
 
 def packed_parts(
@@ -73,7 +74,7 @@ def _head_norms(weights: PackedWeights, layer: PackedLayer) -> tuple[HeadNorm, H
 
     def head_norm(offset: int) -> HeadNorm:
         weight = by_halves(weights.vectors[offset : offset + dim], dim)
-        norm = TritonRmsNorm(weight, config.rms_norm_eps)
-        return lambda x: norm(x.flatten(0, 1)).view_as(x)  # [n, heads, dim]
+        eps = config.rms_norm_eps
+        return lambda x: triton_rms_norm(x.flatten(0, 1), weight, eps).view_as(x)  # [n, heads, dim]
 
     return head_norm(layer.q_norm), head_norm(layer.k_norm)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.checkpoint.family import Split
+from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.gemm import weights as packed_weights
@@ -105,7 +105,7 @@ def build_gemm_model(
         final_norm=packed_norm(weights, weights.final_norm),
         lm_head=linear_op(weights.lm_head.weight),
         matmul="gemm",
-        weight_bytes=checkpoint.nbytes,
+        weight_bytes=nbytes(checkpoint),
         plan_hash=plan.hash,
         weights=weights,
         reduced=reduced,
@@ -122,7 +122,7 @@ def _packed(
     bias once for each rank, because all ranks hold it.
     """
     linears = model_family(checkpoint.config).layout(checkpoint.config).linears.items()
-    summed = {name for name, linear in linears if reduced and linear.split is Split.INPUT}
+    summed = {name for name, linear in linears if reduced and linear.writes_residual}
     return PackedWeights.pack(plan.multiply_out(checkpoint, keep=summed), device)
 
 

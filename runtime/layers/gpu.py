@@ -10,27 +10,19 @@ _BLOCK = 1024
 """Columns of one program of `silu_mul_kernel`."""
 
 
-class TritonRmsNorm:
-    """RMSNorm over the last dimension.
+def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of each row of ``x`` `[n, d]`, in its dtype.
 
     Args:
         weight: fp32 or bf16 `[d]`.
     """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of each row of ``x`` `[n, d]`, in its dtype."""
-        y = torch.empty_like(x)
-        width = x.shape[-1]
-        if len(x):
-            rms_norm_kernel[(len(x),)](
-                x, self._weight, y, width, self._eps,
-                WIDTH=triton.next_power_of_2(width), num_warps=8,
-            )  # fmt: skip
-        return y
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    if len(x):
+        rms_norm_kernel[(len(x),)](
+            x, weight, y, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
+        )
+    return y
 
 
 def triton_silu_mul(gate_up: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ rows, so a token's KV and logits are bitwise identical in any batch. A few rows 
 compiled loops, which read less memory and whose results are bitwise identical to oneDNN's.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.checkpoint.weights import Dense, FactorPair, Linear
+from runtime.checkpoint.weights import FactorPair, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
 from runtime.layers.reduce import Reduce, one_rank
 from runtime.layers.stored_weight import StoredWeight
@@ -22,21 +22,8 @@ _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
 """Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
 
 
-class LinearOp(Protocol):
-    """``x W^T + b`` for one weight: `[n, in]` to `[n, out]`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class TorchLinear:
-    """Linear layer computed by torch on the weight's device."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+LinearOp = Callable[[Tensor], Tensor]
+"""``x W^T + b`` for one weight: `[n, in]` to `[n, out]`."""
 
 
 class PackedLinear:
@@ -106,8 +93,9 @@ def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:
 
 def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
     """Return the fastest available linear layer for a weight ``[out, in]`` and a bias ``[out]``."""
-    kind = PackedLinear if uses_packed_layout(weight.device, weight.dtype) else TorchLinear
-    return kind(weight, bias)
+    if uses_packed_layout(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return partial(functional.linear, weight=weight, bias=bias)
 
 
 SharedOps = dict[tuple[int, ...], LinearOp]
@@ -126,7 +114,7 @@ class Projection:
         shared: first matmuls of earlier projections. One with the same weights is reused; a new one
             is added.
         reduce: sum over the ranks of the worker, applied to the output of the first matmul. If the
-            ranks hold columns of the weights (`runtime.checkpoint.family.Split.INPUT`), each
+            ranks hold columns of the weights (`runtime.checkpoint.family.LinearTensor`), each
             computes one addend of that output. The bias of a dense layer is then held by one rank
             only.
     """
@@ -138,30 +126,25 @@ class Projection:
         reduce: Reduce = one_rank,
     ) -> None:
         self._reduce = reduce
-        self.factorized = any(isinstance(linear, FactorPair) for linear in linears)
-        if not self.factorized:
-            weights = [linear.weight for linear in linears if isinstance(linear, Dense)]
-            self._first = linear_op(torch.cat(weights), _stack_biases(linears))
-            return
         inner = [
             linear.v if isinstance(linear, FactorPair) else linear.weight for linear in linears
         ]
         biases = [None if isinstance(linear, FactorPair) else linear.bias for linear in linears]
+        self._sizes = [len(weight) for weight in inner]
         key = tuple(id(part) for part in (*inner, *biases) if part is not None)
         shared = {} if shared is None else shared
         if key not in shared:
-            bias = _stack(biases, [len(weight) for weight in inner])
-            shared[key] = linear_op(torch.cat(inner), bias)
+            shared[key] = linear_op(torch.cat(inner), _stack(biases, self._sizes))
         self._first = shared[key]
-        self._sizes = [len(weight) for weight in inner]
         self._second = [
             linear_op(linear.u, linear.bias) if isinstance(linear, FactorPair) else None
             for linear in linears
         ]
+        self._dense = not any(self._second)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = self._reduce(self._first(x))
-        if not self.factorized:
+        if self._dense:
             return inner
         if len(self._second) == 1 and (only := self._second[0]) is not None:
             return only(inner)
@@ -170,11 +153,6 @@ class Projection:
             part if up is None else up(part) for part, up in zip(slices, self._second, strict=True)
         ]
         return torch.cat(parts, dim=1)
-
-
-def _stack_biases(linears: Sequence[Linear]) -> Tensor | None:
-    sizes = [len(linear.weight if isinstance(linear, Dense) else linear.u) for linear in linears]
-    return _stack([linear.bias for linear in linears], sizes)
 
 
 def _stack(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

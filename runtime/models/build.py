@@ -1,19 +1,17 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.sharing import basis_groups
-from runtime.checkpoint.weights import Checkpoint
+from runtime.checkpoint.weights import Checkpoint, FactorPair, linears_of, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.reduce import Reduce, one_rank
-from runtime.models.decoder import DecoderLayer
+from runtime.models.decoder import DecoderLayer, ServingBuilder
 from runtime.models.model import Model
 from runtime.models.registry import model_family
 
@@ -38,7 +36,8 @@ def build_model(
         kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
             `runtime.kv.registry.create_format`.
         reduce: sum over the ranks of the worker. With several ranks, ``checkpoint`` has the heads,
-            and the rows and columns of linears (`runtime.checkpoint.family.Split`), of one rank.
+            and the rows or columns of linears (`runtime.checkpoint.family.LinearTensor`), of one
+            rank.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -50,7 +49,7 @@ def build_model(
     check_windows(chosen, config)
     shared: SharedOps = {}
     placed: dict[int, Tensor] = {}
-    placing = partial(place, device=device, dtype=dtype, placed=placed)
+    placing = partial(moved, device=device, dtype=dtype, placed=placed)
     sharing = bool(basis_groups(checkpoint))
     family = model_family(config)
     final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
@@ -60,7 +59,10 @@ def build_model(
     layers: list[DecoderLayer] = []
     weight_bytes = 0
     for number, layer in enumerate(checkpoint.layers, 1):
-        layers.append(DecoderLayer.build(family, config, placing(layer), shared, reduce))
+        builder = ServingBuilder(family, config, placing(layer), shared, reduce)
+        factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(layer))
+        parts = family.parts(builder)
+        layers.append(DecoderLayer(family, config, parts, factorized=factorized))
         if not sharing or number == len(checkpoint.layers):
             weight_bytes += sum(tensor.nbytes for tensor in placed.values())
             placed.clear()
@@ -78,23 +80,3 @@ def build_model(
         matmul="packed" if uses_packed_layout(device, dtype) else "plain",
         weight_bytes=weight_bytes,
     )
-
-
-def place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:
-    """Return ``value`` with all tensors on ``device`` as ``dtype``, copied only where necessary.
-
-    Args:
-        value: a tensor, or nested tuples and dataclasses with tensors.
-        placed: results by the id of the original tensor, so that a tensor that is used twice is
-            copied once.
-    """
-    if isinstance(value, Tensor):
-        return placed.setdefault(id(value), value.to(device, dtype))
-    if isinstance(value, tuple):
-        return tuple(place(item, device, dtype, placed) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        moved = {
-            f.name: place(getattr(value, f.name), device, dtype, placed) for f in fields(value)
-        }
-        return replace(value, **moved)
-    return value

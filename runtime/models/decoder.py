@@ -1,15 +1,12 @@
 """One decoder layer over paged KV: packed projections around an attention backend."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
-from runtime.checkpoint.family import Split
-from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
 from runtime.layers.linear import Projection, SharedOps
@@ -51,11 +48,14 @@ class ServingBuilder:
     def linear(self, field: str) -> Projection:
         return self._projection(field)
 
-    def residual(self, field: str) -> "AddResidual":
-        return AddResidual(self._projection(field))
+    def residual(self, field: str) -> Callable[[Tensor, Tensor], Tensor]:
+        projection = self._projection(field)
+        return lambda x, hidden: projection(x).add_(hidden)
 
-    def gated(self, gate_field: str, up_field: str, gate: Gate) -> "GatedProjection":
-        return GatedProjection(self._projection(gate_field, up_field), gate.for_serving())
+    def gated(self, gate_field: str, up_field: str, gate: Gate) -> Callable[[Tensor], Tensor]:
+        gate_and_up = self._projection(gate_field, up_field)  # [n, 2 d]
+        function = gate.for_serving()
+        return lambda x: function(gate_and_up(x))
 
     def norm(self, field: str) -> Callable[[Tensor], Tensor]:
         weight = getattr(self._weights, field)
@@ -64,29 +64,8 @@ class ServingBuilder:
     def _projection(self, *fields: str) -> Projection:
         linears = [getattr(self._weights, field) for field in fields]
         # All of them read the same input, so that they are split alike.
-        summed = self._linears[fields[0]].split is Split.INPUT
+        summed = self._linears[fields[0]].writes_residual
         return Projection(linears, self._shared, self._reduce if summed else one_rank)
-
-
-@dataclass(frozen=True)
-class AddResidual:
-    """A projection whose output is added to the residual stream."""
-
-    projection: Projection
-
-    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return self.projection(x).add_(hidden)
-
-
-@dataclass(frozen=True)
-class GatedProjection:
-    """Two projections in one, ``[n, 2 d]``, combined by a gate to ``[n, d]``."""
-
-    projection: Projection
-    gate: Callable[[Tensor], Tensor]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.gate(self.projection(x))
 
 
 class DecoderLayer:
@@ -100,25 +79,10 @@ class DecoderLayer:
     def __init__(
         self, family: ModelFamily[Any], config: ModelConfig, parts: LayerParts, *, factorized: bool
     ) -> None:
-        self._before = family.before_attention
-        self._after = family.after_attention
+        self._family = family
         self._config = config
         self.parts = parts
         self.factorized = factorized
-
-    @classmethod
-    def build(
-        cls,
-        family: ModelFamily[Any],
-        config: ModelConfig,
-        weights: Any,
-        shared: SharedOps,
-        reduce: Reduce = one_rank,
-    ) -> "DecoderLayer":
-        """Build a layer from a checkpoint's weights. For the arguments see `ServingBuilder`."""
-        parts = family.parts(ServingBuilder(family, config, weights, shared, reduce))
-        factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
-        return cls(family, config, parts, factorized=factorized)
 
     def __call__(
         self,
@@ -145,7 +109,7 @@ class DecoderLayer:
         parts = self.parts
         every = batch.single and len(batch.logit_rows) == len(hidden)
         some = last and not every
-        x, carried = self._before(parts, hidden)
+        x, carried = self._family.before_attention(parts, hidden)
         mixed = isinstance(batch, MixedBatch)
         fused = parts.prefill if batch.queries is None else None
         if fused is not None and not (some or mixed or batch.single):
@@ -163,7 +127,7 @@ class DecoderLayer:
                 attended = _attend_rows(kv, q, planes, batch)
             else:
                 attended = _attend(kv, q, planes, batch)
-        return self._after(parts, attended, *carried)
+        return self._family.after_attention(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         """Norm each query head and each key head of ``[n, (heads + 2 kv_heads) * dim]``."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
-from runtime.checkpoint.family import Split
 from runtime.checkpoint.weights import linears_of
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
@@ -49,20 +48,22 @@ def part_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     def columns(tensor: Tensor) -> Tensor:
         return tensor.chunk(RANKS, dim=1)[rank].contiguous()
 
-    def own(linear: Linear, split: Split) -> Linear:
-        match linear, split:
-            case Dense(weight, bias), Split.OUTPUT:
+    def own(linear: Linear, writes_residual: bool) -> Linear:
+        match linear, writes_residual:
+            case Dense(weight, bias), False:
                 return Dense(rows(weight), None if bias is None else rows(bias))
-            case FactorPair(u, v, bias), Split.OUTPUT:
+            case FactorPair(u, v, bias), False:
                 return FactorPair(rows(u), v, None if bias is None else rows(bias))
-            case Dense(weight, None), Split.INPUT:
+            case Dense(weight, None), True:
                 return Dense(columns(weight))
-            case FactorPair(u, v, bias), Split.INPUT:
+            case FactorPair(u, v, bias), True:
                 return FactorPair(u, columns(v), bias)
         raise NotImplementedError
 
     def layer(weights: LayerWeights) -> LayerWeights:
-        parts = {name: own(linear, linears[name].split) for name, linear in linears_of(weights)}
+        parts = {
+            name: own(linear, linears[name].writes_residual) for name, linear in linears_of(weights)
+        }
         return replace(weights, **parts)  # type: ignore[arg-type]  # all of them are linears
 
     split = ("num_heads", "num_kv_heads", "intermediate_size")

@@ -61,7 +61,7 @@ class LayerwiseModel:
     def layer(self, index: int) -> Any:
         """Return the weights of a layer on the device, in fp32."""
         with self.watch.measure("reading weights"):
-            return moved(self.checkpoint.layers[index], self.device, torch.float32)
+            return moved(self.checkpoint.layers[index], self.device, torch.float32, {})
 
     @torch.no_grad()
     def forward(
@@ -116,7 +116,7 @@ class LayerwiseModel:
         checkpoint = self.checkpoint
         with self.watch.measure("reading weights"):
             final_norm, lm_head = (
-                moved(weight, self.device, torch.float32)
+                moved(weight, self.device, torch.float32, {})
                 for weight in (checkpoint.final_norm, checkpoint.lm_head)
             )
             head = replace(checkpoint, final_norm=final_norm, lm_head=lm_head)

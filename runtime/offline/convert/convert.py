@@ -87,7 +87,7 @@ def _convert(path: Path) -> tuple[Checkpoint, Source]:
         optional = family_of_config(hf_config).optional_tensors(hf_config)
     else:  # factorized modules may have biases that the config does not declare
         optional = optional_tensors_of(config, source)
-    made = assemble(config, source, optional, "", None, "cpu")
+    made = assemble(config, source, optional, "", None)
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
     made = replace(made, keep=round(parameters_kept(made), 4))
     return made, Source(named.format, stored)

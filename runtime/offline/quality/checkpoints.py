@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.assemble import nbytes
 from runtime.errors import QualityError
 from runtime.models.build import build_model
 from runtime.models.model import Model
@@ -115,7 +116,7 @@ def measure_checkpoints(
                 model_hash=checkpoint.model_hash,
                 method=checkpoint.factorization.method if checkpoint.factorization else "dense",
                 keep=checkpoint.keep,
-                nbytes=checkpoint.nbytes // 2,
+                nbytes=nbytes(checkpoint) // 2,
                 inputs=inputs,
                 bootstrap=bootstrap,
                 environment=Environment.current(),

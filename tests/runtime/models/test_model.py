@@ -10,12 +10,13 @@ from torch.nn import functional
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, checkpoint_path, load_checkpoint
+from runtime.checkpoint.weights import moved
 from runtime.errors import CheckpointError
 from runtime.gemm.weights import PackedWeights
 from runtime.layers import stored_weight
-from runtime.layers.linear import PackedLinear, Projection, TorchLinear
+from runtime.layers.linear import PackedLinear, Projection
 from runtime.models import model as model_module
-from runtime.models.build import build_model, place
+from runtime.models.build import build_model
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
@@ -135,7 +136,7 @@ def test_layers_packed_one_at_a_time_use_their_own_weights(shared: bool) -> None
             checkpoint,
             layers=tuple(replace(each, down=first) for each in checkpoint.layers),
         )
-    rounded: Checkpoint = place(checkpoint, torch.device("cpu"), torch.bfloat16, {})
+    rounded: Checkpoint = moved(checkpoint, torch.device("cpu"), torch.bfloat16, {})
     first_logits, second_logits = (
         logits_of(build_model(one, dtype=torch.bfloat16), list(range(20)))
         for one in (checkpoint, rounded)
@@ -166,7 +167,7 @@ def test_packed_matmul_of_a_row_does_not_depend_on_the_batch(
     x = torch.randn(130, shape[1], generator=generator)
     packed = PackedLinear(weight, bias)
     whole = packed(x)
-    torch.testing.assert_close(whole, TorchLinear(weight, bias)(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
     for rows in (1, 2, 7, 16, 17, 63, 64, 129):
         for first in (0, 1, 130 - rows):
             part = packed(x[first : first + rows].contiguous())

@@ -25,6 +25,7 @@ from runtime.checkpoint import (
     write_checkpoint,
 )
 from runtime.checkpoint import family as registry
+from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.family import LayerLayout, LinearTensor, TensorNames, VectorTensor
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
@@ -274,7 +275,7 @@ def test_forward_of_a_loaded_folder_matches_plain_torch(tmp_path: Path) -> None:
     expected = plain_logits(weights, tokens, torch.float32)
     # Both sides compute in fp32, but add in different orders, over three layers.
     torch.testing.assert_close(computed, expected, rtol=2e-4, atol=2e-4)
-    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in weights.values())
+    assert nbytes(checkpoint) == sum(tensor.nbytes for tensor in weights.values())
 
 
 def test_engine_generates_the_tokens_of_the_plain_implementation(tmp_path: Path) -> None:

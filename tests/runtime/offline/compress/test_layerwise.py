@@ -152,7 +152,7 @@ def test_damaged_work_folder_is_reported(tmp_path: Path) -> None:
 def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
     names = ("embedding", "final_norm", "lm_head")
     tensors = {name: getattr(checkpoint, name).to(dtype) for name in names}
-    layers = tuple(moved(layer, torch.device("cpu"), dtype) for layer in checkpoint.layers)
+    layers = tuple(moved(layer, torch.device("cpu"), dtype, {}) for layer in checkpoint.layers)
     return replace(checkpoint, layers=layers, **tensors)
 
 

@@ -13,10 +13,10 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import FactorPair, LayerWeights, load_checkpoint, write_checkpoint
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
-from runtime.layers.linear import Projection
+from runtime.layers.linear import SharedOps
 from runtime.models.build import build_model
-from runtime.models.decoder import AddResidual
-from runtime.models.llama import LlamaParts
+from runtime.models.decoder import ServingBuilder
+from runtime.models.llama import LLAMA
 from runtime.offline.compress.forward import forward
 from runtime.offline.convert import SourceFormat, convert
 from runtime.pages.plan import PageCount, pages_for
@@ -72,22 +72,13 @@ def test_shared_bases_are_loaded_and_stored_once(pickled: bool, tmp_path: Path) 
     assert saved - (tmp_path / "ours" / "model.safetensors").stat().st_size >= bases
 
 
-def first_matmul(part: object) -> object:
-    """Return the linear operator of the stacked V of a projection."""
-    projection = part.projection if isinstance(part, AddResidual) else part
-    assert isinstance(projection, Projection)
-    return projection._first
-
-
 def test_model_packs_a_shared_basis_once_and_matches_the_plain_forward_pass() -> None:
     shared = shared_checkpoint()
+    packed: SharedOps = {}
+    for layer in shared.layers:
+        LLAMA.parts(ServingBuilder(LLAMA, shared.config, layer, packed))
+    assert len(packed) == 6, "q, k, v, gate and up of both layers, and o and down of each"
     model = build_model(shared)
-    first, second = model.layers
-    one, other = first.parts, second.parts
-    assert isinstance(one, LlamaParts)
-    assert isinstance(other, LlamaParts)
-    assert first_matmul(one.qkv) is first_matmul(other.qkv)
-    assert first_matmul(one.o) is not first_matmul(other.o)
     tokens = list(range(1, 30))
     cache = model.new_cache(PageCount(4))
     pages = list(range(pages_for(len(tokens), 16)))

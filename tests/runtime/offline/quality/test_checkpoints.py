@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.weights import moved
 from runtime.errors import QualityError
-from runtime.models.build import place
 from runtime.offline.quality.checkpoint_report import checkpoint_tables
 from runtime.offline.quality.checkpoints import BF16, PAIR, PEER, SERVED, Load, measure_checkpoints
 from runtime.offline.quality.measure import describe
@@ -22,7 +22,7 @@ PROMPTS = [list(prompt_of(length)) for length in (7, 40, 100)]
 
 
 def loads(checkpoint: Checkpoint) -> Load:
-    return lambda dtype: place(checkpoint, torch.device("cpu"), dtype, {})
+    return lambda dtype: moved(checkpoint, torch.device("cpu"), dtype, {})
 
 
 def measured(prompts: list[list[int]], **checkpoints: Checkpoint) -> list[Any]:
