@@ -59,6 +59,7 @@ class Engine:
 
     Attributes:
         executor: the executor that was passed to the constructor.
+        scheduler: queues, batch slots and pages; callers read its numbers only.
         planned: the step that `compute` will run, or None.
 
     Raises:
@@ -70,7 +71,7 @@ class Engine:
         shape = executor.shape
         options = shape.options
         self._config = shape.config
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             options.limits,
             plan=shape.plan,
             total=options.pages,
@@ -90,37 +91,17 @@ class Engine:
     @property
     def pages_total(self) -> PageCount:
         """Number of pages of each page group, without null pages."""
-        return self._scheduler.pages.total
+        return self.scheduler.pages.total
 
     @property
     def pages_free(self) -> PageCount:
         """Number of free pages of each page group."""
-        return self._scheduler.pages.free
-
-    @property
-    def num_running(self) -> int:
-        """Number of batch slots in use, including those of reserved and prefilling sequences."""
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests and preempted sequences that wait for batch slots or pages."""
-        return self._scheduler.num_waiting
-
-    @property
-    def queue_tokens(self) -> int:
-        """Number of tokens of unfinished requests; see `Scheduler.queue_tokens`."""
-        return self._scheduler.queue_tokens
-
-    @property
-    def pending_prompt_tokens(self) -> int:
-        """Number of prompt tokens to compute; see `Scheduler.pending_prompt_tokens`."""
-        return self._scheduler.pending_prompt_tokens
+        return self.scheduler.pages.free
 
     @property
     def has_work(self) -> bool:
         """Whether a step without new commands would compute or report anything."""
-        return self._in_flight is not None or self._scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work
 
     def plan(self, incoming: Sequence[Command]) -> StepOutput:
         """Take commands and schedule the step that `compute` will run.
@@ -140,7 +121,7 @@ class Engine:
         if self._in_flight is not None and not self._can_launch_ahead(self._in_flight):
             self._collect(self._in_flight, output)
             self._in_flight = None
-        plan = self.planned = self._scheduler.plan()
+        plan = self.planned = self.scheduler.plan()
         output.refused += plan.refused
         output.deferred += [group.request.id for group in plan.deferred]
         if plan.reserved:
@@ -187,18 +168,18 @@ class Engine:
             case Reserve(request):
                 self._submit(request, Purpose.RECEIVE, output)
             case Arrived(request_id, first):
-                if request_id in self._scheduler:
-                    self._start_received(self._scheduler.arrived(request_id), first, output)
+                if request_id in self.scheduler:
+                    self._start_received(self.scheduler.arrived(request_id), first, output)
             case CancelChoice(request_id, choice):
-                if self._scheduler.cancel(request_id, choice):
+                if self.scheduler.cancel(request_id, choice):
                     output.ended.append(request_id)
             case Cancel(request_id):
-                self._scheduler.drop(request_id)
+                self.scheduler.drop(request_id)
 
     def _submit(self, request: Request, purpose: Purpose, output: StepOutput) -> None:
         try:
             request.validate(self._config)
-            self._scheduler.submit(request, purpose)
+            self.scheduler.submit(request, purpose)
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
 
@@ -209,7 +190,7 @@ class Engine:
             self._report(chunk, launched.ready, output)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
-        return _InFlightStep(launched, self._scheduler.step_launched(plan))
+        return _InFlightStep(launched, self.scheduler.step_launched(plan))
 
     def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
@@ -223,7 +204,7 @@ class Engine:
             if not chunk.completes:
                 return
             first, end = 0, end - evicted
-        pages = self._scheduler.pages.plan.span(first, end)
+        pages = self.scheduler.pages.plan.span(first, end)
         tables = tuple(tuple(table[pages.start : pages.stop]) for table in chunk.prompt.page_tables)
         output.computed.append(
             Computed(
@@ -245,8 +226,8 @@ class Engine:
         preempted, or if sequences should move to other batch slots.
         """
         return (
-            self.executor.can_launch_ahead(self._scheduler.continuing)
-            and not self._scheduler.must_preempt
+            self.executor.can_launch_ahead(self.scheduler.continuing)
+            and not self.scheduler.must_preempt
             and all(sequence.resolved for sequence in step.sequences)
         )
 
@@ -256,10 +237,10 @@ class Engine:
         Ignore those of sequences that were dropped in the meantime.
         """
         draws = step.launched.read()
-        self._scheduler.step_completed(step.sequences)
+        self.scheduler.step_completed(step.sequences)
         for sequence, draw in zip(step.sequences, draws, strict=True):
             sequence.resolved = draw is not UNRESOLVED
-            if sequence.resolved and self._scheduler.expects_token(sequence):
+            if sequence.resolved and self.scheduler.expects_token(sequence):
                 self._accept(sequence, draw, output)
 
     def _start_received(
@@ -273,18 +254,18 @@ class Engine:
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
             if sequence.forced:
-                self._scheduler.append_forced(sequence)
+                self.scheduler.append_forced(sequence)
             else:
-                self._scheduler.append(sequence, tokens[sequence.choice].token)
+                self.scheduler.append(sequence, tokens[sequence.choice].token)
             if sequence.finish_reason is None and not sequence.cancelled:
-                self._scheduler.run(sequence)
-            elif self._scheduler.finish(sequence):
+                self.scheduler.run(sequence)
+            elif self.scheduler.finish(sequence):
                 output.ended.append(group.request.id)
 
     def _fork(self, group: SequenceGroup) -> None:
         """Copy the partly filled last prompt page of the first choice to every other choice."""
         first, *others = group.sequences
-        plan = self._scheduler.pages.plan
+        plan = self.scheduler.pages.plan
         if not others or not len(group.tokens) % plan.page_size:
             return
         for at in range(plan.prompt_groups):
@@ -301,13 +282,13 @@ class Engine:
         if draw is None:
             fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")
             output.refused.append((request.id, fault))
-            self._scheduler.drop(request.id)
+            self.scheduler.drop(request.id)
             return
         index = len(sequence.tokens) - request.prompt_tokens
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
         output.tokens.append((request.id, token))
-        self._scheduler.append(sequence, draw.token)
+        self.scheduler.append(sequence, draw.token)
         if reason := sequence.finish_reason:
             output.finished.append((request.id, sequence.choice, reason))
-        if (reason or sequence.cancelled) and self._scheduler.finish(sequence):
+        if (reason or sequence.cancelled) and self.scheduler.finish(sequence):
             output.ended.append(request.id)

@@ -75,13 +75,13 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Number of batch slots in use."""
+        """Number of batch slots in use, including those of reserved and prefilling sequences."""
         groups = (*self._prefilling, *self._received.values())
         return len(self._running) + sum(group.slots for group in groups)
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequence groups without batch slots."""
+        """Number of requests and preempted sequences that wait for batch slots or pages."""
         return len(self._waiting)
 
     @property

@@ -25,7 +25,6 @@ class StaticTensors:
     def __init__(
         self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
     ) -> None:
-        self._device = device
         self._ranges: dict[str, tuple[int, int]] = {}
         size = 0
         for name, (shape, dtype) in fields.items():
@@ -48,7 +47,7 @@ class StaticTensors:
             values: leading rows of tensors, by name. The other dimensions must be complete.
         """
         ends = [self._ranges[name][0] + value.nbytes for name, value in values.items()]
-        on_device = self._device.type == "cuda"
+        on_device = self._buffer.device.type == "cuda"
         staged = torch.zeros(max(ends), dtype=torch.uint8, pin_memory=on_device)
         memory = staged.numpy()
         for (name, value), end in zip(values.items(), ends, strict=True):

@@ -61,14 +61,13 @@ class _Buffer:
         distinct = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
         self._packed = PackedWeight(distinct)
         self._lock = Lock()
-        self.fits = self._packed.blocks is not None
+        self.blocks = self._packed.blocks
 
     def multiply(self, x: Tensor, stored: StoredWeight, first_block: int) -> Tensor:
         """Return the product with consecutive blocks of a weight."""
-        blocks = self._packed.blocks
-        assert blocks is not None
+        assert self.blocks is not None
         with self._lock:
-            stored.expand(first_block, blocks)
+            stored.expand(first_block, self.blocks)
             return self._packed.multiply(x)
 
 
@@ -97,7 +96,7 @@ class ExpandedWeight:
             buffer = _BUFFERS.get(part.shape)
             if buffer is None:
                 buffer = _BUFFERS[part.shape] = _Buffer(part.shape)
-            if not buffer.fits:
+            if buffer.blocks is None:
                 return None
             parts.append((number * rows // LANES, buffer))
         return cls(stored, parts)

@@ -108,7 +108,6 @@ class StepReplay:
             raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
         limits = options.limits
         self._decodes = options.decodes
-        self._device = model.device
         self._events = cache.events
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
@@ -280,7 +279,7 @@ class StepReplay:
         slots = [slot for arrival, slot in pairs if arrival in held]
         if not slots:
             return {}
-        logits = self._sampler.logits[to_device(np.array(slots), self._device)]
+        logits = self._sampler.logits[to_device(np.array(slots), self._sampler.logits.device)]
         return dict(zip(slots, logits, strict=True))
 
     def _bucket_of(self, slots: int) -> int:

@@ -225,12 +225,12 @@ class EngineThread:
         engine = self._engine
         return EngineLoad(
             commands=self._taken,
-            queue_tokens=engine.queue_tokens,
-            pending_prompt_tokens=engine.pending_prompt_tokens,
+            queue_tokens=engine.scheduler.queue_tokens,
+            pending_prompt_tokens=engine.scheduler.pending_prompt_tokens,
             prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
             pages_free=engine.pages_free,
-            running=engine.num_running,
-            waiting=engine.num_waiting,
+            running=engine.scheduler.num_running,
+            waiting=engine.scheduler.num_waiting,
             steps=self._steps,
             busy_s=self._busy_s,
         )

@@ -174,13 +174,13 @@ def test_pages_that_leave_the_window_are_freed(model: Model) -> None:
     record = Record()
     record.add(engine.step([Add(request_of("r", 150, 100))]))
     while not record.output("r"):  # chunks of 32 tokens
-        [group] = engine._scheduler._prefilling
+        [group] = engine.scheduler._prefilling
         left = sliding.first_recent(group.computed, 16)
         assert held(engine) == {SLIDING: 10 - left, FULL: 10}
         record.add(engine.step([]))
     assert held(engine)[SLIDING] <= sliding.max_held(16) == 4
     while engine.has_work:
-        [sequence] = engine._scheduler._running
+        [sequence] = engine.scheduler._running
         attended = len(sequence.tokens) - 1
         assert tuple(held(engine).values()) == plan.received(attended)
         assert sequence.page_tables[0].count(FREED) == sliding.first_recent(attended, 16)
@@ -218,7 +218,7 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     assert sent[0] == min(-(-length // 16), 3 if length == 160 else 4)
     first = drive(prefill, Add(request, hold=True))
     assert tuple(held(prefill).values()) == sent, "all other pages of the prompt are free"
-    [source] = prefill._scheduler._held.values()
+    [source] = prefill.scheduler._held.values()
     groups = model.layout.page_groups
     for (_, described), own, other in zip(model.layout.planes, *planes, strict=True):
         at = groups.index(described.group)

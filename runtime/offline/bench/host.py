@@ -76,7 +76,7 @@ class HostBench:
     def join_us(self) -> float:
         """Time the step in which a new stream replaces the oldest one."""
         number = len(self._names)
-        oldest = self._names[number - self._engine.num_running]
+        oldest = self._names[number - self._engine.scheduler.num_running]
         self._engine.step([Cancel(oldest)])
         self._engine.step([Reserve(self._request(number))])
         self._names.append(str(number))

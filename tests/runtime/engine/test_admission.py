@@ -44,7 +44,7 @@ def test_reserved_sequences_are_queued_and_hold_a_batch_slot(model: Model) -> No
     engine = engine_of(model, max_running=2)
     record = drive(engine, *(Reserve(request_of(n, 20)) for n in "abc"))
     assert list(record.reserved) == ["a", "b"]
-    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 1)
     drive(engine, Cancel("a"), record=record)
     assert list(record.reserved) == ["a", "b", "c"]
     assert len(set(record.reserved["b"]) & set(record.reserved["c"])) == 0
@@ -53,11 +53,11 @@ def test_reserved_sequences_are_queued_and_hold_a_batch_slot(model: Model) -> No
 def test_queue_tokens_count_accepted_and_unfinished_tokens(model: Model) -> None:
     engine = engine_of(model, step_tokens=32, chunk_tokens=32)
     engine.step([Add(request_of("h", 100), hold=True)])
-    assert engine.queue_tokens == 68
+    assert engine.scheduler.queue_tokens == 68
     drive(engine)
-    assert engine.queue_tokens == 0
+    assert engine.scheduler.queue_tokens == 0
     engine.step([Reserve(request_of("r", 50))])
-    assert engine.queue_tokens == 50
+    assert engine.scheduler.queue_tokens == 50
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "seeded"])
@@ -73,7 +73,7 @@ def test_preempted_sequences_produce_the_same_tokens(
     max_waiting = 0
     while tight.has_work:
         record.add(tight.step([]))
-        max_waiting = max(max_waiting, tight.num_waiting)
+        max_waiting = max(max_waiting, tight.scheduler.num_waiting)
     assert max_waiting > 1, "sequences were preempted"
     assert record.tokens == expected.tokens
     assert record.finished == expected.finished
@@ -87,7 +87,7 @@ def test_preempted_sequence_is_computed_before_prompts_admitted_after_it(model: 
     long = Add(request_of("c", 384, 1), hold=True)
     record = Record()
     record.add(engine.step([Reserve(request_of("d", 100)), *map(Add, prompts.values()), long]))
-    while not engine.num_waiting:
+    while not engine.scheduler.num_waiting:
         record.add(engine.step([]))
     drive(engine, Cancel("d"), record=record)
     computed = [chunk.id for output in record.steps for chunk in output.computed]
@@ -106,11 +106,11 @@ def test_choices_are_preempted_individually(model: Model) -> None:
 def test_prompt_tokens_count_what_is_left_to_compute_here(model: Model) -> None:
     engine = engine_of(model, step_tokens=32, chunk_tokens=32)
     engine.step([Add(request_of("r", 100)), Reserve(request_of("other", 50))])
-    assert engine.pending_prompt_tokens == 68
+    assert engine.scheduler.pending_prompt_tokens == 68
     engine.step([Add(request_of("h", 30), hold=True)])
-    assert engine.pending_prompt_tokens < 68 + 30
+    assert engine.scheduler.pending_prompt_tokens < 68 + 30
     drive(engine)
-    assert engine.pending_prompt_tokens == 0
+    assert engine.scheduler.pending_prompt_tokens == 0
 
 
 def test_reservation_that_must_wait_is_reported_once_as_deferred(model: Model) -> None:

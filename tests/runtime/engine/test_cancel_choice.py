@@ -36,7 +36,7 @@ def test_cancelled_choice_returns_its_batch_slot_and_pages(make: MakeEngine) -> 
     free = engine.pages_free
     record.add(engine.step([CancelChoice("r", 1)]))
     step_until(engine, record, lambda: engine.pages_free > free)
-    assert engine.num_running == 2
+    assert engine.scheduler.num_running == 2
     drive(engine, record=record)
     assert len(record.output("r", 1)) <= 6
     assert set(record.finished) == {("r", 0), ("r", 2)}
@@ -54,7 +54,7 @@ def test_request_ends_when_its_last_choice_is_cancelled(make: MakeEngine) -> Non
     drive(engine, CancelChoice("r", 1), CancelChoice("x", 0), record=record)
     assert record.ended == ["r"]
     assert not record.finished
-    assert (engine.num_running, engine.queue_tokens) == (0, 0)
+    assert (engine.scheduler.num_running, engine.scheduler.queue_tokens) == (0, 0)
     assert engine.pages_free == engine.pages_total
 
 
@@ -62,8 +62,8 @@ def test_preempted_choice_that_is_cancelled_is_not_computed_again(make: MakeEngi
     engine = make(pages=7)
     record = Record()
     record.add(engine.step([Add(request_of("r", 40, 40, choices=3))]))
-    step_until(engine, record, lambda: engine.num_waiting > 0)
-    preempted = 3 - engine.num_waiting  # the youngest choices wait
+    step_until(engine, record, lambda: engine.scheduler.num_waiting > 0)
+    preempted = 3 - engine.scheduler.num_waiting  # the youngest choices wait
     before = len(record.output("r", preempted))
     drive(engine, CancelChoice("r", preempted), record=record)
     assert len(record.output("r", preempted)) == before

@@ -74,7 +74,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 
 def all_free(engine: Engine) -> bool:
-    pages = engine._scheduler.pages
+    pages = engine.scheduler.pages
     return pages.free == pages.total == engine.pages_free == engine.pages_total
 
 
@@ -106,11 +106,11 @@ def test_exact_pages_are_freed_once_they_are_encoded(model: Model) -> None:
     engine = engine_of(model, stored=64)
     record = Record()
     record.add(engine.step([Add(request_of("r", 150, 100))]))
-    pages = engine._scheduler.pages
+    pages = engine.scheduler.pages
     while not record.output("r"):
         record.add(engine.step([]))
     while engine.has_work:
-        [sequence] = engine._scheduler._running
+        [sequence] = engine.scheduler._running
         attended = len(sequence.tokens) - 1
         kept = PLAN.received(attended)[0]
         assert sequence.page_tables[0].count(FREED) == PLAN.received(attended)[1]
@@ -135,7 +135,7 @@ def test_preempted_sequences_produce_the_same_tokens(
     forced = 0
     while tight.has_work:
         record.add(tight.step([]))
-        forced = max([forced, *(len(s.forced) for s in tight._scheduler._running)])
+        forced = max([forced, *(len(s.forced) for s in tight.scheduler._running)])
     assert forced > 20, "sequences with output were preempted"
     assert record.tokens == expected.tokens
     assert record.finished == expected.finished
@@ -149,7 +149,7 @@ def test_choices_share_the_stored_pages_of_their_prompt(model: Model) -> None:
     record.add(engine.step([Add(request)]))
     while not record.output("r"):
         record.add(engine.step([]))
-    free = engine._scheduler.pages.free
+    free = engine.scheduler.pages.free
     assert free[1] == 64 - PLAN.received(155)[1]
     drive(engine, record=record)
     for choice in range(3):
@@ -181,7 +181,7 @@ def test_queue_tokens_count_forced_tokens(model: Model) -> None:
     engine = engine_of(model, stored=64)
     for _ in range(10):
         engine.step([Add(request)] if not engine.has_work else [])
-        assert engine.queue_tokens == 70
+        assert engine.scheduler.queue_tokens == 70
 
 
 def test_requests_that_do_not_fit_are_refused(model: Model) -> None:

@@ -48,7 +48,7 @@ def disaggregate(model: Model, request: Request) -> Record:
     drive(prefill, Cancel(request.id))
     for engine in (prefill, decode):
         assert engine.pages_free == engine.pages_total
-        assert engine.queue_tokens == 0
+        assert engine.scheduler.queue_tokens == 0
     return record
 
 

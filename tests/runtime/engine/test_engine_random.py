@@ -175,7 +175,11 @@ def check_end(driver: Driver) -> None:
     engine = driver.engine
     assert not driver.alive, "every request ended"
     assert engine.pages_free == engine.pages_total
-    assert (engine.num_running, engine.num_waiting, engine.queue_tokens) == (0, 0, 0)
+    assert (
+        engine.scheduler.num_running,
+        engine.scheduler.num_waiting,
+        engine.scheduler.queue_tokens,
+    ) == (0, 0, 0)
     for (name, choice), tokens in driver.record.tokens.items():
         if name.startswith("add"):
             assert [token.index for token in tokens] == list(range(len(tokens)))

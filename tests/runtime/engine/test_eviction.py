@@ -130,7 +130,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 
 def all_free(engine: Engine) -> bool:
-    pages = engine._scheduler.pages
+    pages = engine.scheduler.pages
     return pages.free == pages.total and engine.pages_free == engine.pages_total
 
 
@@ -188,7 +188,7 @@ def test_chunks_do_not_change_what_is_kept(model: Model, chunk: int) -> None:
 def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
     engine = engine_of(model, replay=replay)
     record = Record()
-    pages = engine._scheduler.pages
+    pages = engine.scheduler.pages
     record.add(engine.step([Add(request_of("r", 200, 100))]))
     while not record.output("r"):
         record.add(engine.step([]))
@@ -224,7 +224,7 @@ def test_preempted_sequences_produce_the_same_tokens(
     forced = 0
     while tight.has_work:
         record.add(tight.step([]))
-        forced = max([forced, *(len(s.forced) for s in tight._scheduler._running)])
+        forced = max([forced, *(len(s.forced) for s in tight.scheduler._running)])
     assert forced > 20, "sequences with output were preempted"
     assert record.tokens == expected.tokens
     assert record.finished == expected.finished
@@ -254,7 +254,7 @@ def test_choices_share_what_is_kept(model: Model, length: int, replay: int) -> N
     while not record.output("r"):
         record.add(engine.step([]))
     kept = length - evicted_tokens(length, SHARE, PAGE)
-    first, second, _ = engine._scheduler._running
+    first, second, _ = engine.scheduler._running
     assert [table[: kept // PAGE] for table in first.page_tables] == [
         table[: kept // PAGE] for table in second.page_tables
     ]
@@ -311,7 +311,7 @@ def test_disaggregated_output_equals_colocated_output(
     record.steps += first.steps
     encoded = PLAN.received(kept)[1] if model.layout.plan.encodes else 0
     held = pages_for(kept, PAGE) - encoded
-    assert prefill._scheduler.pages.free[0] == 64 - held, "evicted pages are free"
+    assert prefill.scheduler.pages.free[0] == 64 - held, "evicted pages are free"
     transfer(prefill, decode, record)
     tokens = tuple(first.tokens["r", choice][0] for choice in range(choices))
     record.tokens |= first.tokens
@@ -340,7 +340,7 @@ def test_short_prompts_are_computed_with_their_output() -> None:
     request = replayed(request_of("r", 100, 90), range(40))
     engine = engine_of(model)
     engine.step([Add(request)])
-    [group] = engine._scheduler._prefilling
+    [group] = engine.scheduler._prefilling
     assert len(group.tokens) == 140
     assert not group.sequences[0].forced
 

@@ -111,7 +111,7 @@ def test_request_is_refused_once_if_choices_are_decoded_and_prefilled_in_one_ste
     record = Record()
     for commands in ([Add(bystander), Add(pair)], [], []):
         record.add(engine.step(commands))
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     preempted = next(s for s in scheduler._running if s.request.id == "r")
     planned = scheduler.plan
 

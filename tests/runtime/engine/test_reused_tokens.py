@@ -14,7 +14,7 @@ LIMITS = Limits(max_running=4, max_waiting=4, step_tokens=32, chunk_tokens=32)
 def engine_that_reuses(tokens: int, patch: pytest.MonkeyPatch) -> Engine:
     """Return an engine whose prompts have the KV of their first tokens on admission."""
     engine = Engine(FakeExecutor(16, LIMITS))
-    pages = engine._scheduler.pages
+    pages = engine.scheduler.pages
     admit = pages.admit
 
     def admit_and_reuse(group: SequenceGroup) -> None:
@@ -34,7 +34,7 @@ def test_first_chunk_starts_after_reused_tokens(
     first = engine.step([Add(request_of("a", 100), hold=True)])
     second = engine.step([])
     assert (first.started, second.started) == (["a"], [])
-    assert engine.pending_prompt_tokens == max(0, 100 - reused - 64)
+    assert engine.scheduler.pending_prompt_tokens == max(0, 100 - reused - 64)
 
 
 @pytest.mark.parametrize("reused", [0, PAGE_SIZE, 3 * PAGE_SIZE])
@@ -43,7 +43,7 @@ def test_reused_pages_are_reported_with_the_first_chunk(
 ) -> None:
     engine = engine_that_reuses(reused, monkeypatch)
     output = engine.step([Add(request_of("a", 100), hold=True)])
-    [group] = engine._scheduler._prefilling
+    [group] = engine.scheduler._prefilling
     pages = group.sequences[0].page_tables[0]
     chunks = list(output.computed)
     while not chunks[-1].completes:

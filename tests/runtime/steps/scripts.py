@@ -122,7 +122,7 @@ class Watch:
     @contextmanager
     def over(self, engine: Engine) -> Iterator["Watch"]:
         replay = replay_of(engine)
-        held = engine._scheduler.pages
+        held = engine.scheduler.pages
         launch, collect = replay.launch, replay.collect
 
         def launched(plan: StepPlan) -> InFlightStep:

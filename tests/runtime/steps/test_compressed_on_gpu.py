@@ -49,7 +49,7 @@ def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> R
     engine = Engine(LocalExecutor(model, options))
     engine.warm_up()
     record = play(engine, script())
-    held = engine._scheduler.pages
+    held = engine.scheduler.pages
     assert held.free == held.total
     return record
 

@@ -46,7 +46,7 @@ def check(
     with Watch().over(replayed) as watch:
         compare(play(replayed, script), expected, set(cancelled))
     for engine in (plain, replayed):
-        held = engine._scheduler.pages
+        held = engine.scheduler.pages
         assert held.free == held.total
     return watch
 

@@ -90,7 +90,7 @@ def test_step_is_read_before_a_sequence_is_preempted(model: Model) -> None:
     script: list[list[Command]] = [[Add(request(2 * n, 14, 40, n % 3, 1)) for n in range(4)]]
     plain = play(engine_of(model, 9, 4, replay=False), script)
     engine = engine_of(model, 9, 4, replay=True)
-    requeue = engine._scheduler._requeue
+    requeue = engine.scheduler._requeue
     preempted = []
 
     def watched(group: SequenceGroup) -> None:
@@ -98,7 +98,7 @@ def test_step_is_read_before_a_sequence_is_preempted(model: Model) -> None:
         requeue(group)
 
     with Watch().over(engine), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._scheduler, "_requeue", watched)
+        patch.setattr(engine.scheduler, "_requeue", watched)
         compare(play(engine, script), plain, set())
     assert preempted
     assert all(lookahead == [0] for lookahead in preempted)

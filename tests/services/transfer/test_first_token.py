@@ -80,7 +80,7 @@ async def test_reserved_sequence_fetches_what_its_pages_lack(
     prefill, decode = await site.prefill(kv_digest=True), await site.decode(kv_digest=True)
     digests = digests_of(prefill, decode, monkeypatch)
     monkeypatch.setattr(decode.worker.service, "_has_room", lambda: False)
-    pages = decode.loaded.engine._scheduler.pages
+    pages = decode.loaded.engine.scheduler.pages
     admit = pages.admit
     kept: list[torch.Tensor] = []
 

@@ -68,7 +68,11 @@ class Thread:
 
     def _measure(self) -> EngineLoad:
         engine = self.engine
-        free, running, waiting = engine.pages_free, engine.num_running, engine.num_waiting
+        free, running, waiting = (
+            engine.pages_free,
+            engine.scheduler.num_running,
+            engine.scheduler.num_waiting,
+        )
         return EngineLoad(0, 0, 0, 0.0, free, running, waiting, 0, 0.0)
 
     @property
@@ -79,7 +83,7 @@ class Thread:
     @property
     def state(self) -> tuple[object, ...]:
         """State, in which the ids of pages make no difference."""
-        scheduler, planned = self.engine._scheduler, self.engine.planned
+        scheduler, planned = self.engine.scheduler, self.engine.planned
         groups = scheduler._waiting, scheduler._prefilling, scheduler._received.values()
         return (
             *([_described(group) for group in each] for each in groups),
