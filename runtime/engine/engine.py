@@ -25,12 +25,11 @@ from runtime.engine.commands import (
     Reserved,
     StepOutput,
 )
-from runtime.engine.executor import Executor
+from runtime.engine.executor import Executor, LaunchedStep
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.pages.plan import PageCount
 from runtime.sampling.reference import Draw
-from runtime.steps.base import LaunchedStep
 from runtime.steps.replay import UNRESOLVED
 from runtime.steps.warm_up import Progress, silent
 

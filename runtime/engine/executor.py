@@ -9,6 +9,7 @@ therefore implements the same interface by sending a copy of each plan to an exe
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,8 +18,25 @@ from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.pages.plan import PagePlan
-from runtime.steps.base import LaunchedStep
+from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
+
+
+class LaunchedStep(Protocol):
+    """A step whose computation was launched."""
+
+    @property
+    def ready(self) -> int:
+        """Number of the event recorded once all KV is in the pages, see `PagedCache.events`."""
+        ...
+
+    def read(self) -> list[Draw | None]:
+        """Wait for the step and return a draw for each sequence of `StepPlan.sampled`, in order.
+
+        A draw is None if the logits are not finite. It is `runtime.steps.replay.UNRESOLVED` if the token could
+        not be drawn and the next step samples it again.
+        """
+        ...
 
 
 @dataclass(frozen=True)

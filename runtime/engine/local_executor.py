@@ -7,10 +7,9 @@ import torch
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
-from runtime.engine.executor import Executor, ExecutorShape
+from runtime.engine.executor import Executor, ExecutorShape, LaunchedStep
 from runtime.kv.eviction import check_eviction
 from runtime.models.model import Model
-from runtime.steps.base import LaunchedStep
 from runtime.steps.direct import DirectSteps
 from runtime.steps.replay import StepReplay
 from runtime.steps.warm_up import Progress

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
-from runtime.engine.executor import Executor
+from runtime.engine.executor import Executor, LaunchedStep
 from runtime.sampling.reference import Draw
-from runtime.steps.base import LaunchedStep
 from runtime.steps.warm_up import Progress, silent
 
 

@@ -188,7 +188,6 @@ class _Packer:
     head_dim: int
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
-    _vector_elements: int = 0
 
     def moved(self, values: Tensor) -> Tensor:
         """Return a tensor on the device, as bf16. The dtype is converted on the device."""
@@ -198,9 +197,8 @@ class _Packer:
         """Append a norm or a bias; return its offset, -1 for None."""
         if values is None:
             return -1
-        offset = self._vector_elements
+        offset = sum(map(len, self.vectors))
         self.vectors.append(self.upload(values).to(torch.float32).flatten())
-        self._vector_elements += values.numel()
         return offset
 
     def matrix(

@@ -84,10 +84,6 @@ class DeviceSampler:
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
-        self._vocab = vocab
-        self._top = top
-        self._device = device
-
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -125,6 +121,7 @@ class DeviceSampler:
             numbers: row indices, without repetition.
             rows: parameters and context of the sequence of each row.
         """
+        vocab = self._processed.shape[1]
         words = np.empty((1 + _WORDS + _REALS, len(rows)), np.int64)
         words[0] = numbers
         reals = words[1 + _WORDS :].view(np.float64)
@@ -132,14 +129,14 @@ class DeviceSampler:
             sampling = row.sampling
             words[1 : 1 + _WORDS, column] = (
                 sampling.temperature == 0,
-                sampling.top_k or self._vocab,
+                sampling.top_k or vocab,
                 sampling.min_tokens if sampling.suppressed else 0,
                 _signed(sampling.seed),
                 _signed(row.choice),
                 row.index,
             )
             reals[:, column] = *sampling.filters, *sampling.penalties
-        loaded = to_device(words, self._device)
+        loaded = to_device(words, self.sampled.device)
         self._parameters.index_copy_(1, loaded[0], loaded[1:])
         for number, row in zip(numbers, rows, strict=True):
             self._processor.load(number, row)
@@ -167,7 +164,7 @@ class DeviceSampler:
         if features.logprobs:
             logprobs = logits.log_softmax(dim=-1)
             self.logprobs[rows] = logprobs.gather(1, tokens[:, None])
-            self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self._top)
+            self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self.top_tokens.shape[1])
         self._counter[2, rows] += self.resolved[rows]
         if features.processing:
             self._processor.count(tokens[:, None], self.resolved[rows], rows)
@@ -179,7 +176,7 @@ class DeviceSampler:
             logits: fp32 `[rows, vocab]`, logits of that call.
             numbers: indices of the unresolved rows.
         """
-        missing = to_device(np.array(numbers, np.int64), self._device)
+        missing = to_device(np.array(numbers, np.int64), self.sampled.device)
         tokens = draw_from_all(self._processed[missing], self._tensors(missing))
         logprobs = logits[missing].log_softmax(dim=-1)
         self.logprobs[missing] = logprobs.gather(1, tokens[:, None])

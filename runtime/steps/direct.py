@@ -63,9 +63,8 @@ class DirectSteps:
         """Return the last token of a sequence, whose KV the step computes."""
         last = len(sequence.tokens) - 1
         pages, *more_pages = sequence.page_tables
-        evicted = sequence.evicted
         return SequenceSlice(
-            sequence.tokens[-1:], last, pages, more_pages=more_pages, evicted=evicted
+            sequence.tokens[-1:], last, pages, more_pages=more_pages, evicted=sequence.evicted
         )
 
     def _compute(

@@ -25,6 +25,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.pages.plan import pages_for
 from runtime.steps.pass_inputs import PassInputs, PassShape
+from runtime.steps.prompts import dummy_slice
 from runtime.steps.slots import BatchSlots
 
 ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -123,27 +124,22 @@ class MixedReplay:
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture all graphs, the largest first, so that the others reuse its memory.
 
-        If larger passes are possible, the largest is computed as well, without a graph.
+        If larger passes are possible, the largest is computed as well, without a graph. The KV of
+        all passes is written to null pages.
 
         Args:
             progress: called with a number of rows after its graphs are captured.
         """
         if self._max_rows > self._shapes[0].rows:
-            self.run(self._largest())
+            each = min(self._max_rows, self._model.context_length)
+            pages = self._slots.null_pages[: self._slots.prompt_groups]
+            piece = dummy_slice(each, 0, pages, pages_for(each, self._model.page_size))
+            self.run([piece] * -(-self._max_rows // each))
         for index, shape in enumerate(self._shapes):
             self._inputs.write(shape, [], [], [])
             self._replay(shape)
             if shape.rows not in {other.rows for other in self._shapes[index + 1 :]}:
                 progress(shape.rows)
-
-    def _largest(self) -> list[SequenceSlice]:
-        """Return chunks with the maximum number of tokens, which are written to null pages."""
-        each = min(self._max_rows, self._model.context_length)
-        count = pages_for(each, self._model.page_size)
-        slots = self._slots
-        pages, *more_pages = ([null] * count for null in slots.null_pages[: slots.prompt_groups])
-        piece = SequenceSlice([0] * each, 0, pages, more_pages=more_pages)
-        return [piece] * -(-self._max_rows // each)
 
     def _captured_shape(self, wanted: PassShape) -> PassShape | None:
         """Return the smallest shape with a graph that is large enough; None if there is none."""

@@ -25,6 +25,18 @@ def slice_of(chunk: Chunk, groups: int) -> SequenceSlice:
     return SequenceSlice(tokens, chunk.first, pages, chunk.completes, more_pages)
 
 
+def dummy_slice(count: int, first: int, pages: Sequence[int], width: int) -> SequenceSlice:
+    """Return ``count`` tokens for a warm-up, whose KV is in a single page of each page group.
+
+    Args:
+        first: position of the first token.
+        pages: the page of each group.
+        width: number of entries of the page tables.
+    """
+    table, *more_pages = [[page] * width for page in pages]
+    return SequenceSlice([0] * count, first, table, more_pages=more_pages)
+
+
 class PromptPageEncoder:
     """Encodes the pages of prompts that have a compressed page: those outside of sinks and window.
 

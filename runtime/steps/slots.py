@@ -69,7 +69,6 @@ class BatchSlots:
         self._max_pages = max_pages
         self.null_pages = null_pages
         self.prompt_groups = prompt_groups
-        self._device = device
         self.state = torch.zeros(4, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active, self.offsets = self.state
         self.offsets.fill_(1)
@@ -171,7 +170,7 @@ class BatchSlots:
             tokens: int64 `[max_slots]`, tokens drawn after that step; only those of ``slots`` are
                 used.
         """
-        advanced = to_device(np.array(slots, np.int64), self._device)
+        advanced = to_device(np.array(slots, np.int64), self.state.device)
         self.tokens[advanced] = tokens[advanced]
         self.positions[advanced] += 1
 
@@ -215,7 +214,7 @@ class BatchSlots:
         """
         state = np.array(rows, np.int64).reshape(-1, 5).T
         words = to_device(
-            np.concatenate([state.ravel(), entries, pages], dtype=np.int64), self._device
+            np.concatenate([state.ravel(), entries, pages], dtype=np.int64), self.state.device
         )
         if rows:
             states = words[: state.size].view(state.shape)

@@ -15,7 +15,7 @@ from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.pages.plan import PagePlan
 from runtime.sampling.reference import SamplingRow, sample
-from runtime.steps.prompts import PromptPageEncoder
+from runtime.steps.prompts import PromptPageEncoder, dummy_slice
 
 Progress = Callable[[str, int], None]
 """Callback ``(stage, size)``, called after each part of a warm-up.
@@ -61,18 +61,14 @@ def _small(sequences: int, plan: PagePlan) -> Iterator[list[SequenceSlice]]:
     A decode batch has one token per sequence. All page-table entries are page 0.
     """
     for width in _WIDTHS:
-        pages = (0,) * width
-        more = [pages] * (plan.prompt_groups - 1)
-        yield [SequenceSlice((0, 0), 0, pages, more_pages=more)] * sequences
-        more = [pages] * (len(plan.groups) - 1)
-        yield [SequenceSlice((0,), 2, pages, more_pages=more)] * sequences
+        yield [dummy_slice(2, 0, [0] * plan.prompt_groups, width)] * sequences
+        yield [dummy_slice(1, 2, [0] * len(plan.groups), width)] * sequences
 
 
 def _largest(limits: Limits, context: int, plan: PagePlan) -> list[SequenceSlice]:
     """Return a prefill batch with the maximum number of tokens of a step. All pages are page 0."""
     each = min(limits.chunk_tokens, context - 1)
-    pages, *more = [(0,) * plan.pages(each)] * plan.prompt_groups
-    piece = SequenceSlice((0,) * each, 0, pages, more_pages=more)
+    piece = dummy_slice(each, 0, [0] * plan.prompt_groups, plan.pages(each))
     return [piece] * max(1, limits.step_tokens // each)
 
 

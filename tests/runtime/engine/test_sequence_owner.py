@@ -13,13 +13,13 @@ from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import SamplingParams
 from runtime.core.sequence import Purpose, SequenceGroup
 from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
+from runtime.engine.executor import LaunchedStep
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
-from runtime.steps.base import LaunchedStep
 from tests.runtime.pages.plans import compressed_plan
 from tests.runtime.tiny import Record, drive, replayed, request_of, tiny_checkpoint
 
