@@ -6,14 +6,12 @@ WINDOW = 64
 """Minimum number of recent tokens that are not encoded."""
 
 
-def first_recent(
-    length: int, page_size: int, sink_pages: int = SINK_PAGES, window: int = WINDOW
-) -> int:
+def first_recent(length: int, page_size: int) -> int:
     """Return the index of the first page after the encoded pages of a sequence.
 
-    Pages from ``sink_pages`` up to this one are encoded, and no others.
+    Pages from `SINK_PAGES` up to this one are encoded, and no others.
 
     Args:
         length: number of tokens of the sequence, including the one that attends.
     """
-    return max(sink_pages, (length - window) // page_size)
+    return max(SINK_PAGES, (length - WINDOW) // page_size)
