@@ -19,7 +19,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.assemble import named_tensors
 from runtime.config import ModelConfig
 from runtime.core.sequence import FREED
-from runtime.engine import Add, Arrived, Engine, Release, Reserve
+from runtime.engine import Add, Arrived, Cancel, Engine, Reserve
 from runtime.errors import KVFormatError
 from runtime.gemm.model import unsupported_by_gemm
 from runtime.models.build import build_model
@@ -227,7 +227,7 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     tokens = tuple(first.tokens["r", choice][0] for choice in range(choices))
     record.tokens |= first.tokens
     drive(decode, Arrived("r", tokens), record=record)
-    drive(prefill, Release("r"))
+    drive(prefill, Cancel("r"))
     assert record.tokens == colocated.tokens
     for engine in (prefill, decode):
         assert engine.pages_free == engine.pages_total
