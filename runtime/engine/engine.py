@@ -28,7 +28,6 @@ from runtime.engine.commands import (
 from runtime.engine.executor import Executor, LaunchedStep
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import NotFinite, RuntimeFault
-from runtime.pages.plan import PageCount
 from runtime.sampling.reference import Draw
 from runtime.steps.replay import UNRESOLVED
 from runtime.steps.warm_up import Progress, silent
@@ -69,7 +68,6 @@ class Engine:
         self.executor = executor
         shape = executor.shape
         options = shape.options
-        self._config = shape.config
         self.scheduler = Scheduler(
             options.limits,
             plan=shape.plan,
@@ -86,16 +84,6 @@ class Engine:
         Call it before the first command.
         """
         self.executor.warm_up(progress)
-
-    @property
-    def pages_total(self) -> PageCount:
-        """Number of pages of each page group, without null pages."""
-        return self.scheduler.pages.total
-
-    @property
-    def pages_free(self) -> PageCount:
-        """Number of free pages of each page group."""
-        return self.scheduler.pages.free
 
     @property
     def has_work(self) -> bool:
@@ -177,7 +165,7 @@ class Engine:
 
     def _submit(self, request: Request, purpose: Purpose, output: StepOutput) -> None:
         try:
-            request.validate(self._config)
+            request.validate(self.executor.shape.config)
             self.scheduler.submit(request, purpose)
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))

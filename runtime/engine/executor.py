@@ -33,8 +33,8 @@ class LaunchedStep(Protocol):
     def read(self) -> list[Draw | None]:
         """Wait for the step and return a draw for each sequence of `StepPlan.sampled`, in order.
 
-        A draw is None if the logits are not finite. It is `runtime.steps.replay.UNRESOLVED` if the token could
-        not be drawn and the next step samples it again.
+        A draw is None if the logits are not finite. It is `runtime.steps.replay.UNRESOLVED` if the
+        token could not be drawn and the next step samples it again.
         """
         ...
 

@@ -26,7 +26,7 @@ class SequencePages:
     Attributes:
         plan: computes the numbers of pages that sequences need.
         pools: pool of each group.
-        total: number of pages of each group.
+        total: number of pages of each group, without null pages.
         windows: whether any group has a window, so that pages leave it.
 
     Raises:

@@ -1,7 +1,7 @@
 """Decode passes over the leading batch slots, replayed as CUDA graphs.
 
-A graph is captured for certain numbers of leading slots (buckets, `slot_buckets`), at its first use.
-On the CPU the same pass runs without a graph.
+A graph is captured for certain numbers of leading slots (buckets, `slot_buckets`), at first use. On
+the CPU the same pass runs without a graph.
 """
 
 from collections.abc import Callable, Sequence

@@ -117,7 +117,7 @@ class EngineThread:
         self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
         self.page_plan: PagePlan = engine.executor.shape.plan
-        self.pages_total = engine.pages_total
+        self.pages_total = engine.scheduler.pages.total
 
     def start(self) -> None:
         """Start the thread."""
@@ -228,7 +228,7 @@ class EngineThread:
             queue_tokens=engine.scheduler.queue_tokens,
             pending_prompt_tokens=engine.scheduler.pending_prompt_tokens,
             prompt_tokens_per_s=self._prompt_rate.per_s or 0.0,
-            pages_free=engine.pages_free,
+            pages_free=engine.scheduler.pages.free,
             running=engine.scheduler.num_running,
             waiting=engine.scheduler.num_waiting,
             steps=self._steps,

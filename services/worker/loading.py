@@ -244,7 +244,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    plan, pages = engine.executor.shape.plan, engine.pages_total
+    plan, pages = engine.executor.shape.plan, engine.scheduler.pages.total
     log.info(
         "kv pages",
         pages=plan.by_name(pages),

@@ -164,7 +164,7 @@ def test_engine_generates_the_tokens_of_transformers(
 def held(engine: Engine) -> dict[str, int]:
     """Return the pages in use by name of the group."""
     plan = engine.executor.shape.plan
-    return plan.by_name(engine.pages_total.minus(engine.pages_free))
+    return plan.by_name(engine.scheduler.pages.total.minus(engine.scheduler.pages.free))
 
 
 def test_pages_that_leave_the_window_are_freed(model: Model) -> None:
@@ -186,7 +186,7 @@ def test_pages_that_leave_the_window_are_freed(model: Model) -> None:
         assert sequence.page_tables[0].count(FREED) == sliding.first_recent(attended, 16)
         record.add(engine.step([]))
     assert len(record.output("r")) == 100
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_preempted_sequences_generate_the_same_tokens(model: Model) -> None:
@@ -195,7 +195,7 @@ def test_preempted_sequences_generate_the_same_tokens(model: Model) -> None:
     for pages in (PageCount(13, 64), PageCount(64, 14)):
         tight = engine_of(model, pages=pages[0], stored=pages[1])
         assert drive(tight, *adds).tokens == expected.tokens
-        assert tight.pages_free == tight.pages_total
+        assert tight.scheduler.pages.free == tight.scheduler.pages.total
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -230,7 +230,7 @@ def test_pages_that_left_the_window_are_not_sent(model: Model, length: int, choi
     drive(prefill, Cancel("r"))
     assert record.tokens == colocated.tokens
     for engine in (prefill, decode):
-        assert engine.pages_free == engine.pages_total
+        assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("kv_format", ["int4", "tests.e2e.test_kv_format_plugin:Int8Values"])

@@ -13,9 +13,9 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
 def test_choices_share_full_pages(model: Model) -> None:
     engine = engine_of(model)
     engine.step([Add(request_of("r", 40, 30, choices=4))])
-    assert engine.pages_total.minus(engine.pages_free) == (2 + 4,)
+    assert engine.scheduler.pages.total.minus(engine.scheduler.pages.free) == (2 + 4,)
     drive(engine, Cancel("r"))
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_prompts_are_admitted_first_come_first_served(model: Model) -> None:
@@ -77,7 +77,7 @@ def test_preempted_sequences_produce_the_same_tokens(
     assert max_waiting > 1, "sequences were preempted"
     assert record.tokens == expected.tokens
     assert record.finished == expected.finished
-    assert tight.pages_free == tight.pages_total
+    assert tight.scheduler.pages.free == tight.scheduler.pages.total
 
 
 def test_preempted_sequence_is_computed_before_prompts_admitted_after_it(model: Model) -> None:
@@ -100,7 +100,7 @@ def test_choices_are_preempted_individually(model: Model) -> None:
     expected = drive(engine_of(model), Add(request))
     tight = engine_of(model, pages=12)
     assert drive(tight, Add(request)).tokens == expected.tokens
-    assert tight.pages_free == tight.pages_total
+    assert tight.scheduler.pages.free == tight.scheduler.pages.total
 
 
 def test_prompt_tokens_count_what_is_left_to_compute_here(model: Model) -> None:

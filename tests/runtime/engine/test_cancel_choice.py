@@ -33,16 +33,16 @@ def test_cancelled_choice_returns_its_batch_slot_and_pages(make: MakeEngine) -> 
     record = Record()
     record.add(engine.step([Add(request)]))
     step_until(engine, record, lambda: len(record.output("r", 1)) >= 4)
-    free = engine.pages_free
+    free = engine.scheduler.pages.free
     record.add(engine.step([CancelChoice("r", 1)]))
-    step_until(engine, record, lambda: engine.pages_free > free)
+    step_until(engine, record, lambda: engine.scheduler.pages.free > free)
     assert engine.scheduler.num_running == 2
     drive(engine, record=record)
     assert len(record.output("r", 1)) <= 6
     assert set(record.finished) == {("r", 0), ("r", 2)}
     assert [record.output("r", c) for c in (0, 2)] == [whole.output("r", c) for c in (0, 2)]
     assert record.ended == ["r"]
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_request_ends_when_its_last_choice_is_cancelled(make: MakeEngine) -> None:
@@ -55,7 +55,7 @@ def test_request_ends_when_its_last_choice_is_cancelled(make: MakeEngine) -> Non
     assert record.ended == ["r"]
     assert not record.finished
     assert (engine.scheduler.num_running, engine.scheduler.queue_tokens) == (0, 0)
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_preempted_choice_that_is_cancelled_is_not_computed_again(make: MakeEngine) -> None:
@@ -68,7 +68,7 @@ def test_preempted_choice_that_is_cancelled_is_not_computed_again(make: MakeEngi
     drive(engine, CancelChoice("r", preempted), record=record)
     assert len(record.output("r", preempted)) == before
     assert record.ended == ["r"]
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("arrived", [False, True])
@@ -81,16 +81,16 @@ def test_choice_cancelled_before_its_kv_arrives_is_not_decoded(
     record.add(engine.step([Reserve(request_of("r", 20, 12, choices=2))]))
     first = tuple(SampledToken(choice, 0, 11) for choice in range(2))
     if not arrived:
-        free = engine.pages_free
+        free = engine.scheduler.pages.free
         record.add(engine.step([CancelChoice("r", 0)]))
-        assert engine.pages_free == free
+        assert engine.scheduler.pages.free == free
         drive(engine, Arrived("r", first), record=record)
     else:
         drive(engine, Arrived("r", first), CancelChoice("r", 0), record=record)
     assert not record.output("r", 0)
     assert len(record.output("r", 1)) == 11
     assert record.ended == ["r"]
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_choice_cancelled_before_its_prompt_is_complete_ends_with_its_first_token(
@@ -100,4 +100,4 @@ def test_choice_cancelled_before_its_prompt_is_complete_ends_with_its_first_toke
     record = drive(engine, Add(request_of("r", 40, 12, choices=2)), CancelChoice("r", 0))
     assert (len(record.output("r", 0)), len(record.output("r", 1))) == (1, 12)
     assert set(record.finished) == {("r", 1)}
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total

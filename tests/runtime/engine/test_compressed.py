@@ -75,7 +75,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 def all_free(engine: Engine) -> bool:
     pages = engine.scheduler.pages
-    return pages.free == pages.total == engine.pages_free == engine.pages_total
+    return pages.free == pages.total == engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -216,11 +216,11 @@ def test_cancelled_requests_return_their_pages(model: Model) -> None:
 
 def test_free_pages_of_all_groups_are_reported(model: Model) -> None:
     engine = engine_of(model, pages=40, stored=13)
-    assert engine.pages_free == engine.pages_total == (40, 13)
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total == (40, 13)
     for _ in range(8):
         engine.step([] if engine.has_work else [Add(request_of("r", 160, 50))])
     assert PLAN.received(160)[1] == 5
-    assert engine.pages_free == (40 - 6, 13 - 5)
+    assert engine.scheduler.pages.free == (40 - 6, 13 - 5)
 
 
 @pytest.mark.parametrize(

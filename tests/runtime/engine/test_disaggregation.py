@@ -38,7 +38,9 @@ def disaggregate(model: Model, request: Request) -> Record:
     drive(decode, Reserve(request), record=record)
     assert not decode.has_work, "waiting for KV takes no steps"
     first = drive(prefill, Add(request, hold=True))
-    assert prefill.pages_free[0] < prefill.pages_total[0], "held pages stay allocated"
+    assert prefill.scheduler.pages.free[0] < prefill.scheduler.pages.total[0], (
+        "held pages stay allocated"
+    )
     record.steps += first.steps
     transfer(prefill, decode, record, request.id)
     record.tokens |= first.tokens
@@ -47,7 +49,7 @@ def disaggregate(model: Model, request: Request) -> Record:
     drive(decode, Arrived(request.id, tokens), record=record)
     drive(prefill, Cancel(request.id))
     for engine in (prefill, decode):
-        assert engine.pages_free == engine.pages_total
+        assert engine.scheduler.pages.free == engine.scheduler.pages.total
         assert engine.scheduler.queue_tokens == 0
     return record
 
@@ -102,7 +104,7 @@ def test_kv_arrival_is_ignored_after_cancel_and_raises_without_reservation(model
     engine = engine_of(model)
     drive(engine, Reserve(request_of("r", 20)), Cancel("r"))
     drive(engine, Arrived("r", (SampledToken(0, 0, 3),)), Cancel("unknown"), Cancel("r"))
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
     engine.step([Add(request_of("r", 20))])
     with pytest.raises(ValueError, match="no reservation"):
         engine.step([Arrived("r", (SampledToken(0, 0, 3),))])

@@ -63,7 +63,7 @@ def test_greedy_output_equals_full_forward_passes(kinds: dict[str, object]) -> N
                 i for i, pair in enumerate(zip(output, expected, strict=True)) if len(set(pair)) > 1
             )
             assert margin(checkpoint, [*request.tokens, *expected[:same]]) < 0.05
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("kinds", [{}, {"ranks": MIXED_RANKS, "bias": True}, {"head_norms": True}])

@@ -93,7 +93,7 @@ class Driver:
 
     def check(self, output: StepOutput) -> None:
         engine = self.engine
-        assert engine.pages_free.fits(engine.pages_total)
+        assert engine.scheduler.pages.free.fits(engine.scheduler.pages.total)
         reported = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
         assert not reported & self.gone, "no output for cancelled requests"
         self.arriving += [reserved.id for reserved in output.reserved]
@@ -174,7 +174,7 @@ def test_all_pages_return_and_every_request_ends_once(
 def check_end(driver: Driver) -> None:
     engine = driver.engine
     assert not driver.alive, "every request ended"
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
     assert (
         engine.scheduler.num_running,
         engine.scheduler.num_waiting,

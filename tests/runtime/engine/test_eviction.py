@@ -131,7 +131,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 def all_free(engine: Engine) -> bool:
     pages = engine.scheduler.pages
-    return pages.free == pages.total and engine.pages_free == engine.pages_total
+    return pages.free == pages.total and engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("replay", [0, 1])

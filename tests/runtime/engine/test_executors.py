@@ -49,7 +49,7 @@ def test_engine_without_a_model_runs_requests_to_their_end() -> None:
         ("rank", "launch", [], 1),
         ("rank", "launch", [], 1),
     ]
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_choices_copy_the_partly_filled_page_after_the_launch() -> None:
@@ -107,7 +107,7 @@ def test_step_without_finite_logits_refuses_the_request() -> None:
     [(name, fault)] = output.refused
     assert name == "a"
     assert isinstance(fault, NotFinite)
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_preempted_sequence_is_launched_again_from_its_start() -> None:

@@ -55,7 +55,7 @@ def test_invalid_request_is_refused_without_using_pages(
         assert isinstance(record.refused["bad"], InvalidRequest)
         assert match in str(record.refused["bad"])
         assert not record.tokens
-        assert engine.pages_free == engine.pages_total
+        assert engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 @pytest.mark.parametrize("kind", [Add, Reserve])
@@ -73,7 +73,7 @@ def test_sequence_larger_than_the_pool_is_refused(model: Model) -> None:
     assert (
         len(record.output("r")) == 18 + 1
     )  # the pages hold 48 - 30 output tokens; the KV of the last token is not needed
-    assert engine.pages_free == (3,)
+    assert engine.scheduler.pages.free == (3,)
 
 
 def test_full_queue_refuses_the_latest_requests(model: Model) -> None:
@@ -91,11 +91,11 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
     embedding = checkpoint.embedding.clone()
     embedding[poison] = torch.nan
     engine = engine_of(build_model(replace(checkpoint, embedding=embedding)))
-    pages = engine.pages_free
+    pages = engine.scheduler.pages.free
     record = drive(engine, *(Add(request) for request in requests))
     assert {name: type(fault) for name, fault in record.refused.items()} == {"1": NotFinite}
     assert record.ended == ["0", "2"]
-    assert engine.pages_free == pages
+    assert engine.scheduler.pages.free == pages
 
 
 def test_request_is_refused_once_if_choices_are_decoded_and_prefilled_in_one_step(

@@ -66,7 +66,7 @@ def run(engine: Engine) -> Record:
     record.add(engine.step([Cancel("a"), Add(again)]))
     drive(engine, record=record)
     engine.step([Cancel("held")])
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
     return record
 
 

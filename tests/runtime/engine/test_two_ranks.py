@@ -62,7 +62,7 @@ def run(executor: Executor) -> Record:
     assert len(started) > len(set(started)), "a sequence was preempted"
     evicted = {chunk.id: chunk.evicted for step in record.steps for chunk in step.computed}
     assert sorted(name for name, tokens in evicted.items() if tokens) == ["a"]
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
     return record
 
 

@@ -83,7 +83,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
         record.add(output)
         steps += 1
         assert steps < 3000
-    assert engine.pages_free == engine.pages_total
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total
     return record
 
 

@@ -85,7 +85,7 @@ def test_slots_move_to_a_smaller_bucket_when_sequences_leave(
     compare(found, plain, set())
     assert max(buckets) == 9
     assert buckets[-1] <= 2
-    assert engine.pages_free == engine.pages_total == (64,)
+    assert engine.scheduler.pages.free == engine.scheduler.pages.total == (64,)
     assert len(executor_of(engine).cache.planes[0]) == 65
 
 

@@ -35,7 +35,7 @@ def test_tokens_of_a_held_prompt_are_reported_without_another_launch(model: Mode
         assert [token.choice for _, token in engine.step([]).tokens] == [0, 1]
         assert watch.launches == 2
         assert not engine.has_work
-    assert engine.pages_free == (13,), "the prompt's pages are held"
+    assert engine.scheduler.pages.free == (13,), "the prompt's pages are held"
 
 
 def test_pages_of_a_cancelled_prompt_are_not_free_while_its_chunk_is_in_flight(
@@ -57,8 +57,8 @@ def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:
     output = engine.step([Add(replace(first, stop_token_ids=stops)), Add(second)])
     while not output.ended:
         output = engine.step([])
-    assert engine.pages_free == (1,), "the in-flight step still uses three pages"
-    assert (engine.step([]).started, engine.pages_free) == ([], (4,))
+    assert engine.scheduler.pages.free == (1,), "the in-flight step still uses three pages"
+    assert (engine.step([]).started, engine.scheduler.pages.free) == ([], (4,))
     assert engine.step([]).started == ["r2"]
 
 

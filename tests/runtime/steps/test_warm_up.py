@@ -32,7 +32,7 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     encoder = PromptPageEncoder(model, cache)
     warm_up_prefill(model, cache, LIMITS, encoder, lambda *stage: progress.append(stage))
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
-    assert warm.pages_free == (8,)
+    assert warm.scheduler.pages.free == (8,)
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
 

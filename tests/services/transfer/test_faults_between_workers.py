@@ -78,7 +78,7 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         for _ in range(steps):
             await asyncio.sleep(0)
         stream.session.end(stream)
-        while await thread.run(lambda engine: engine.pages_free) != thread.pages_total:
+        while await thread.run(lambda engine: engine.scheduler.pages.free) != thread.pages_total:
             pass
         await thread.run(overwrite)  # as the next owner of these pages would
         agent.report_all()

@@ -48,7 +48,7 @@ def test_device_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("kv_tokens", "pages"), [("auto", 1024), (160, 10)])
 def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages: int) -> None:
     loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
-    assert loaded.engine.pages_total == (pages,)
+    assert loaded.engine.scheduler.pages.total == (pages,)
     assert len(loaded.rank.executor.cache.planes[0]) == pages
     assert loaded.identity.compatibility.page_plan == loaded.rank.executor.cache.layout.plan
     assert loaded.rank.executor.shape.config == CONFIG
@@ -58,7 +58,7 @@ def test_compressed_format_has_windows_for_the_batch_and_one_prompt(model: Path)
     """6 pages for each of 4 sequences, 25 for the context; 16,384 tokens of compressed pages."""
     settings = settings_of(model, kv_format="int4")
     loaded = load_worker(settings, decodes=True)
-    assert loaded.engine.pages_total == (6 * 4 + 25, 1024)
+    assert loaded.engine.scheduler.pages.total == (6 * 4 + 25, 1024)
     assert loaded.identity.compatibility.kv_format == "int4"
     request = request_of("r", 120, 40)
     assert len(drive(loaded.engine, Add(request)).output("r")) == 40
@@ -67,7 +67,7 @@ def test_compressed_format_has_windows_for_the_batch_and_one_prompt(model: Path)
 def test_prefill_worker_has_as_many_pages_in_both_groups(model: Path) -> None:
     given = settings_of(model, kv_format="int4").model_dump()
     loaded = load_worker(PrefillSettings.model_validate(given), decodes=False)
-    assert loaded.engine.pages_total == (1024, 1024)
+    assert loaded.engine.scheduler.pages.total == (1024, 1024)
 
 
 def test_eviction_is_part_of_the_engine_and_of_the_handshake(model: Path) -> None:
@@ -75,7 +75,9 @@ def test_eviction_is_part_of_the_engine_and_of_the_handshake(model: Path) -> Non
     assert loaded.identity.compatibility.kv_eviction == 0.5
     assert loaded.identity.compatibility_message().kv_eviction == 0.5
     drive(loaded.engine, Add(request_of("r", 200), hold=True))
-    assert loaded.engine.pages_total.minus(loaded.engine.pages_free) == (13 - 6,)
+    assert loaded.engine.scheduler.pages.total.minus(loaded.engine.scheduler.pages.free) == (
+        13 - 6,
+    )
 
 
 def test_format_without_eviction_is_refused_at_start_up(

@@ -106,6 +106,6 @@ def test_worker_does_not_start_if_the_embedding_of_any_token_is_damaged(tmp_path
 def test_worker_does_not_start_with_damaged_weights() -> None:
     sound = engine_of(build_model(tiny_checkpoint()))
     check_logits(sound)
-    assert sound.pages_free == sound.pages_total
+    assert sound.scheduler.pages.free == sound.scheduler.pages.total
     with pytest.raises(NotFinite, match="test prompt"):
         check_logits(engine_of(build_model(damaged(3))))

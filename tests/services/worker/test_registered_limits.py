@@ -36,7 +36,9 @@ def registration(loaded: Loaded, max_waiting: int = 256) -> Registration:
         address="127.0.0.1:5000",
         model=loaded.identity.model,
         compatibility=loaded.identity.compatibility,
-        pages_total=loaded.identity.compatibility.page_plan.by_name(loaded.engine.pages_total),
+        pages_total=loaded.identity.compatibility.page_plan.by_name(
+            loaded.engine.scheduler.pages.total
+        ),
         page_bytes={"kv": 4096},
         max_running=loaded.rank.sizes.limits.max_running,
         max_waiting=max_waiting,
@@ -51,7 +53,7 @@ def test_router_places_what_the_worker_queues(tmp_path: Path) -> None:
     loaded = load_worker(given, decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({"backlog": 64}), 0.0)
     router.register(registration(loaded, given.max_waiting), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.scheduler.pages.total), 0.1)
     answers = [router.submit(place_request(40, 8), 0.1).answer for _ in range(9)]
     placed = [answer for answer in answers if isinstance(answer, Placement)]
     record = drive(loaded.engine, *(Add(request_of(str(n), 40)) for n in range(len(placed))))
@@ -66,7 +68,7 @@ def test_evicted_tokens_make_space_for_output(tmp_path: Path) -> None:
     loaded = load_worker(given, decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
     router.register(registration(loaded), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.scheduler.pages.total), 0.1)
     answer = router.submit(place_request(150, 250, required_tokens=1), 0.1).answer
     assert isinstance(answer, Placement)
     assert answer.max_tokens == 160 + 1 - (150 - 64)
@@ -82,7 +84,7 @@ def test_replayed_output_is_not_evicted(tmp_path: Path) -> None:
     loaded = load_worker(given, decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
     router.register(registration(loaded), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.scheduler.pages.total), 0.1)
     request = place_request(140, 250, required_tokens=1, replayed_tokens=40)
     answer = router.submit(request, 0.1).answer
     assert isinstance(answer, Placement)
@@ -113,7 +115,7 @@ def test_gateway_limits_are_those_of_the_worker(
     loaded = load_worker(WorkerSettings.model_validate(values), decodes=True)
     router = build_dispatcher(RouterSettings.model_validate({}), 0.0)
     router.register(registration(loaded), 0.0)
-    router.heartbeat(beat("c0", pages_free=loaded.engine.pages_total), 0.1)
+    router.heartbeat(beat("c0", pages_free=loaded.engine.scheduler.pages.total), 0.1)
 
     given = {"model": str(folder), "max_logprobs": 100, "max_body_bytes": 4 * 400}
     settings = GatewaySettings.model_validate(given)

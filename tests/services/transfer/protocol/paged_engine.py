@@ -69,7 +69,7 @@ class Thread:
     def _measure(self) -> EngineLoad:
         engine = self.engine
         free, running, waiting = (
-            engine.pages_free,
+            engine.scheduler.pages.free,
             engine.scheduler.num_running,
             engine.scheduler.num_waiting,
         )
@@ -78,7 +78,7 @@ class Thread:
     @property
     def held(self) -> int:
         """Pages in use."""
-        return self.engine.pages_total[0] - self.engine.pages_free[0]
+        return self.engine.scheduler.pages.total[0] - self.engine.scheduler.pages.free[0]
 
     @property
     def state(self) -> tuple[object, ...]:
@@ -93,7 +93,7 @@ class Thread:
                 for s in scheduler._running
             ],
             [f"{type(command).__name__} {_id_of(command)}" for command in self._inbox],
-            self.engine.pages_free,
+            self.engine.scheduler.pages.free,
             planned and [c.group.request.id for c in planned.chunks],
             planned and [s.request.id for s in planned.decode],
             (self.load.pages_free, self.load.running, self.load.waiting),
