@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.sharing import basis_groups
-from runtime.checkpoint.weights import Checkpoint, FactorPair, linears_of, moved
+from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.reduce import Reduce, one_rank
-from runtime.models.decoder import DecoderLayer, ServingBuilder
+from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
 
@@ -36,8 +36,7 @@ def build_model(
         kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
             `runtime.kv.registry.create_format`.
         reduce: sum over the ranks of the worker. With several ranks, ``checkpoint`` has the heads,
-            and the rows or columns of linears (`runtime.checkpoint.family.LinearTensor`), of one
-            rank.
+            and the rows or columns of linears (`checkpoint.family.LinearTensor`), of one rank.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -59,10 +58,7 @@ def build_model(
     layers: list[DecoderLayer] = []
     weight_bytes = 0
     for number, layer in enumerate(checkpoint.layers, 1):
-        builder = ServingBuilder(family, config, placing(layer), shared, reduce)
-        factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(layer))
-        parts = family.parts(builder)
-        layers.append(DecoderLayer(family, config, parts, factorized=factorized))
+        layers.append(DecoderLayer.build(family, config, placing(layer), shared, reduce))
         if not sharing or number == len(checkpoint.layers):
             weight_bytes += sum(tensor.nbytes for tensor in placed.values())
             placed.clear()

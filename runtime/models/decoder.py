@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
+from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
 from runtime.layers.linear import Projection, SharedOps
@@ -83,6 +84,20 @@ class DecoderLayer:
         self._config = config
         self.parts = parts
         self.factorized = factorized
+
+    @classmethod
+    def build(
+        cls,
+        family: ModelFamily[Any],
+        config: ModelConfig,
+        weights: Any,
+        shared: SharedOps,
+        reduce: Reduce = one_rank,
+    ) -> "DecoderLayer":
+        """Build a layer from a checkpoint's weights. For the arguments see `ServingBuilder`."""
+        parts = family.parts(ServingBuilder(family, config, weights, shared, reduce))
+        factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
+        return cls(family, config, parts, factorized=factorized)
 
     def __call__(
         self,
