@@ -178,23 +178,6 @@ class PagedCodec(Protocol):
     stream. Calls on different streams may overlap.
     """
 
-    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
-        """Start encoding pages; the result is that of `encode_pages`.
-
-        Invalid arguments raise here, all other errors in `Pending.result`.
-        """
-        ...
-
-    def decode(
-        self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
-    ) -> Pending[Decoded]:
-        """Start decoding a payload into pages; the result is that of `decode_pages`.
-
-        Args:
-            header: header of the payload, from `codec.read_header`.
-        """
-        ...
-
     def encode_batch(
         self, segments: Sequence[EncodeSegment], buffer: Tensor
     ) -> Sequence[Pending[Encoded]]:

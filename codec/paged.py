@@ -19,10 +19,9 @@ from codec.backend import (
     PagedCodec,
     paged_codec_for,
 )
-from codec.checks import PageIds, check_checksum, check_prefix, check_range
+from codec.checks import check_checksum, check_prefix, check_range
 from codec.codebook import Codebook
 from codec.errors import FormatError, PayloadError
-from codec.format import SegmentHeader
 from codec.ops import decode_pages, encode_pages, read_header
 
 
@@ -36,8 +35,8 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
         codebooks: one for each plane; None stores the plane raw.
 
     Raises:
-        ArgumentError, InvalidCodebook: the planes or codebooks are invalid. On a CPU, `encode` and
-            `decode` of the returned codec raise these errors instead.
+        ArgumentError, InvalidCodebook: the planes or codebooks are invalid. On a CPU,
+            `encode_batch` and `decode_batch` of the returned codec raise these errors instead.
     """
     factory = paged_codec_for(planes[0].device) if planes else None
     return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)
@@ -48,29 +47,12 @@ class _SynchronousCodec:
     planes: Sequence[Tensor]
     codebooks: Sequence[Codebook | None]
 
-    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Finished[Encoded]:
-        started = time.perf_counter()
-        encoded = encode_pages(self.planes, self.codebooks, page_ids, num_tokens, out)
-        return Finished(encoded, time.perf_counter() - started)
-
-    def decode(
-        self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
-    ) -> Finished[Decoded]:
-        started = time.perf_counter()
-        decoded = decode_pages(
-            payload, self.planes, self.codebooks, page_ids, num_tokens, header=header
-        )
-        return Finished(decoded, time.perf_counter() - started)
-
     def encode_batch(
         self, segments: Sequence[EncodeSegment], buffer: Tensor
     ) -> list[Finished[Encoded]]:
         for _, _, offset, capacity in segments:
             check_range(offset, capacity, len(buffer))
-        return [
-            self.encode(page_ids, num_tokens, buffer[offset : offset + capacity])
-            for page_ids, num_tokens, offset, capacity in segments
-        ]
+        return [self._encoded(segment, buffer) for segment in segments]
 
     def decode_batch(
         self, segments: Sequence[DecodeSegment], buffer: Tensor, *, prefix_bytes: int = 0
@@ -79,6 +61,14 @@ class _SynchronousCodec:
             check_range(segment.offset, segment.length, len(buffer))
             check_prefix(prefix_bytes, segment.offset)
         return [self._decoded(segment, buffer, prefix_bytes) for segment in segments]
+
+    def _encoded(self, segment: EncodeSegment, buffer: Tensor) -> Finished[Encoded]:
+        """Encode one segment of a batch."""
+        page_ids, num_tokens, start, capacity = segment
+        out = buffer[start : start + capacity]
+        started = time.perf_counter()
+        encoded = encode_pages(self.planes, self.codebooks, page_ids, num_tokens, out)
+        return Finished(encoded, time.perf_counter() - started)
 
     def _decoded(
         self, segment: DecodeSegment, buffer: Tensor, prefix_bytes: int

@@ -101,7 +101,8 @@ class Bench:
         pages = tuple(ids)
         encoder = codec.paged(planes, books)
         out = torch.empty(_max_bytes(planes, books, tokens), dtype=torch.uint8, device="cuda")
-        encoded = encoder.encode(pages, tokens, out).result()
+        source = codec.EncodeSegment(pages, tokens, 0, len(out))
+        encoded = encoder.encode_batch([source], out)[0].result()
         segment = codec.DecodeSegment(pages, tokens, 0, encoded.length, encoded.checksum)
         back = [torch.zeros_like(plane) for plane in planes]
         decoder = codec.paged(back, books)
@@ -111,7 +112,7 @@ class Bench:
         _, heads, _, dim = planes[0].shape
         elements = len(planes) * heads * tokens * dim
         raw, length = encoded.raw_bytes, encoded.length
-        encode = raw / _milliseconds(lambda: encoder.encode(pages, tokens, out)) / 1e6
+        encode = raw / _milliseconds(lambda: encoder.encode_batch([source], out)) / 1e6
         decode = raw / _milliseconds(lambda: decoder.decode_batch([segment], out)) / 1e6
         peer = self._peer(planes[0]) if against_peer and self.peer else (0.0, 0.0)
         floor = self.copied / (1 + length / raw)

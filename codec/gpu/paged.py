@@ -1,7 +1,7 @@
 """Asynchronous paged codec on a GPU. Its calls replay CUDA graphs and do not wait for kernels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,8 +28,8 @@ from codec.checks import (
 )
 from codec.codebook import Codebook
 from codec.errors import FormatError
-from codec.format import SegmentHeader, parse_header, peek_header_bytes
-from codec.gpu.backend import check_alignment, check_errors, used_codebooks
+from codec.format import parse_header, peek_header_bytes
+from codec.gpu.backend import check_alignment, check_errors
 from codec.gpu.descriptors import SegmentCall, SegmentTemplates, Words
 from codec.gpu.graphs import Call, Direction, Graphs, current_stream_of, graphs_of, sizes_up_to
 from codec.gpu.kernels import parameters
@@ -112,32 +112,14 @@ class PagedCodec:
 
     def __init__(self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> None:
         self._planes = tuple(planes)
-        self._codebooks = tuple(codebooks)
-        self._element, self._geometry = check_planes(planes, codebooks, 0)
+        element, self._geometry = check_planes(planes, codebooks, 0)
         self._device = planes[0].device
         self._num_pages = len(planes[0])
-        self._templates: dict[tuple[Codebook | None, ...], SegmentTemplates] = {}
-        self._coded = self._templates_of(self._codebooks)
-        self._raw = self._templates_of((None,) * len(planes))
+        self._coded = SegmentTemplates(planes, codebooks, element, self._geometry)
+        self._raw = self._coded
+        if any(codebooks):
+            self._raw = SegmentTemplates(planes, [None] * len(planes), element, self._geometry)
         self._graphs: dict[tuple[SegmentTemplates, int], Graphs] = {}
-
-    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
-        """See `codec.backend.PagedCodec`."""
-        return self.encode_batch([EncodeSegment(page_ids, num_tokens, 0, out.numel())], out)[0]
-
-    def decode(
-        self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
-    ) -> PendingDecode:
-        """See `codec.backend.PagedCodec`."""
-        check_bytes(payload, self._device)
-        check_alignment(payload.data_ptr())
-        pages = self._pages(page_ids, num_tokens)
-        geometry = replace(self._geometry, num_tokens=num_tokens)
-        check_header(header, len(payload), self._element, geometry, self._codebooks)
-        templates = self._templates_of(tuple(used_codebooks(header, self._codebooks)))
-        template = templates.of(num_tokens)
-        segment = SegmentCall(template, pages, payload.data_ptr(), len(payload), header.checksum)
-        return self._start_decode(templates, [segment])[0]
 
     def encode_batch(
         self, segments: Sequence[EncodeSegment], buffer: Tensor
@@ -242,13 +224,6 @@ class PagedCodec:
         if key not in self._graphs:
             self._graphs[key] = graphs_of(self._device).of(templates.shape)
         return self._graphs[key]
-
-    def _templates_of(self, codebooks: tuple[Codebook | None, ...]) -> SegmentTemplates:
-        if codebooks not in self._templates:
-            self._templates[codebooks] = SegmentTemplates(
-                self._planes, codebooks, self._element, self._geometry
-            )
-        return self._templates[codebooks]
 
 
 def _segments_of_a_launch(raw_bytes: int) -> int:

@@ -56,9 +56,11 @@ def warm_up_codec(rank: LoadedRank, slab: Slab) -> int:
             paged = codecs.of(tensors, plan.extent, mode)
             paged.warm_up(plan.extent.num_tokens, MAX_BATCH)
             tokens = plan.extent.num_tokens
-            encoded = paged.encode(plan.pages, tokens, slab.view(0, slab.slot_bytes)).result()
-            payload = slab.view(0, encoded.length)
-            paged.decode(payload, codec.read_header(payload), plan.pages, tokens).result()
+            slot = slab.view(0, slab.slot_bytes)
+            segment = codec.EncodeSegment(plan.pages, tokens, 0, slab.slot_bytes)
+            encoded = paged.encode_batch([segment], slot)[0].result()
+            written = codec.DecodeSegment(plan.pages, tokens, 0, encoded.length, encoded.checksum)
+            paged.decode_batch([written], slot)[0].result()
     return len(plans)
 
 

@@ -94,10 +94,10 @@ def test_integer_planes_are_stored_raw_with_the_reference_bytes(
     planes = on_device(source).planes
     target = [torch.zeros_like(plane) for plane in planes]
     out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
-    encoded = PagedCodec(planes, [None, None]).encode(source.ids, 17, out).result()
-    payload = out[: encoded.length]
-    header = codec.read_header(payload)
-    decoded = PagedCodec(target, [None, None]).decode(payload, header, source.ids, 17).result()
+    segment = codec.EncodeSegment(source.ids, 17, 0, len(out))
+    encoded = PagedCodec(planes, [None, None]).encode_batch([segment], out)[0].result()
+    written = codec.DecodeSegment(source.ids, 17, 0, encoded.length, encoded.checksum)
+    decoded = PagedCodec(target, [None, None]).decode_batch([written], out)[0].result()
     assert decoded.checksum == encoded.checksum
     assert decoded.raw_bytes == encoded.raw_bytes == 2 * 2 * 17 * dim * dtype.itemsize
     back = Pages([plane.cpu() for plane in target], source.ids, 17, source.generator)
@@ -141,8 +141,9 @@ def test_unaligned_segment_is_rejected() -> None:
     out = torch.zeros(pages.bound + 8, dtype=torch.uint8, device=DEVICE)[8:]
     with pytest.raises(codec.InvalidBuffer):
         codec.encode_pages(pages.planes, [book], pages.ids, 17, out, backend=gpu)
+    segment = codec.EncodeSegment(pages.ids, 17, 0, len(out))
     with pytest.raises(codec.InvalidBuffer):
-        PagedCodec(pages.planes, [book]).encode(pages.ids, 17, out)
+        PagedCodec(pages.planes, [book]).encode_batch([segment], out)
 
 
 def test_paged_codec_returns_results_later() -> None:
@@ -156,28 +157,23 @@ def test_paged_codec_returns_results_later() -> None:
     for sender, first, tokens in [(coded, 0, 32), (raw, 2, 32), (coded, 4, 9), (coded, 1, 16)]:
         ids = source.ids[first : first + -(-tokens // 16)]
         out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
-        started.append((ids, tokens, out, sender.encode(ids, tokens, out)))
+        segment = codec.EncodeSegment(ids, tokens, 0, len(out))
+        started.append((segment, out, sender is raw, sender.encode_batch([segment], out)[0]))
     decoded = []
-    for ids, tokens, out, encoding in started:
+    for (ids, tokens, _, _), out, is_raw, encoding in started:
         encoded = encoding.result()
         assert encoding.done
         assert encoding.seconds >= 0
         payload = out[: encoded.length]
         header = codec.read_header(payload)
         assert encoded.checksum == header.checksum
-        decoded.append(reader.decode(payload, header, ids, tokens))
+        written = codec.DecodeSegment(ids, tokens, 0, header.length, header.checksum, is_raw)
+        decoded += reader.decode_batch([written], out)
     assert [d.result().checksum for d in decoded] == [e.result().checksum for *_, e in started]
     for mine, theirs in zip(source.planes, target.planes, strict=True):
         assert torch.equal(bits(mine)[source.ids[:4]], bits(theirs)[source.ids[:4]])
         last = source.ids[4]
         assert torch.equal(bits(mine)[last][:, :9], bits(theirs)[last][:, :9])
-    header = codec.read_header(started[0][2][: started[0][3].result().length])
-    with pytest.raises(codec.CodebookMismatch):
-        PagedCodec(target.planes, [None] * 3).decode(
-            started[0][2][: header.length], header, source.ids[:2], 32
-        )
-    with pytest.raises(codec.FormatError):
-        reader.decode(started[0][2][: header.length], header, source.ids[:3], 33)
     with pytest.raises(codec.InvalidPages):
         coded.encode([], 0, started[0][2])
     with pytest.raises(codec.BufferTooSmall):

@@ -51,7 +51,8 @@ def test_planes_of_any_dtype_arrive_bit_for_bit(
     codecs, cache = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
     extent = Extent(0, TOKENS, 0, LAYERS, *heads)
     slot = torch.empty(codecs.max_frame_bytes(0, LAYERS, TOKENS) - HEADER_BYTES, dtype=torch.uint8)
-    encoded = codecs.of(cache.tensors, extent, mode).encode((5, 0, 3), TOKENS, slot).result()
+    segment = codec.EncodeSegment((5, 0, 3), TOKENS, 0, len(slot))
+    encoded = codecs.of(cache.tensors, extent, mode).encode_batch([segment], slot)[0].result()
     assert encoded.raw_bytes == codecs.raw_bytes(extent)
     payload = slot[: encoded.length]
     header = codec.read_header(payload)
@@ -61,7 +62,10 @@ def test_planes_of_any_dtype_arrive_bit_for_bit(
     reader, landed = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
     for each in landed.planes:
         each.zero_()
-    reader.of(landed.tensors, extent).decode(payload, header, (1, 2, 4), TOKENS).result()
+    written = codec.DecodeSegment(
+        (1, 2, 4), TOKENS, 0, encoded.length, encoded.checksum, mode is WireMode.RAW
+    )
+    reader.of(landed.tensors, extent).decode_batch([written], slot)[0].result()
     first, count = heads
     for mine, theirs in zip(landed.planes, cache.planes, strict=True):
         expected = torch.zeros_like(mine)

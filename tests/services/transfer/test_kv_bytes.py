@@ -41,7 +41,8 @@ def wire_bytes(kv_format: KVFormat) -> int:
     ):
         encoder = codecs.of(cache.tensors, plan.extent, WireMode.RAW)
         room = slot[HEADER_BYTES:]
-        encoded = encoder.encode(plan.pages, plan.extent.num_tokens, room).result()
+        segment = codec.EncodeSegment(plan.pages, plan.extent.num_tokens, 0, len(room))
+        encoded = encoder.encode_batch([segment], room)[0].result()
         assert encoded.raw_bytes == codecs.raw_bytes(plan.extent)
         header = codec.read_header(room[: encoded.length])
         assert header is not None
