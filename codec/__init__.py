@@ -13,7 +13,7 @@ from codec.backend import (
     Pending,
     PendingDecode,
 )
-from codec.calibrate import calibrate, calibrate_model
+from codec.calibrate import calibrate
 from codec.codebook import Codebook, Codebooks
 from codec.elements import element_of
 from codec.errors import (
@@ -77,7 +77,6 @@ __all__ = [
     "TruncatedPayload",
     "UnsupportedDtype",
     "calibrate",
-    "calibrate_model",
     "checksum_pages",
     "decode",
     "decode_pages",

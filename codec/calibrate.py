@@ -1,12 +1,12 @@
 """Calibration: select the mode and codebook of a plane from a sample (SplitZip, calibration)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from codec.codebook import SECOND_CODES, Codebook, Codebooks
+from codec.codebook import SECOND_CODES, Codebook
 from codec.elements import ElementType, element_of
 from codec.errors import InvalidCodebook, UnsupportedDtype
 from codec.format import Mode
@@ -153,13 +153,3 @@ def calibrate(
         return histogram.codebook(mode)
     modes = [m for m in Mode if m and m.supports(histogram.element)]
     return min((histogram.codebook(m) for m in modes), key=histogram.bits)
-
-
-def calibrate_model(
-    planes_samples: Mapping[tuple[int, str], Tensor | Sequence[Tensor]],
-    dtype: torch.dtype = torch.bfloat16,
-    mode: Mode | None = None,
-) -> Codebooks:
-    """Calibrate each (layer, plane) from its own sample; see `calibrate`."""
-    books = {key: calibrate(sample, dtype, mode) for key, sample in planes_samples.items()}
-    return Codebooks.of(books)

@@ -219,8 +219,8 @@ def test_codebook_id_is_a_content_hash() -> None:
 
 def model() -> codec.Codebooks:
     scales = {(layer, plane): 2.0**layer for layer in (10, 0, 2) for plane in ("v", "k")}
-    return codec.calibrate_model(
-        {key: torch.linspace(-scale, scale, 999) for key, scale in scales.items()}
+    return codec.Codebooks.of(
+        {key: codec.calibrate(torch.linspace(-scale, scale, 999)) for key, scale in scales.items()}
     )
 
 
@@ -238,13 +238,14 @@ def test_codebooks_are_indexed_by_layer_and_plane() -> None:
 
 def test_codebooks_of_a_model_may_differ_in_mode_but_not_in_dtype() -> None:
     few, many = with_counts({100: 1}), with_counts(dict.fromkeys(range(100, 116), 1))
-    books = codec.calibrate_model({(0, "k"): few, (0, "v"): [many, many]})
+    v_book = codec.calibrate([many, many])
+    books = codec.Codebooks.of({(0, "k"): codec.calibrate(few), (0, "v"): v_book})
     assert [book.mode for _, _, book in books] == [Mode.THREE_BIT, Mode.TOP16]
-    books = codec.calibrate_model({(0, "k"): few, (0, "v"): many}, torch.float16, Mode.INBAND)
-    assert {book.mode for _, _, book in books} == {Mode.INBAND}
-    assert {book.dtype for _, _, book in books} == {torch.float16}
+    fp16 = codec.calibrate(few, torch.float16, Mode.INBAND)
+    assert fp16.mode is Mode.INBAND
+    assert fp16.dtype == torch.float16
     with pytest.raises(codec.InvalidCodebook):
-        codec.Codebooks.of({(0, "k"): books[0, "k"], (0, "v"): codec.calibrate(many)})
+        codec.Codebooks.of({(0, "k"): fp16, (0, "v"): v_book})
 
 
 def test_artifact_round_trips_and_damage_is_detected(tmp_path: Path) -> None:
