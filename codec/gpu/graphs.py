@@ -248,24 +248,6 @@ class Graphs:
         return rounded(segments), rounded(pages)
 
 
-class StreamGraphs:
-    """Graphs and working memory of one CUDA stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = Streams(device) if device.type == "cuda" else None
-        self._workspace = Workspace(device)
-        self._graphs: dict[PlaneShape, Graphs] = {}
-
-    def of(self, shape: PlaneShape) -> Graphs:
-        """Return the graphs for planes of a shape."""
-        found = self._graphs.get(shape)
-        if found is None:
-            found = Graphs(shape, self._device, self._workspace, self._streams)
-            self._graphs[shape] = found
-        return found
-
-
 @cache
 def rounded(count: int) -> int:
     """Round a positive number up to a power of two, or to 1.5 times a power of two."""
@@ -278,17 +260,21 @@ def sizes_up_to(count: int) -> list[int]:
     return sorted({rounded(each) for each in range(1, count + 1)})
 
 
-_streams: dict[tuple[torch.device, int], StreamGraphs] = {}
-
-
 def current_stream_of(device: torch.device) -> int:
     """Return the handle of the current CUDA stream of a device, 0 for a CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
 
 
-def graphs_of(device: torch.device) -> StreamGraphs:
-    """Return the graphs of the current CUDA stream."""
-    key = device, current_stream_of(device)
-    if key not in _streams:
-        _streams[key] = StreamGraphs(device)
-    return _streams[key]
+@cache
+def graphs_of(device: torch.device, stream: int, shape: PlaneShape) -> Graphs:
+    """Return the graphs for planes of a shape on a CUDA stream, which must be the current one."""
+    return Graphs(shape, device, *_resources_of(device, stream))
+
+
+@cache
+def _resources_of(
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - each stream has its own resources
+) -> tuple[Workspace, Streams | None]:
+    """Return the working memory and the streams of all calls on a CUDA stream, the current one."""
+    return Workspace(device), Streams(device) if device.type == "cuda" else None

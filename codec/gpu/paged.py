@@ -220,9 +220,10 @@ class PagedCodec:
 
     def _graphs_of(self, templates: SegmentTemplates) -> Graphs:
         """Return the graphs of the current CUDA stream."""
-        key = templates, current_stream_of(self._device)
+        stream = current_stream_of(self._device)
+        key = templates, stream
         if key not in self._graphs:
-            self._graphs[key] = graphs_of(self._device).of(templates.shape)
+            self._graphs[key] = graphs_of(self._device, stream, templates.shape)
         return self._graphs[key]
 
 

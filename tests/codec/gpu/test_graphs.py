@@ -1,6 +1,6 @@
 """Calls in flight and CUDA graphs of the paged codec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +162,15 @@ class _FakeSlot:
 
 
 @pytest.fixture
-def slots(monkeypatch: pytest.MonkeyPatch) -> list[_FakeSlot]:
+def new_graphs() -> Iterator[None]:
+    """No calls have been captured before the test, and none are kept after it."""
+    graphs.graphs_of.cache_clear()
+    yield
+    graphs.graphs_of.cache_clear()
+
+
+@pytest.fixture
+def slots(monkeypatch: pytest.MonkeyPatch, new_graphs: None) -> list[_FakeSlot]:
     """Replace slots by fakes. Returns those captured so far."""
     captured: list[_FakeSlot] = []
 
@@ -172,7 +180,6 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[_FakeSlot]:
 
     monkeypatch.setattr(graphs, "Launch", lambda _shape, segments, pages, *_: (segments, pages))
     monkeypatch.setattr(graphs, "Slot", capture)
-    monkeypatch.setattr(graphs, "_streams", {})
     return captured
 
 
@@ -272,6 +279,7 @@ def test_results_outlive_the_next_call_of_the_same_size() -> None:
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.usefixtures("new_graphs")
 @pytest.mark.parametrize("warm_up", [False, True])
 @pytest.mark.parametrize("second_stream_bytes", [0, 1 << 40])
 def test_calls_in_flight_on_two_streams(
@@ -279,7 +287,6 @@ def test_calls_in_flight_on_two_streams(
 ) -> None:
     """Start 40 calls of different lengths on two streams, then read all results."""
     monkeypatch.setattr(graphs, "_SECOND_STREAM_BYTES", second_stream_bytes)
-    monkeypatch.setattr(graphs, "_streams", {})
     source = [torch.randn(600, 2, 16, 64, device=CUDA).bfloat16() for _ in range(2)]
     target = [torch.zeros_like(plane) for plane in source]
     coder, reader = codec.paged(source, [BOOK] * 2), codec.paged(target, [BOOK] * 2)
