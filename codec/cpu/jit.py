@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Compilation of the CPU loops, and memory access by address.
 
 Loops take memory addresses, which need not be aligned, and numpy integers of explicit width.
@@ -57,8 +58,9 @@ def compiled(function: _Function) -> _Function:
     return cast("_Function", made)
 
 
-def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
-    """Return signature and code generator of `pointer(address, np.uint16)`, a cast."""
+@intrinsic
+def pointer(_typing_context: Any, _address: Any, element: Any) -> Any:
+    """Cast an address: `pointer(address, np.uint16)`."""
 
     def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -66,8 +68,9 @@ def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
     return types.CPointer(element.dtype)(types.int64, element), convert
 
 
-def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
-    """Return signature and code generator of `load(pointer, index)`, for unaligned addresses."""
+@intrinsic
+def load(_typing_context: Any, pointer: Any, _index: Any) -> Any:
+    """Load an element: `load(pointer, index)`. The address need not be aligned."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         loaded = builder.load(builder.gep(arguments[0], [arguments[1]]))
@@ -77,11 +80,9 @@ def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
     return pointer.dtype(pointer, types.int64), generate
 
 
-def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) -> Any:
-    """Return signature and code generator of `store(pointer, index, value)`.
-
-    The address need not be aligned.
-    """
+@intrinsic
+def store(_typing_context: Any, pointer: Any, _index: Any, _value: Any) -> Any:
+    """Store an element: `store(pointer, index, value)`. The address need not be aligned."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         place = builder.gep(arguments[0], [arguments[1]])
@@ -91,11 +92,9 @@ def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) ->
     return types.void(pointer, types.int64, pointer.dtype), generate
 
 
-def _popcount_type(_typing_context: Any, _value: Any) -> Any:
-    """Return signature and code generator of `popcount(value)`.
-
-    It counts the bits of a uint64 that are 1.
-    """
+@intrinsic
+def popcount(_typing_context: Any, _value: Any) -> Any:
+    """Count the bits of a uint64 that are 1."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -103,23 +102,14 @@ def _popcount_type(_typing_context: Any, _value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-def _trailing_zeros_type(_typing_context: Any, _value: Any) -> Any:
-    """Return signature and code generator of `trailing_zeros(value)`.
-
-    It computes the index of the lowest bit of a uint64 that is 1, or 64 if no bit is.
-    """
+@intrinsic
+def trailing_zeros(_typing_context: Any, _value: Any) -> Any:
+    """Return the index of the lowest bit of a uint64 that is 1, or 64 if no bit is."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
 
     return types.int64(types.uint64), generate
-
-
-pointer = intrinsic(_pointer_type)
-load = intrinsic(_load_type)
-store = intrinsic(_store_type)
-popcount = intrinsic(_popcount_type)
-trailing_zeros = intrinsic(_trailing_zeros_type)
 
 
 @compiled

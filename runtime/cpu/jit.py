@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Just-in-time compilation of CPU loops, and exact floating-point primitives for them.
 
 Loops compiled here use no fast-math: operations are executed in the order written, on any x86
@@ -60,8 +61,9 @@ def compiled(function: _Function) -> _Function:
     return cast("_Function", result)
 
 
-def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """Return signature and code generator of the intrinsic ``fma``: a·b + c, rounded once."""
+@intrinsic
+def fma(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """Return a·b + c, rounded once."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -74,17 +76,16 @@ def _bitcast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
 
 
-def _as_float_type(_typing_context: Any, _bits: Any) -> Any:
+@intrinsic
+def as_float(_typing_context: Any, _bits: Any) -> Any:
+    """Reinterpret the bits of a u32 as fp32."""
     return types.float32(types.uint32), _bitcast
 
 
-def _as_bits_type(_typing_context: Any, _value: Any) -> Any:
+@intrinsic
+def as_bits(_typing_context: Any, _value: Any) -> Any:
+    """Return the bits of an fp32 as a u32."""
     return types.uint32(types.float32), _bitcast
-
-
-fma = intrinsic(_fma_type)
-as_float = intrinsic(_as_float_type)
-as_bits = intrinsic(_as_bits_type)
 
 
 @compiled

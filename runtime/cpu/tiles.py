@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Register-tiled GEMM micro-kernels, generated as LLVM vector code for numba functions.
 
 Each output element is accumulated separately, in ascending order of the inner dimension k, with
@@ -224,8 +225,9 @@ def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int
         _seven_rows(c, a, column, b, row, steps, done)
 
 
-def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
-    """Return signature and code generator of an intrinsic that transposes one square block."""
+@intrinsic
+def _square(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
+    """Transpose one square block; see `transpose`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -261,9 +263,6 @@ def _low(lane: int, distance: int) -> int:
     return lane + _WIDTH - distance if lane & distance else lane
 
 
-_square = intrinsic(_square_type)
-
-
 @compiled
 def transpose(patterns: Halves, out: Floats, at: int) -> None:
     """Transpose bf16 patterns into floats: ``out[d, at + j] = patterns[j, d]``.
@@ -282,8 +281,9 @@ def transpose(patterns: Halves, out: Floats, at: int) -> None:
             out[column, at + row] = as_float(_u(patterns[row, column]) << _u(16))
 
 
-def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
-    """Return the signature and the code generator of the intrinsic `prefetch`."""
+@intrinsic
+def prefetch(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
+    """Prefetch all of ``pages[page, head]``, u16 `[slot, dim]`: ``prefetch(pages, page, head)``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -294,7 +294,3 @@ def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pages, types.intp, types.intp), generate
-
-
-prefetch = intrinsic(_prefetch_type)
-"""``prefetch(pages, page, head)``: prefetch all of ``pages[page, head]``, u16 `[slot, dim]`."""
