@@ -1,7 +1,7 @@
 """Interface of the codec backends, and selection of the backend for a device.
 
 Backends are imported by module name on first use, because each one imports its own compiler: numba
-on a CPU, Triton on a GPU. Only this module contains the names of the backend modules.
+on a CPU, Triton on a GPU.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from codec.checks import PageIds
+from codec.checks import PageIds, Pages
 from codec.codebook import Codebook
 from codec.elements import element_of
 from codec.errors import PayloadError
@@ -23,7 +23,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 _BACKENDS = {"cpu": "codec.cpu.backend", "cuda": "codec.gpu.backend"}
 _REFERENCE = "codec.reference.backend"
-_PAGED_CODECS = {"cuda": "codec.gpu.paged"}
 
 
 class Encoded(NamedTuple):
@@ -61,7 +60,7 @@ class Backend(Protocol):
         self,
         planes: Sequence[Tensor],
         codebooks: Sequence[Codebook | None],
-        pages: Tensor,
+        pages: Pages,
         geometry: Geometry,
         layout: Layout,
         out: Tensor,
@@ -71,14 +70,13 @@ class Backend(Protocol):
         self,
         payload: Tensor,
         header: SegmentHeader,
-        layout: Layout,
         planes: Sequence[Tensor],
         codebooks: Sequence[Codebook | None],
-        pages: Tensor,
+        pages: Pages,
     ) -> int: ...
 
     def checksum_planes(
-        self, planes: Sequence[Tensor], pages: Tensor, geometry: Geometry
+        self, planes: Sequence[Tensor], pages: Pages, geometry: Geometry
     ) -> int: ...
 
 
@@ -229,23 +227,9 @@ class PagedCodec(Protocol):
         ...
 
 
-class PagedCodecFactory(Protocol):
-    """Constructor of the `PagedCodec` of a device type."""
-
-    def __call__(
-        self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]
-    ) -> PagedCodec: ...
-
-
 def backend_for(device: torch.device) -> Backend:
     """Return the backend for a device, or the reference backend if its device type has none."""
     return cast(Backend, import_module(_BACKENDS.get(device.type, _REFERENCE)))
-
-
-def paged_codec_for(device: torch.device) -> PagedCodecFactory | None:
-    """Return the constructor of a device's asynchronous paged codec, or None if it has none."""
-    module = _PAGED_CODECS.get(device.type)
-    return cast(PagedCodecFactory, import_module(module).PagedCodec) if module else None
 
 
 def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:

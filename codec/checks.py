@@ -32,6 +32,8 @@ from codec.format import (
 )
 
 PageIds = Sequence[int] | Tensor
+Pages = NDArray[np.int64]
+"""Validated page ids, in token order."""
 MAX_PREFIX_BYTES = 128
 """Maximum `prefix_bytes` of `PagedCodec.decode_batch`."""
 
@@ -77,9 +79,7 @@ def check_planes(
     return element, geometry
 
 
-def check_pages(
-    page_ids: PageIds, pages_in_plane: int, num_tokens: int, page_slots: int
-) -> NDArray[np.int64]:
+def check_pages(page_ids: PageIds, pages_in_plane: int, num_tokens: int, page_slots: int) -> Pages:
     """Validate page ids; return them as an array `[num_pages]`, which must not be changed.
 
     Raises:
@@ -96,7 +96,7 @@ def check_pages(
 
 
 @lru_cache(maxsize=1024)
-def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> NDArray[np.int64]:
+def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> Pages:
     """Return page ids as an array. Cached, because the layers of a sequence use the same pages.
 
     Raises `InvalidPages`.

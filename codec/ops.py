@@ -69,8 +69,7 @@ def encode_pages(
         InvalidCodebook: a codebook has another dtype than the planes. Nothing was written.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
-    pages = torch.from_numpy(ids)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     check_bytes(out, planes[0].device)
     entries = [
         PlaneHeader(codebook.mode, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
@@ -122,13 +121,16 @@ def decode_pages(
         ChecksumMismatch: the decoded content differs from the encoded content.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
-    pages = torch.from_numpy(ids)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     check_bytes(payload, planes[0].device)
     header = header or read_header(payload)
     check_header(header, payload.numel(), element, geometry, codebooks)
+    used = [
+        None if entry.mode is Mode.RAW else codebook
+        for entry, codebook in zip(header.planes, codebooks, strict=True)
+    ]
     backend = backend or backend_for(payload.device)
-    checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
+    checksum = backend.decode_planes(payload, header, planes, used, pages)
     check_checksum(checksum, header.checksum)
     return Decoded(header.length, raw_bytes(planes, geometry), checksum)
 
@@ -146,8 +148,7 @@ def checksum_pages(
     page ids. The arguments are those of `encode_pages`.
     """
     _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
-    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
-    pages = torch.from_numpy(ids)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     backend = backend or backend_for(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 

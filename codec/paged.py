@@ -17,7 +17,6 @@ from codec.backend import (
     EncodeSegment,
     Finished,
     PagedCodec,
-    paged_codec_for,
 )
 from codec.checks import check_checksum, check_prefix, check_range
 from codec.codebook import Codebook
@@ -38,8 +37,11 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
         ArgumentError, InvalidCodebook: the planes or codebooks are invalid. On a CPU,
             `encode_batch` and `decode_batch` of the returned codec raise these errors instead.
     """
-    factory = paged_codec_for(planes[0].device) if planes else None
-    return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)
+    if planes and planes[0].device.type == "cuda":
+        from codec.gpu import paged as gpu  # imports Triton
+
+        return gpu.PagedCodec(planes, codebooks)
+    return _SynchronousCodec(planes, codebooks)
 
 
 @dataclass(frozen=True)

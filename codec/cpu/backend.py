@@ -10,12 +10,12 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from codec.checks import Pages
 from codec.checksum import KEYS
 from codec.codebook import Codebook
 from codec.cpu import entries, loops
-from codec.cpu.chunks import chunk_table
 from codec.cpu.fields import NO_CODE
-from codec.cpu.tables import BOOK, PLANE, Element, SegmentAddresses, Table
+from codec.cpu.tables import BOOK, PLANE, Element, SegmentAddresses, Table, chunk_table
 from codec.elements import ElementType, element_of
 from codec.errors import FormatError
 from codec.format import Geometry, Layout, SegmentHeader, overflow_words
@@ -36,7 +36,7 @@ _ERRORS = {
 def encode_planes(
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
     geometry: Geometry,
     layout: Layout,
     out: Tensor,
@@ -52,20 +52,15 @@ def encode_planes(
 def decode_planes(
     payload: Tensor,
     header: SegmentHeader,
-    layout: Layout,
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
 ) -> int:
     """Decode planes; see `codec.reference.backend.decode_planes`."""
-    _check_starts(payload, header, layout)
-    used = [
-        codebook if entry.mode else None
-        for entry, codebook in zip(header.planes, codebooks, strict=True)
-    ]
-    addresses = _addresses(payload, layout)
-    table = _planes(planes, layout)
-    books = _books(used)
+    _check_starts(payload, header)
+    addresses = _addresses(payload, header.layout)
+    table = _planes(planes, header.layout)
+    books = _books(codebooks)
     chunks = chunk_table(pages, header.geometry)
     element = _element(header.element)
     error, plane = loops.scan_segment(addresses, table, books, chunks, element)
@@ -74,15 +69,16 @@ def decode_planes(
     return int(loops.decode_segment(addresses, table, books, chunks, element, _KEYS))
 
 
-def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
+def checksum_planes(planes: Sequence[Tensor], pages: Pages, geometry: Geometry) -> int:
     """Compute the checksum of planes; see `codec.reference.backend.checksum_planes`."""
     table = np.array([(*_memory_of(plane), 0, 0, 0, 0) for plane in planes], dtype=PLANE)
     element = _element(element_of(planes[0].dtype))
     return int(loops.checksum_segment(table, chunk_table(pages, geometry), element, _KEYS))
 
 
-def _check_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> None:
+def _check_starts(payload: Tensor, header: SegmentHeader) -> None:
     """Raise `FormatError` if the table of entry starts is invalid."""
+    layout = header.layout
     if not layout.coded_chunks:
         return
     table = payload.numpy()[layout.starts :][: 4 * (layout.coded_chunks + 1)]

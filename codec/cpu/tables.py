@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from codec.checks import Pages
+from codec.format import CHUNK, Geometry
+
 Record = Any
 """Row of one of these tables. Compiled code accesses its fields by name."""
 Table = NDArray[np.void]
@@ -81,3 +84,21 @@ class SegmentAddresses(NamedTuple):
     segment: int
     starts: int
     entries: int
+
+
+def chunk_table(pages: Pages, geometry: Geometry) -> Table:
+    """Return a table of `CHUNKS` records, one for each chunk of a plane, in segment order.
+
+    Args:
+        pages: int64 `[geometry.num_pages]` page ids, in token order.
+        geometry: geometry of the segment.
+    """
+    runs = [
+        (page, 0, start, min(CHUNK, run - start))
+        for page, run in zip(pages.tolist(), geometry.head_runs, strict=True)
+        for start in range(0, run, CHUNK)
+    ]
+    one_head = np.array(runs, dtype=CHUNKS)
+    table = np.tile(one_head, geometry.kv_heads)
+    table["head"] = np.repeat(np.arange(geometry.kv_heads), len(one_head))
+    return table

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from codec.checks import Pages
 from codec.codebook import Codebook
 from codec.elements import element_of
 from codec.errors import FormatError, InvalidBuffer
-from codec.format import Geometry, Layout, Mode, SegmentHeader
+from codec.format import Geometry, Layout, SegmentHeader
 from codec.gpu.descriptors import SegmentCall, SegmentTemplates
 from codec.gpu.launch import Launch, Workspace
 from codec.mix import MASK64
@@ -25,7 +26,7 @@ _ERRORS = (
 def encode_planes(
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
     geometry: Geometry,
     layout: Layout,
     out: Tensor,
@@ -34,18 +35,16 @@ def encode_planes(
     if not geometry.num_tokens:
         out[layout.starts : layout.entries] = 0
         return 0, 0, 0
-    found = _run(Launch.encode, planes, codebooks, pages, geometry, out)
-    _, checksum, escapes, entry_words = found
+    _, checksum, escapes, entry_words = _run(Launch.encode, planes, codebooks, pages, geometry, out)
     return entry_words, checksum & MASK64, escapes
 
 
 def decode_planes(
     payload: Tensor,
     header: SegmentHeader,
-    layout: Layout,  # noqa: ARG001 - part of the interface
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
 ) -> int:
     """Decode planes; see `codec.reference.backend.decode_planes`.
 
@@ -53,27 +52,19 @@ def decode_planes(
     """
     if not header.geometry.num_tokens:
         return 0
-    used = used_codebooks(header, codebooks)
-    found = _run(Launch.decode, planes, used, pages, header.geometry, payload, len(payload))
-    _, checksum, _, errors = found
+    _, checksum, _, errors = _run(
+        Launch.decode, planes, codebooks, pages, header.geometry, payload, len(payload)
+    )
     check_errors(errors)
     return checksum & MASK64
 
 
-def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
+def checksum_planes(planes: Sequence[Tensor], pages: Pages, geometry: Geometry) -> int:
     """Compute the checksum of planes; see `codec.reference.backend.checksum_planes`."""
     if not geometry.num_tokens:
         return 0
     found = _run(Launch.checksum, planes, [None] * len(planes), pages, geometry)
     return found[1] & MASK64
-
-
-def used_codebooks(
-    header: SegmentHeader, codebooks: Sequence[Codebook | None]
-) -> list[Codebook | None]:
-    """Return the codebook of each plane of a segment, None for planes that are stored raw."""
-    pairs = zip(header.planes, codebooks, strict=True)
-    return [None if plane.mode is Mode.RAW else book for plane, book in pairs]
 
 
 def check_errors(errors: int) -> None:
@@ -93,11 +84,11 @@ def _run(
     start: Callable[[Launch], None],
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
     geometry: Geometry,
     segment: Tensor | None = None,
     length: int = 0,
-) -> tuple[int, int, int, int]:
+) -> list[int]:
     """Launch the kernels for one segment, wait for them and return the first four results.
 
     Args:
@@ -111,10 +102,10 @@ def _run(
         check_alignment(address := segment.data_ptr())
     launch = Launch(templates.shape, 1, geometry.num_pages, device, Workspace(device))
     template = templates.of(geometry.num_tokens)
-    launch.describe([SegmentCall(template, pages.numpy(), address, length)])
+    launch.describe([SegmentCall(template, pages, address, length)])
     launch.fetch()
     start(launch)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    first, second, third, fourth = launch.results[0, :4].tolist()
-    return first, second, third, fourth
+    numbers: list[int] = launch.results[0, :4].tolist()
+    return numbers

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from codec import checksum
+from codec.checks import Pages
 from codec.codebook import Codebook
 from codec.elements import element_of, unit_view
 from codec.errors import FormatError
@@ -24,7 +25,7 @@ from codec.reference.packing import Columns, consecutive, get_words, pack, put_w
 def encode_planes(
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
     geometry: Geometry,
     layout: Layout,
     out: Tensor,
@@ -34,7 +35,7 @@ def encode_planes(
     Args:
         planes: tensors `[page, kv_head, slot, dim]` of one dtype.
         codebooks: one for each plane; None stores it raw.
-        pages: int64 `[num_pages]` page ids, on the CPU.
+        pages: int64 `[num_pages]` page ids, in token order.
         geometry: geometry of the segment.
         layout: layout of the segment.
         out: uint8 `[>= layout.bound]`.
@@ -77,14 +78,13 @@ def encode_planes(
 def decode_planes(
     payload: Tensor,
     header: SegmentHeader,
-    layout: Layout,
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
-    pages: Tensor,
+    pages: Pages,
 ) -> int:
     """Validate the entry starts and entries of a payload, then write all planes.
 
-    Arguments are as for `encode_planes`.
+    Arguments are as for `encode_planes`. The codebooks have the modes of the header.
 
     Returns:
         The checksum of the payload's content.
@@ -92,16 +92,16 @@ def decode_planes(
     Raises:
         FormatError: an entry start or an entry is invalid. Nothing was written.
     """
-    element = header.element
+    element, layout = header.element, header.layout
     columns = Columns.of(header.geometry, payload.device)
-    starts = _read_starts(payload, header, layout)
+    starts = _read_starts(payload, header)
     entries = get_words(payload, consecutive(layout.entries, int(starts[-1]), payload.device))
     total = 0
     contents = []
-    for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
-        addresses = columns.addresses(layout.blocks[number], element, entry.mode)
-        words = get_words(payload, addresses)
-        if entry.mode is Mode.RAW or codebook is None:
+    for number, codebook in enumerate(codebooks):
+        mode = codebook.mode if codebook else Mode.RAW
+        words = get_words(payload, columns.addresses(layout.blocks[number], element, mode))
+        if codebook is None:
             total += _sum_of_raw(words, columns, number)
             patterns = unpack(words, raw=True)
         else:
@@ -115,7 +115,7 @@ def decode_planes(
     return total & MASK64
 
 
-def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
+def checksum_planes(planes: Sequence[Tensor], pages: Pages, geometry: Geometry) -> int:
     """Return the checksum of planes as if they were stored raw."""
     element = element_of(planes[0].dtype)
     columns = Columns.of(geometry, planes[0].device)
@@ -132,8 +132,9 @@ def _sum_of_raw(words: Tensor, columns: Columns, plane: int) -> int:
     return int(checksum.columns(words, chunk, columns.column, 0))
 
 
-def _read_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> Tensor:
+def _read_starts(payload: Tensor, header: SegmentHeader) -> Tensor:
     """Return the validated table of entry starts, int64 `[coded_chunks + 1]`."""
+    layout = header.layout
     if not layout.coded_chunks:
         return torch.zeros(1, dtype=torch.int64, device=payload.device)
     table = consecutive(layout.starts, layout.coded_chunks + 1, payload.device)
@@ -145,15 +146,15 @@ def _read_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> Tens
     return starts
 
 
-def _gather(plane: Tensor, pages: Tensor, geometry: Geometry) -> Tensor:
+def _gather(plane: Tensor, pages: Pages, geometry: Geometry) -> Tensor:
     """Return the bit patterns of the valid slots, int64 `[elements]`, in segment order."""
     element = element_of(plane.dtype)
-    by_head = unit_view(plane)[pages.to(plane.device)].transpose(0, 1)
+    by_head = unit_view(plane)[pages.tolist()].transpose(0, 1)
     tokens = by_head.reshape(geometry.kv_heads, -1, geometry.dim)[:, : geometry.num_tokens]
     return tokens.reshape(-1).to(torch.int64) & (1 << 8 * element.size) - 1
 
 
-def _scatter(content: Tensor, plane: Tensor, pages: Tensor, geometry: Geometry) -> None:
+def _scatter(content: Tensor, plane: Tensor, pages: Pages, geometry: Geometry) -> None:
     """Write the bit patterns of the valid slots to the pages; inverse of `_gather`.
 
     Args:

@@ -160,14 +160,14 @@ def test_paged_codec_returns_results_later() -> None:
         segment = codec.EncodeSegment(ids, tokens, 0, len(out))
         started.append((segment, out, sender is raw, sender.encode_batch([segment], out)[0]))
     decoded = []
-    for (ids, tokens, _, _), out, is_raw, encoding in started:
+    for (page_ids, tokens, _, _), out, is_raw, encoding in started:
         encoded = encoding.result()
         assert encoding.done
         assert encoding.seconds >= 0
         payload = out[: encoded.length]
         header = codec.read_header(payload)
         assert encoded.checksum == header.checksum
-        written = codec.DecodeSegment(ids, tokens, 0, header.length, header.checksum, is_raw)
+        written = codec.DecodeSegment(page_ids, tokens, 0, len(payload), header.checksum, is_raw)
         decoded += reader.decode_batch([written], out)
     assert [d.result().checksum for d in decoded] == [e.result().checksum for *_, e in started]
     for mine, theirs in zip(source.planes, target.planes, strict=True):
@@ -175,9 +175,9 @@ def test_paged_codec_returns_results_later() -> None:
         last = source.ids[4]
         assert torch.equal(bits(mine)[last][:, :9], bits(theirs)[last][:, :9])
     with pytest.raises(codec.InvalidPages):
-        coded.encode([], 0, started[0][2])
+        coded.encode_batch([codec.EncodeSegment([], 0, 0, 64)], out)
     with pytest.raises(codec.BufferTooSmall):
-        coded.encode(source.ids[:2], 32, started[0][2][:64])
+        coded.encode_batch([codec.EncodeSegment(source.ids[:2], 32, 0, 64)], out)
 
 
 def test_starts_outside_the_payload_are_rejected() -> None:
