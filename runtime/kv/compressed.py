@@ -17,18 +17,21 @@ from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.kv.format import Plane
-from runtime.pages.window import SINK_PAGES, WINDOW, first_recent
+from runtime.pages.groups import PageGroup, Part
+from runtime.pages.window import SINK_PAGES, WINDOW
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import CompressedPageKernels
 
-__all__ = [
-    "SINK_PAGES",
-    "WINDOW",
-    "CompressedFormat",
-    "CompressedLayer",
-    "first_recent",
-]
+FULL_PRECISION = PageGroup("full_precision", Part.ENDS, SINK_PAGES, WINDOW)
+"""Page group of full-precision K and V."""
+COMPRESSED = PageGroup("compressed", Part.MIDDLE, SINK_PAGES, WINDOW)
+"""Page group of the planes of compressed formats."""
+
+
+def compressed_table(batch: Batch) -> Tensor | None:
+    """Return the page table of the compressed pages of a decode batch; None for prompts."""
+    return batch.page_tables[1] if batch.page_tables else None
 
 
 class CompressedLayer(ABC):

@@ -13,7 +13,6 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.splits import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
-from runtime.kv.groups import compressed_table
 from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
@@ -146,7 +145,7 @@ class CompressedPageKernels:
         """
         k_pages, v_pages = planes[:_KV]
         table = batch.page_table
-        compressed = _compressed_table(batch)
+        _, compressed = batch.page_tables
         source = self._source.encode
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
@@ -171,7 +170,7 @@ class CompressedPageKernels:
         k_pages, v_pages = planes[:_KV]
         source = self._source
         table = batch.page_table
-        compressed = _compressed_table(batch)
+        _, compressed = batch.page_tables
         sequences, group = len(q), self._heads // self._kv_heads
         fragments = source.fragments_for(q, k_pages, group)
         programs = self._programs(q, fragments)
@@ -264,13 +263,6 @@ class CompressedPageKernels:
             "V_WIDTH": planes[1].shape[-1],
             "STRIDES": page_strides(planes),
         }
-
-
-def _compressed_table(batch: Batch) -> Tensor:
-    table = compressed_table(batch)
-    if table is None:
-        raise ValueError("the batch has no compressed pages")
-    return table
 
 
 def page_strides(planes: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -17,10 +17,15 @@ from torch import Tensor
 from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
 from runtime.kv.cache import CacheLayout, PagedCache
-from runtime.kv.compressed import CompressedFormat, CompressedLayer
+from runtime.kv.compressed import (
+    COMPRESSED,
+    FULL_PRECISION,
+    CompressedFormat,
+    CompressedLayer,
+    compressed_table,
+)
 from runtime.kv.dense import DenseFormat, DenseLayer
 from runtime.kv.format import KVFormat, LayerKV, Plane
-from runtime.kv.groups import COMPRESSED, FULL_PRECISION, compressed_table
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 

@@ -16,10 +16,11 @@ from runtime.attention.base import Batch
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.compressed import SINK_PAGES, CompressedFormat, CompressedLayer, first_recent
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
 from runtime.kv.dense import DenseLayer
 from runtime.kv.format import KVFormat, Plane
 from runtime.kv.windowed import compressed_cache
+from runtime.pages.window import SINK_PAGES, first_recent
 
 _POISON = 255
 """Byte that fills stored planes before they are written. Floating-point planes read it as NaN."""

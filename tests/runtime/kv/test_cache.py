@@ -8,8 +8,8 @@ import torch
 
 from runtime.errors import KVFormatError
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.format import Plane
-from runtime.kv.groups import COMPRESSED
 from runtime.pages.plan import PageCount
 from runtime.pages.sizes import token_bytes
 from tests.runtime.tiny import CONFIG, tiny_model

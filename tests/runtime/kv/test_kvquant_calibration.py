@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv import fdc, kvquant, shard
 from runtime.kv.calibration import KVMoments
-from runtime.kv.groups import COMPRESSED
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.kvquant.codes import edges_of, pack_codes, unpack_codes
 from runtime.kv.kvquant.levels import fit_levels
 from runtime.kv.registry import calibrated_format, create_format, from_artifact

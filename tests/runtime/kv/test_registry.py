@@ -12,9 +12,9 @@ from runtime.config import ModelConfig
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv import fdc
 from runtime.kv.calibration import KVMoments
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat, Plane
-from runtime.kv.groups import COMPRESSED
 from runtime.kv.registry import create_format
 from runtime.models.build import build_model
 from runtime.offline.quality.formats import format_factory

@@ -8,7 +8,7 @@ import torch
 
 from runtime.attention.base import Batch
 from runtime.gemm.model import build_gemm_model
-from runtime.kv.groups import COMPRESSED
+from runtime.kv.compressed import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.megakernel.launch import MAX_SEQUENCES_WITHOUT_ATTENTION
