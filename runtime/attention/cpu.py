@@ -32,23 +32,12 @@ class CompiledAttention:
 
     def _compile(self, heads: int, kv_heads: int, dim: int) -> None:
         """Compile all loops by running them on an empty batch."""
-        empty = torch.zeros(0, dtype=torch.int32)
-        starts = torch.zeros(1, dtype=torch.int32)
-        batch = Batch(
-            tokens=empty.long(),
-            positions=empty.long(),
-            page_table=empty[None],
-            starts=starts,
-            lengths=empty,
-            sequences=empty,
-            logit_rows=empty.long(),
-            single=False,
-        )
+        batch = Batch.zeros(0, 0, 0, 0, "cpu")
         pages = torch.empty(0, kv_heads, LANES, dim, dtype=torch.bfloat16)
         rope = (torch.empty(0, dim // 2), torch.empty(0, dim // 2))
         q = self.write(torch.empty(0, (heads + 2 * kv_heads) * dim), rope, pages, pages, batch)
-        self._attend(q, pages, pages, batch)
-        self._attend_one(q, pages, pages, batch)
+        for one_each in (False, True):
+            self._attend(q, pages, pages, batch, one_each=one_each)
 
     def write(
         self,
@@ -76,21 +65,19 @@ class CompiledAttention:
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         one_each = batch.single and LANES % k_pages.shape[2] == 0
-        return (self._attend_one if one_each else self._attend)(q, k_pages, v_pages, batch)
+        return self._attend(q, k_pages, v_pages, batch, one_each=one_each)
 
-    def _attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+    def _attend(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, *, one_each: bool
+    ) -> Tensor:
         out = torch.empty_like(q)
-        k, v = _patterns(k_pages), _patterns(v_pages)
-        loops.attend(q.numpy(), k, v, *batch.tables, self._scale, self._window, out.numpy())
-        return out.flatten(1)
-
-    def _attend_one(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
-        out = torch.empty_like(q)
-        k, v = _patterns(k_pages), _patterns(v_pages)
-        page_table, _, lengths = batch.tables
-        loops.attend_one(
-            q.numpy(), k, v, page_table, lengths, self._scale, self._window, out.numpy()
-        )
+        page_table, starts, lengths = batch.tables
+        inputs = q.numpy(), _patterns(k_pages), _patterns(v_pages), page_table
+        rest = lengths, self._scale, self._window, out.numpy()
+        if one_each:
+            loops.attend_one(*inputs, *rest)
+        else:
+            loops.attend(*inputs, starts, *rest)
         return out.flatten(1)
 
 

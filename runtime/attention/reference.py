@@ -36,10 +36,8 @@ class ReferenceAttention:
         cos, sin = (table[batch.positions, None] for table in rope)  # [n, 1, dim / 2]
         first, second = by_head[:, : heads + kv_heads].float().chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        tokens_each = batch.starts.diff().long()
-        sequences = torch.repeat_interleave(tokens_each)
         indices = batch.kv_indices()
-        pages = batch.page_table[sequences, indices // page_size].long()
+        pages = batch.page_table[batch.sequences, indices // page_size].long()
         slots = indices % page_size
         k_pages[pages, :, slots] = rotated[:, heads:].to(k_pages.dtype)
         v_pages[pages, :, slots] = by_head[:, heads + kv_heads :].to(v_pages.dtype)

@@ -67,11 +67,6 @@ class Splits:
             self._buffers[size] = self._allocate(size, device)
         return self._buffers[size]
 
-    @property
-    def idle(self) -> bool:
-        """Whether all counters are zero, as they are between launches; synchronizes."""
-        return not any(bool(buffers.counters.any()) for buffers in self._buffers.values())
-
     def _allocate(self, sequences: int, device: torch.device) -> SplitBuffers:
         programs = decode_programs(device, self._each)
         shape = programs, 2, self._group
