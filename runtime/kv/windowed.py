@@ -25,7 +25,7 @@ from runtime.kv.compressed import (
     compressed_table,
 )
 from runtime.kv.dense import DenseFormat, DenseLayer
-from runtime.kv.format import KVFormat, LayerKV, Plane
+from runtime.kv.format import KVFormat, Plane
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
@@ -189,16 +189,23 @@ class WindowedFormat(KVFormat):
         )
         return (*full_precision, *compressed)
 
-    def layer(self, index: int) -> LayerKV:
-        return self._layer(index)
+    def layer(self, index: int) -> WindowedLayer:
+        return WindowedLayer(self._dense.layer(index), self._compressed.layer(index))
 
-    def encoder(self, layers: Sequence[tuple[Tensor, ...]]) -> "PageEncoder":
-        """Return the encoder of the pages of a cache.
+    def encoder(self, layers: Sequence[tuple[Tensor, ...]]) -> "PageEncoder | LayersEncoder":
+        """Return the encoder of the pages of a cache, with fused kernels if all layers have them.
 
         Args:
             layers: planes of each layer.
         """
-        return PageEncoder([(self._layer(index), planes) for index, planes in enumerate(layers)])
+        own = [(self.layer(index), planes) for index, planes in enumerate(layers)]
+        found = [(layer.kernels(planes[0].device), planes) for layer, planes in own]
+        fused = [(kernels, planes) for kernels, planes in found if kernels is not None]
+        if len(fused) < len(own):
+            return PageEncoder(own)
+        from runtime.kv.layers_encoder import LayersEncoder
+
+        return LayersEncoder(fused)
 
     def decode_attention(
         self, layers: Sequence[tuple[Tensor, ...]], batch: Batch
@@ -214,16 +221,13 @@ class WindowedFormat(KVFormat):
         """
 
         return [
-            partial(self._layer(index).attend, planes=planes, batch=batch)
+            partial(self.layer(index).attend, planes=planes, batch=batch)
             for index, planes in enumerate(layers)
         ]
 
-    def _layer(self, index: int) -> WindowedLayer:
-        return WindowedLayer(self._dense.layer(index), self._compressed.layer(index))
-
 
 class PageEncoder:
-    """Encoding of full-precision pages into compressed pages, in all layers of a cache.
+    """Encoding of full-precision pages into compressed pages, one layer of a cache after another.
 
     Args:
         layers: the layers of a format and their planes.
@@ -231,7 +235,6 @@ class PageEncoder:
 
     def __init__(self, layers: Sequence[tuple[WindowedLayer, tuple[Tensor, ...]]]) -> None:
         self._layers = layers
-        self._fused = _fused_encoder(layers)
 
     def encode(self, sources: Tensor, targets: Tensor, first_positions: Tensor) -> None:
         """Encode pages.
@@ -241,9 +244,6 @@ class PageEncoder:
             targets: int64 `[p]`, compressed pages, without repetition.
             first_positions: int64 `[p]`, position of the first token of each page.
         """
-        if self._fused:
-            self._fused.encode(sources, targets, first_positions)
-            return
         for layer, planes in self._layers:
             layer.encode(planes, sources, targets, first_positions)
 
@@ -253,22 +253,5 @@ class PageEncoder:
         These pages do not contain the new tokens, so they can be encoded before K and V of the new
         tokens are known.
         """
-        if compressed_table(batch) is None:
-            return
-        if self._fused:
-            self._fused.encode_leaving(batch)
-            return
         for layer, planes in self._layers:
             layer.encode_leaving(planes, batch)
-
-
-def _fused_encoder(
-    layers: Sequence[tuple[WindowedLayer, tuple[Tensor, ...]]],
-) -> "LayersEncoder | None":
-    found = [(layer.kernels(planes[0].device), planes) for layer, planes in layers]
-    fused = [(kernels, planes) for kernels, planes in found if kernels is not None]
-    if len(fused) < len(layers):
-        return None
-    from runtime.kv.layers_encoder import LayersEncoder
-
-    return LayersEncoder(fused)
