@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.kvquant import KvQuantFormat, quantized_format, quantized_name
-from runtime.kv.names import check_name, is_calibrated
+from runtime.kv.names import DENSE, check_name, is_calibrated
 from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.stream import StreamFormat
@@ -41,19 +41,9 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
 """Compressed formats by name. `create_format` combines them with the pages of `dense`."""
 
 
-class CalibratedFactory(Protocol):
-    """Creates a format from a calibration; see `runtime.kv.calibration.CalibratedFormat`."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        artifact: Artifact,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> CompressedFormat: ...
-
-
-CALIBRATED: dict[str, CalibratedFactory] = {
+CALIBRATED: dict[
+    str, Callable[[ModelConfig, Artifact, str, torch.device | str], CompressedFormat]
+] = {
     FdcFormat.name: FdcFormat,
     PaluFormat.name: PaluFormat,
     ShardFormat.name: ShardFormat,
@@ -61,6 +51,7 @@ CALIBRATED: dict[str, CalibratedFactory] = {
 }
 """Compressed formats that read a calibration, by name. In ``name:PATH``, PATH is the file.
 
+Arguments are those of `runtime.kv.calibration.CalibratedFormat`.
 `from_artifact` also creates the variants of `fdc` and `palu` with quantized latents.
 """
 
@@ -78,7 +69,7 @@ class PlainFormat(KVFormat):
         own: an object with the members `_MEMBERS`.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: KVFormat) -> None:
         self._own = own
         self.name = own.name
         self.version = own.version
@@ -89,34 +80,13 @@ class PlainFormat(KVFormat):
 
     @property
     def kernels(self) -> str:
-        return str(self._own.kernels)
+        return self._own.kernels
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        planes: tuple[Plane, ...] = self._own.planes(layer, page_size)
-        return planes
+        return self._own.planes(layer, page_size)
 
     def layer(self, index: int) -> LayerKV:
-        layer: LayerKV = self._own.layer(index)
-        return layer
-
-
-def _windowed(
-    name: str,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    by_halves: bool = False,
-) -> WindowedFormat:
-    """Create a compressed format over full-precision pages of `dense`."""
-    dense = DenseFormat.create(config, device, dtype, by_halves=by_halves)
-    return WindowedFormat(dense, COMPRESSED[name](config))
-
-
-_BUILT_IN: dict[str, KVFormatFactory] = {
-    DenseFormat.name: DenseFormat.create,
-    **{name: partial(_windowed, name) for name in COMPRESSED},
-}
+        return self._own.layer(index)
 
 
 def create_format(
@@ -143,12 +113,15 @@ def create_format(
             format.
     """
     check_name(spec)
-    if is_calibrated(spec):
-        compressed = calibrated_format(spec, config, model_hash, device)
+    calibrated = is_calibrated(spec)
+    if calibrated or ":" not in spec:
         dense = DenseFormat.create(config, device, dtype, by_halves=by_halves)
-        return WindowedFormat(dense, compressed)
-    factory = _plug_in(spec) if ":" in spec else _BUILT_IN[spec]
-    kv_format = factory(config, device, dtype, by_halves=by_halves)
+        if spec == DENSE:
+            return dense
+        if calibrated:
+            return WindowedFormat(dense, calibrated_format(spec, config, model_hash, device))
+        return WindowedFormat(dense, COMPRESSED[spec](config))
+    kv_format = _plug_in(spec)(config, device, dtype, by_halves=by_halves)
     if isinstance(kv_format, KVFormat):
         return kv_format
     missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
@@ -225,8 +198,7 @@ def _plug_in(spec: str) -> KVFormatFactory:
     found: Any = getattr(module, class_name, None)
     if found is None:
         raise KVFormatError(f"KV format {spec}: {module_name} has no {class_name!r}")
-    factory: Any = getattr(found, "create", None)
+    factory: KVFormatFactory | None = getattr(found, "create", None)
     if not callable(factory):
         raise KVFormatError(f"{spec} is not a KV format: it has no create()")
-    typed: KVFormatFactory = factory
-    return typed
+    return factory

@@ -58,7 +58,9 @@ def calibration(name: str, **options: int | str) -> Artifact:
         else palu.calibrate(moments(), palu.PaluOptions(rank=48), HASH)
     )
     codes = kvquant.CodeOptions(**options)  # type: ignore[arg-type]
-    return kvquant.quantize_latents(made, CALIBRATED[kind](CONFIG, made), moments(), codes)
+    return kvquant.quantize_latents(
+        made, CALIBRATED[kind](CONFIG, made, "", "cpu"), moments(), codes
+    )
 
 
 def create(name: str, **options: int | str) -> CompressedFormat:

@@ -179,4 +179,4 @@ class Foreign:
 
 def test_formats_that_do_not_state_keeps_rope_are_refused() -> None:
     with pytest.raises(KVFormatError, match=r"foreign does not support .* not state keeps_rope"):
-        check_eviction(PlainFormat(Foreign()))
+        check_eviction(PlainFormat(Foreign()))  # type: ignore[arg-type]

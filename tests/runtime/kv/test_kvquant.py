@@ -158,7 +158,7 @@ def test_more_bits_and_outliers_have_smaller_errors(name: str) -> None:
 def test_quantized_latents_decode_close_to_the_latents(name: str) -> None:
     artifact = calibration(name)
     latents = CALIBRATED[name](
-        CONFIG, replace(artifact, format=name, version=artifact.version // 100), HASH
+        CONFIG, replace(artifact, format=name, version=artifact.version // 100), HASH, "cpu"
     )
     exact = held_out()
     expected = round_trip(latents, *exact)
