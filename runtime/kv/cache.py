@@ -92,7 +92,6 @@ class PlaneGroup:
 
     Attributes:
         dtype: dtype of the elements.
-        kv_heads: KV heads of every tensor.
         dim: elements per KV head and token.
         encodable: see `Plane`.
         page_group: index of the page group in `CacheLayout.plan`.
@@ -102,7 +101,6 @@ class PlaneGroup:
     """
 
     dtype: torch.dtype
-    kv_heads: int
     dim: int
     encodable: bool
     page_group: int
@@ -199,10 +197,7 @@ class CacheLayout:
             members = found.setdefault(key, [[] for _ in self.layers])
             members[tensor.layer].append((tensor.name, index))
         return tuple(
-            PlaneGroup(
-                *(dtype, self.kv_heads, dim, encodable, group, tuple(map(tuple, members))),
-                is_block=is_block,
-            )
+            PlaneGroup(dtype, dim, encodable, group, tuple(map(tuple, members)), is_block)
             for (dtype, dim, encodable, group, is_block), members in found.items()
         )
 
@@ -269,9 +264,11 @@ class PagedCache:
         for each, tensor in zip(layout.tensors, self.tensors, strict=True):
             names = [(each.layer, plane.name) for plane in each.planes]
             views |= zip(names, each.views(tensor), strict=True)
-        self.planes = [views[layer, plane.name] for layer, plane in layout.planes]
-        planes = iter(self.planes)
-        self._layers = [tuple(next(planes) for _ in each) for each in layout.layers]
+        self._layers = [
+            tuple(views[layer, plane.name] for plane in planes)
+            for layer, planes in enumerate(layout.layers)
+        ]
+        self.planes = [plane for planes in self._layers for plane in planes]
 
     @property
     def null_pages(self) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ class DenseFormat(KVFormat):
 
     name = "dense"
     version = 1
-    artifact_hash = ""
     dense_bf16 = True
     keeps_rope = True
 

@@ -11,24 +11,19 @@ class PageRotation:
     """RoPE of one model for runs of consecutive positions, in fp32.
 
     Attributes:
+        tables: cosines and sines, fp32 ``[context_length, dim / 2]`` each.
         factor: factor by which YaRN scales rotated vectors; 1 for models without YaRN.
-        inverse: cosines and sines that undo RoPE if the sine is negated, fp32
-            ``[context_length, dim / 2]`` each. They include the inverse of the factor.
+        inverse: cosines and sines that undo RoPE if the sine is negated, as in ``tables``. They
+            include the inverse of the factor.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         cos, sin = cos_sin_table(config, config.context_length)
-        self._cos = cos.to(device)
-        self._sin = sin.to(device)
+        self.tables = cos.to(device), sin.to(device)
         self.factor = config.rope.attention_factor
         # YaRN scales cosines and sines, so that the inverse has to divide by the scale.
         norm = self.factor**2
-        self.inverse = (self._cos, self._sin) if norm == 1 else (self._cos / norm, self._sin / norm)
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, fp32 ``[context, dim / 2]`` each."""
-        return self._cos, self._sin
+        self.inverse = self.tables if norm == 1 else (self.tables[0] / norm, self.tables[1] / norm)
 
     def apply(self, x: Tensor, first_positions: Tensor) -> Tensor:
         """Apply RoPE.
@@ -40,7 +35,7 @@ class PageRotation:
         Returns:
             fp32, the shape of ``x``.
         """
-        cos, sin = _rows((self._cos, self._sin), x, first_positions)
+        cos, sin = _rows(self.tables, x, first_positions)
         return _rotate(x, cos, sin)
 
     def undo(self, x: Tensor, first_positions: Tensor) -> Tensor:
