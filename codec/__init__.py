@@ -5,7 +5,6 @@ decodes and verifies it. `encode` and `decode` do the same for a single tensor. 
 """
 
 from codec.backend import (
-    Decoded,
     DecodeSegment,
     Encoded,
     EncodeSegment,
@@ -60,7 +59,6 @@ __all__ = [
     "Codebooks",
     "CodecError",
     "DecodeSegment",
-    "Decoded",
     "EncodeSegment",
     "Encoded",
     "FormatError",

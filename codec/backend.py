@@ -14,7 +14,6 @@ from torch import Tensor
 
 from codec.checks import PageIds, Pages
 from codec.codebook import Codebook
-from codec.elements import element_of
 from codec.errors import PayloadError
 from codec.format import Geometry, Layout, SegmentHeader
 
@@ -39,14 +38,6 @@ class Encoded(NamedTuple):
     length: int
     raw_bytes: int
     escapes: int
-    checksum: int
-
-
-class Decoded(NamedTuple):
-    """Result of decoding one verified segment; fields as in `Encoded`."""
-
-    length: int
-    raw_bytes: int
     checksum: int
 
 
@@ -120,7 +111,7 @@ class Finished(Generic[T]):
         return self.value
 
 
-class PendingDecode(Pending[Decoded], Protocol):
+class PendingDecode(Pending[None], Protocol):
     """Result of a decode that may still be running."""
 
     @property
@@ -230,8 +221,3 @@ class PagedCodec(Protocol):
 def backend_for(device: torch.device) -> Backend:
     """Return the backend for a device, or the reference backend if its device type has none."""
     return cast(Backend, import_module(_BACKENDS.get(device.type, _REFERENCE)))
-
-
-def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
-    """Return the size of a segment's KV in all planes before encoding, in bytes."""
-    return len(planes) * geometry.elements * element_of(planes[0].dtype).size

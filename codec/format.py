@@ -149,9 +149,8 @@ def overflow_words(element: ElementType, mode: Mode) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Byte offsets of a plane's block and of its streams in the segment."""
+    """Byte offsets of the streams of a plane's block, and of its end, in the segment."""
 
-    start: int
     streams: tuple[int, ...]
     end: int
 
@@ -162,7 +161,7 @@ class Block:
         for width in stream_widths(element, mode):
             streams.append(end)
             end = align(end + WORD_BYTES * width * geometry.num_columns)
-        return cls(start, tuple(streams), end)
+        return cls(tuple(streams), end)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from codec.backend import Backend, Decoded, Encoded, backend_for, raw_bytes
+from codec.backend import Backend, Encoded, backend_for
 from codec.checks import (
     PageIds,
     check_bytes,
@@ -84,7 +84,8 @@ def encode_pages(
     length = layout.length(entry_words)
     header = bytearray(seal(pack_static(geometry, element, entries), length, checksum))
     out[: len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(out.device)
-    return Encoded(length, raw_bytes(planes, geometry), escapes, checksum)
+    raw_bytes = len(planes) * geometry.elements * element.size
+    return Encoded(length, raw_bytes, escapes, checksum)
 
 
 def decode_pages(
@@ -96,7 +97,7 @@ def decode_pages(
     *,
     header: SegmentHeader | None = None,
     backend: Backend | None = None,
-) -> Decoded:
+) -> None:
     """Decode a segment into pages and verify its checksum.
 
     The header is validated before the first write; on a CPU the entries are validated as well.
@@ -132,7 +133,6 @@ def decode_pages(
     backend = backend or backend_for(payload.device)
     checksum = backend.decode_planes(payload, header, planes, used, pages)
     check_checksum(checksum, header.checksum)
-    return Decoded(header.length, raw_bytes(planes, geometry), checksum)
 
 
 def checksum_pages(

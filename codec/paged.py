@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from codec.backend import (
-    Decoded,
     DecodeSegment,
     Encoded,
     EncodeSegment,
@@ -58,7 +57,7 @@ class _SynchronousCodec:
 
     def decode_batch(
         self, segments: Sequence[DecodeSegment], buffer: Tensor, *, prefix_bytes: int = 0
-    ) -> list[Finished[Decoded]]:
+    ) -> list[Finished[None]]:
         for segment in segments:
             check_range(segment.offset, segment.length, len(buffer))
             check_prefix(prefix_bytes, segment.offset)
@@ -72,9 +71,7 @@ class _SynchronousCodec:
         encoded = encode_pages(self.planes, self.codebooks, page_ids, num_tokens, out)
         return Finished(encoded, time.perf_counter() - started)
 
-    def _decoded(
-        self, segment: DecodeSegment, buffer: Tensor, prefix_bytes: int
-    ) -> Finished[Decoded]:
+    def _decoded(self, segment: DecodeSegment, buffer: Tensor, prefix_bytes: int) -> Finished[None]:
         """Decode one segment of a batch."""
         page_ids, num_tokens, start, length, checksum, raw = segment
         prefix = buffer[start - prefix_bytes : start].numpy().tobytes()
@@ -88,10 +85,10 @@ class _SynchronousCodec:
             ):
                 raise FormatError("a plane is stored raw, although it has a codebook")
             check_checksum(header.checksum, checksum)
-            decoded = decode_pages(payload, self.planes, books, page_ids, num_tokens, header=header)
+            decode_pages(payload, self.planes, books, page_ids, num_tokens, header=header)
         except PayloadError as error:
             return Finished(error, prefix=prefix)
-        return Finished(decoded, time.perf_counter() - started, prefix)
+        return Finished(None, time.perf_counter() - started, prefix)
 
     def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
         """Do nothing; `codec.warm_up` compiles the CPU backend."""

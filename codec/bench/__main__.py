@@ -174,8 +174,8 @@ def measure(case: Case, backend: Backend | None, repeats: int, device: torch.dev
     encoded = encode()
     payload = out[: encoded.length].clone()
 
-    def decode() -> codec.Decoded:
-        return codec.decode_pages(payload, planes, codebooks, target, tokens, backend=backend)
+    def decode() -> None:
+        codec.decode_pages(payload, planes, codebooks, target, tokens, backend=backend)
 
     def checksum() -> int:
         return codec.checksum_pages(planes, source, tokens, backend=backend)

@@ -145,9 +145,8 @@ class Launch:
                 **group.options, **options,
             )  # fmt: skip
         programs = (self._sums_of_segment, self._segments)
-        summed = False
-        if self._chunks > _MAX_DIRECT_CHUNKS:
-            summed = True
+        summed = self._chunks > _MAX_DIRECT_CHUNKS
+        if summed:
             kernels.sum_kernel[programs](
                 sizes, *self._segment_args, sums, self._sums_of_segment, **self._tail_options
             )

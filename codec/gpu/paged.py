@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from codec.backend import (
-    Decoded,
     DecodeSegment,
     Encoded,
     EncodeSegment,
@@ -82,7 +81,7 @@ class _PendingDecode(_PendingSegment):
         words = self.call.results()[self.number, _PREFIX:_HEADER]
         return words.tobytes()[: self.segment.prefix_bytes]
 
-    def result(self) -> Decoded:
+    def result(self) -> None:
         _, checksum, announced, errors = self.call.numbers(self.number)
         segment = self.segment
         if errors:
@@ -91,7 +90,6 @@ class _PendingDecode(_PendingSegment):
             check_errors(errors)
         check_checksum(announced & MASK64, segment.checksum)
         check_checksum(checksum & MASK64, segment.checksum)
-        return Decoded(segment.length, segment.template.raw_bytes, segment.checksum)
 
     def _check_header(self, header: bytes) -> None:
         """Raise the `PayloadError` of a header that differs from the expected one."""

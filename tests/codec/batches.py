@@ -113,14 +113,13 @@ class Batch:
         errors: dict[int, codec.PayloadError] = {}
         for number, (pending, segment) in enumerate(zip(results, self.segments, strict=True)):
             try:
-                decoded = pending.result()
+                pending.result()
             except codec.PayloadError as error:
                 errors[number] = error
                 continue
             assert pending.done
             assert pending.seconds >= 0
             assert pending.prefix == bytes([number + 1]) * PREFIX
-            assert (decoded.length, decoded.checksum) == (segment.length, segment.checksum)
             for mine, theirs in zip(self.source.planes, planes, strict=True):
                 for slot in range(segment.num_tokens):
                     page = int(segment.page_ids[slot // 16])

@@ -59,7 +59,7 @@ def test_damaged_segment_fails_alone(part: str, batch: Batch, factory: Factory) 
     number = 1 if part == "raw" else 3
     segment, layout = batch.segments[number], codec.read_header(batch.payloads[number]).layout
     offset = {"starts": layout.starts + 5, "entries": layout.entries}
-    batch.buffer[segment.offset + offset.get(part, layout.blocks[0].start + 3)] ^= 0x11
+    batch.buffer[segment.offset + offset.get(part, layout.blocks[0].streams[0] + 3)] ^= 0x11
     errors = batch.decoded_by(factory)
     assert list(errors) == [number]
     assert isinstance(errors[number], (codec.ChecksumMismatch, codec.FormatError))

@@ -33,7 +33,7 @@ def test_flipped_bit_is_detected_unless_it_is_padding(name: str) -> None:
     payload = encoded(source, [codebook])
     layout = layout_of(payload)
     coded, columns = layout.coded_chunks, 2 * (3 + 1)
-    ends = [(80 + 4 * (coded + 1), layout.blocks[0].start)]
+    ends = [(80 + 4 * (coded + 1), layout.blocks[0].streams[0])]
     streams = (*layout.blocks[0].streams, layout.entries)
     widths = [codebook.mode.code_bits, *codebook.element.remainder_widths]
     for start, end, width in zip(streams, streams[1:], widths, strict=False):
@@ -60,7 +60,7 @@ def test_garbage_after_a_valid_header_is_detected(
     generator = torch.Generator().manual_seed(seed)
     garbage = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
     damaged = payload.clone()
-    table = layout_of(payload).blocks[0].start
+    table = layout_of(payload).blocks[0].streams[0]
     somewhere = int(torch.randint(table, len(payload), (1,), generator=generator))
     start = HEADER if seed % 3 == 0 else table if seed % 3 == 1 else somewhere
     damaged[start:] = garbage[start:]
@@ -137,7 +137,12 @@ def test_mutated_payload_raises_or_decodes_to_the_content(seed: int) -> None:
     layout = layout_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     first, _, last = layout.blocks
     table = (layout.starts, layout.starts + 4 * (layout.coded_chunks + 1))
-    parts = [table, (first.start, first.end), (last.start, last.end), (layout.entries, len(data))]
+    parts = [
+        table,
+        (first.streams[0], first.end),
+        (last.streams[0], last.end),
+        (layout.entries, len(data)),
+    ]
     rng = random.Random(seed)
     met = set()
     for number in range(10_000):
@@ -174,7 +179,7 @@ def test_swapped_planes_are_detected(book: codec.Codebook | None, backend: Backe
     source = make_pages(16, kind=0.0, book=book or BOOKS["bf16-top16-window"])
     payload = encoded(source, [book] * 2)
     layout = layout_of(payload)
-    start, end = layout.blocks[0].start, layout.entries
+    start, end = layout.blocks[0].streams[0], layout.entries
     blocks = payload[start:end].view(2, -1)
     payload[start:end] = blocks.flip(0).reshape(-1)
     books: list[codec.Codebook | None] = [book] * 2

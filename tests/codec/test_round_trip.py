@@ -131,11 +131,8 @@ def agree(source: Pages, codebook: codec.Codebook | None) -> None:
     contents = set()
     for backend in BACKENDS.values():
         target = source.empty_like()
-        decoded = codec.decode_pages(
-            payload, target.planes, books, target.ids, num_tokens, backend=backend
-        )
+        codec.decode_pages(payload, target.planes, books, target.ids, num_tokens, backend=backend)
         assert torch.equal(target.content(), source.content())
-        assert decoded == codec.Decoded(encoded.length, encoded.raw_bytes, encoded.checksum)
         for pages in (source, target):
             contents.add(codec.checksum_pages(pages.planes, pages.ids, num_tokens, backend=backend))
     assert len(contents) == 1

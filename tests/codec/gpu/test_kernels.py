@@ -54,10 +54,7 @@ def check(source: Pages, books: list[Codebook | None]) -> None:
     assert encoded == expected
     assert torch.equal(written.cpu(), payload)
     target = on_device(source.empty_like())
-    decoded = codec.decode_pages(
-        payload.to(DEVICE), target.planes, books, target.ids, tokens, backend=gpu
-    )
-    assert decoded.checksum == expected.checksum
+    codec.decode_pages(payload.to(DEVICE), target.planes, books, target.ids, tokens, backend=gpu)
     back = Pages([plane.cpu() for plane in target.planes], target.ids, tokens, source.generator)
     assert torch.equal(back.content(), source.content())
     assert codec.checksum_pages(here.planes, here.ids, tokens, backend=gpu) == (
@@ -97,9 +94,8 @@ def test_integer_planes_are_stored_raw_with_the_reference_bytes(
     segment = codec.EncodeSegment(source.ids, 17, 0, len(out))
     encoded = PagedCodec(planes, [None, None]).encode_batch([segment], out)[0].result()
     written = codec.DecodeSegment(source.ids, 17, 0, encoded.length, encoded.checksum)
-    decoded = PagedCodec(target, [None, None]).decode_batch([written], out)[0].result()
-    assert decoded.checksum == encoded.checksum
-    assert decoded.raw_bytes == encoded.raw_bytes == 2 * 2 * 17 * dim * dtype.itemsize
+    PagedCodec(target, [None, None]).decode_batch([written], out)[0].result()
+    assert encoded.raw_bytes == 2 * 2 * 17 * dim * dtype.itemsize
     back = Pages([plane.cpu() for plane in target], source.ids, 17, source.generator)
     assert torch.equal(back.content(), source.content())
 
@@ -169,7 +165,8 @@ def test_paged_codec_returns_results_later() -> None:
         assert encoded.checksum == header.checksum
         written = codec.DecodeSegment(page_ids, tokens, 0, len(payload), header.checksum, is_raw)
         decoded += reader.decode_batch([written], out)
-    assert [d.result().checksum for d in decoded] == [e.result().checksum for *_, e in started]
+    for each in decoded:
+        each.result()
     for mine, theirs in zip(source.planes, target.planes, strict=True):
         assert torch.equal(bits(mine)[source.ids[:4]], bits(theirs)[source.ids[:4]])
         last = source.ids[4]
@@ -216,7 +213,11 @@ def test_damaged_payloads_raise_and_write_only_their_pages(
     source = make_pages(17, num_planes=3, kv_heads=1, kind=0.02, book=book)
     _, payload = encode(source, reference, books)
     layout = codec.read_header(payload).layout
-    at = {"starts": layout.starts + 5, "codes": layout.blocks[0].start, "entries": layout.entries}
+    at = {
+        "starts": layout.starts + 5,
+        "codes": layout.blocks[0].streams[0],
+        "entries": layout.entries,
+    }
     place = at[part] + 1
     payload[place] = value if int(payload[place]) != value else value ^ 7
     target = on_device(source.empty_like())
