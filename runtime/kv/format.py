@@ -11,6 +11,8 @@ from runtime.attention.base import Batch
 from runtime.config import ModelConfig
 from runtime.pages.groups import PageGroup, Part
 
+KV_PLANES = 2
+"""Number of planes of K and V, which come first in the layers of built-in formats."""
 KV = PageGroup("kv")
 """Page group of formats whose planes hold all pages of a sequence."""
 

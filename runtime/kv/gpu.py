@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.splits import MIN_TILES, decode_programs
 from runtime.config import ModelConfig
+from runtime.kv.format import KV_PLANES
 from runtime.kv.kernel_source import FragmentSource, KernelSource
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
@@ -20,8 +21,6 @@ from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
 from runtime.pages.window import SINK_PAGES, WINDOW
 
 _LOG2_E = math.log2(math.e)
-_KV = 2
-"""Number of planes of K and V, which come first."""
 _MERGED_SPLITS = 16
 """Number of splits of a query head that are merged per iteration."""
 
@@ -143,15 +142,16 @@ class CompressedPageKernels:
 
         These pages do not contain the new tokens. ``offsets`` is that of `encode`.
         """
-        k_pages, v_pages = planes[:_KV]
+        k_pages, v_pages = planes[:KV_PLANES]
         table = batch.page_table
         _, compressed = batch.page_tables
         source = self._source.encode
         layers = 1 if offsets is None else len(offsets)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads, layers)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            compressed, compressed.stride(0), batch.lengths, planes[_KV:] + self.inputs.planes,
-            offsets, **self._encoding(planes[_KV:], k_pages.shape[2]), WINDOW=WINDOW,
+            compressed, compressed.stride(0), batch.lengths,
+            planes[KV_PLANES:] + self.inputs.planes, offsets,
+            **self._encoding(planes[KV_PLANES:], k_pages.shape[2]), WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, num_warps=max(1, source.warps // source.heads),
             num_stages=source.stages, enable_fp_fusion=False,
         )  # fmt: skip
@@ -167,7 +167,7 @@ class CompressedPageKernels:
         out = q.new_empty(len(q), self._heads * self._dim)
         if not len(q):
             return out
-        k_pages, v_pages = planes[:_KV]
+        k_pages, v_pages = planes[:KV_PLANES]
         source = self._source
         table = batch.page_table
         _, compressed = batch.page_tables
@@ -177,8 +177,8 @@ class CompressedPageKernels:
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         results = self._split_buffers(2 * (programs + sequences * self._kv_heads), q.device)
-        inputs = planes[_KV:] + self.inputs.planes
-        v_width = planes[_KV + 1].shape[-1]
+        inputs = planes[KV_PLANES:] + self.inputs.planes
+        v_width = planes[KV_PLANES + 1].shape[-1]
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
             "PAGE": k_pages.shape[2], "WINDOW": WINDOW, "SINK_PAGES": SINK_PAGES,
@@ -186,7 +186,7 @@ class CompressedPageKernels:
             "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
         of_splits = {
-            "K_WIDTH": planes[_KV].shape[-1], "V_WIDTH": v_width,
+            "K_WIDTH": planes[KV_PLANES].shape[-1], "V_WIDTH": v_width,
             "MIN_COST": self._costs.least, "SPLITS": splits,
         }  # fmt: skip
         arguments = (
@@ -198,13 +198,13 @@ class CompressedPageKernels:
         if fragments is not None:
             windowed_fragments_kernel[grid](
                 *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
-                WARPS=fragments.warps, STRIDES=page_strides(planes[_KV:]),
+                WARPS=fragments.warps, STRIDES=page_strides(planes[KV_PLANES:]),
                 num_warps=fragments.warps, maxnreg=fragments.registers,
             )  # fmt: skip
         else:
             windowed_decode_kernel[grid](
                 *arguments, self._costs.prefix, **constants, **of_splits, ATTEND=source.attend,
-                STRIDES=page_strides(planes[_KV:]), EXACT_BLOCK=source.full_precision_tile,
+                STRIDES=page_strides(planes[KV_PLANES:]), EXACT_BLOCK=source.full_precision_tile,
                 ROWS=max(16, triton.next_power_of_2(group)),
                 STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
                 num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,

@@ -25,16 +25,13 @@ from runtime.kv.compressed import (
     compressed_table,
 )
 from runtime.kv.dense import DenseFormat, DenseLayer
-from runtime.kv.format import KVFormat, Plane
+from runtime.kv.format import KV_PLANES, KVFormat, Plane
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.kv.gpu import CompressedPageKernels
     from runtime.kv.layers_encoder import LayersEncoder
-
-_KV = 2
-"""Number of planes of K and V, which come first."""
 
 
 def compressed_cache(
@@ -58,7 +55,7 @@ class WindowedLayer:
         self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
-        q = self._dense.append(qkv, rope, planes[:_KV], batch)
+        q = self._dense.append(qkv, rope, planes[:KV_PLANES], batch)
         self.encode_leaving(planes, batch.decode if isinstance(batch, MixedBatch) else batch)
         return q
 
@@ -69,14 +66,30 @@ class WindowedLayer:
             return
         if kernels := self.kernels(planes[0].device):
             kernels.encode_leaving(planes, batch)
-        else:
-            self._encode_leaving(planes, batch, table)
+            return
+        page_size = planes[0].shape[2]
+        sources, targets, first = [], [], []
+        for index, length in enumerate(batch.lengths.tolist()):
+            page = first_recent(length, page_size) - 1
+            was_recent = page >= first_recent(length - 1, page_size)
+            if was_recent:
+                sources.append(batch.page_table[index, page])
+                targets.append(table[index, page])
+                first.append(page * page_size)
+        if sources:
+            device = planes[0].device
+            self.encode(
+                planes,
+                torch.stack(sources).long(),
+                torch.stack(targets).long(),
+                torch.tensor(first, device=device),
+            )
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         table = compressed_table(batch)
         if table is None:
-            found = self._compressed.attend_prompt(q, planes[:_KV], batch)
-            return self._dense.attend(q, planes[:_KV], batch) if found is None else found
+            found = self._compressed.attend_prompt(q, planes[:KV_PLANES], batch)
+            return self._dense.attend(q, planes[:KV_PLANES], batch) if found is None else found
         if kernels := self.kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
@@ -106,8 +119,8 @@ class WindowedLayer:
         first_positions: Tensor,
     ) -> None:
         """Encode full-precision pages; see `PageEncoder.encode`."""
-        k_pages, v_pages = planes[:_KV]
-        compressed = planes[_KV:]
+        k_pages, v_pages = planes[:KV_PLANES]
+        compressed = planes[KV_PLANES:]
         if kernels := self.kernels(k_pages.device):
             kernels.encode(k_pages, v_pages, compressed, targets, sources, first_positions)
             return
@@ -117,25 +130,6 @@ class WindowedLayer:
 
     def kernels(self, device: torch.device) -> "CompressedPageKernels | None":
         return self._compressed.kernels(device)
-
-    def _encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch, table: Tensor) -> None:
-        page_size = planes[0].shape[2]
-        sources, targets, first = [], [], []
-        for index, length in enumerate(batch.lengths.tolist()):
-            page = first_recent(length, page_size) - 1
-            was_recent = page >= first_recent(length - 1, page_size)
-            if was_recent:
-                sources.append(batch.page_table[index, page])
-                targets.append(table[index, page])
-                first.append(page * page_size)
-        if sources:
-            device = planes[0].device
-            self.encode(
-                planes,
-                torch.stack(sources).long(),
-                torch.stack(targets).long(),
-                torch.tensor(first, device=device),
-            )
 
     def _gathered(
         self,
@@ -153,11 +147,11 @@ class WindowedLayer:
         page_size = planes[0].shape[2]
         count = pages_for(length, page_size)
         recent = first_recent(length, page_size)
-        k, v = (plane[full_precision[:count]].float() for plane in planes[:_KV])
+        k, v = (plane[full_precision[:count]].float() for plane in planes[:KV_PLANES])
         pages = torch.arange(SINK_PAGES, recent, device=compressed.device)
         if len(pages):
             k[pages], v[pages] = self._compressed.decode(
-                planes[_KV:], compressed[pages], pages * page_size
+                planes[KV_PLANES:], compressed[pages], pages * page_size
             )
         return k, v
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.gemm.model import HOPPER, GemmModel
 from runtime.kv.cache import PagedCache
+from runtime.kv.format import KV_PLANES
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 
@@ -40,7 +41,7 @@ def unsupported_by_megakernel(model: Model) -> str | None:
         return "the megakernel does not sum outputs over several ranks"
     if model.page_size % 16:
         return f"pages of {model.page_size} tokens: the megakernel needs a multiple of 16"
-    from runtime.megakernel.support import unsupported
+    from runtime.megakernel.launch import unsupported
 
     return unsupported(model.weights)
 
@@ -65,7 +66,7 @@ def _megakernel_step(model: GemmModel, batch: Batch, cache: PagedCache) -> Calla
     if not isinstance(kv_format, WindowedFormat):
         return DecodeStep(weights, cache.planes, rope, batch, programs=programs).launch
     layers = [cache.layer(index) for index in range(model.config.num_layers)]
-    full_precision = [plane for planes in layers for plane in planes[:2]]  # K and V
+    full_precision = [plane for planes in layers for plane in planes[:KV_PLANES]]
     attend = kv_format.decode_attention(layers, batch)
     step = DecodeStep(weights, full_precision, rope, batch, attend=attend, programs=programs)
     encoder = kv_format.encoder(layers)

@@ -19,7 +19,6 @@ from runtime.megakernel.kernels import arguments, layouts
 from runtime.megakernel.kernels.attended import send_kernel
 from runtime.megakernel.kernels.step import step_kernel
 from runtime.megakernel.schedule import Offsets, Pass, build_passes, split_at_attention
-from runtime.megakernel.support import unsupported
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
@@ -31,10 +30,31 @@ Attend = Callable[[Tensor], Tensor]
 """Computes the attention of one layer, when K and V of the new tokens are in the pages. It takes
 queries after RoPE, bf16 `[n, heads, dim]`, and returns bf16 `[n, heads * dim]`.
 """
+_MAX_GROUP = layouts.ROWS.value
+"""Maximum query heads per KV head: the rows of an attention tile."""
 _SENT = 1024
 """Number of values that one program of `send_kernel` sends."""
 _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
+
+
+def unsupported(weights: PackedWeights) -> str | None:
+    """Return why the megakernel does not support a model, or None if it supports it.
+
+    Only shapes are read. `runtime.gemm.weights.unsupported` rejects models that cannot be packed,
+    such as those with factor pairs of rank 0.
+    """
+    config = weights.config
+    if weights.head_norms:
+        return "the megakernel does not normalize query and key heads"
+    if config.head_dim > layouts.MAX_DIM.value:
+        return f"heads of {config.head_dim}: the megakernel's limit is {layouts.MAX_DIM.value}"
+    if config.num_heads > _MAX_GROUP * config.num_kv_heads:
+        return (
+            f"{config.num_heads} query heads for {config.num_kv_heads} KV heads: the megakernel's "
+            f"limit is {_MAX_GROUP} for each"
+        )
+    return None
 
 
 class DecodeStep:

@@ -9,9 +9,9 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.gemm.weights import PackedWeights
 from runtime.megakernel.kernels import opcodes
+from runtime.megakernel.launch import unsupported
 from runtime.megakernel.reference import Interpreter, Messages, ProtocolError
 from runtime.megakernel.schedule import Pass, split_at_attention
-from runtime.megakernel.support import unsupported
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
