@@ -17,7 +17,7 @@ _INTERPRETED_PROGRAMS = 8
 """Decode programs without a GPU, in Triton's interpreter."""
 
 
-def decode_programs(device: torch.device, each: int = PROGRAMS) -> int:
+def decode_programs(device: torch.device, each: int) -> int:
     """Return the number of programs over which decode attention is divided.
 
     Args:
@@ -46,14 +46,9 @@ class SplitBuffers:
 
 
 class Splits:
-    """The `SplitBuffers` of one attention shape, allocated when they are first used.
+    """The `SplitBuffers` of one attention shape, allocated when they are first used."""
 
-    Args:
-        each: programs per multiprocessor of a GPU.
-    """
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, each: int = PROGRAMS) -> None:
-        self._each = each
+    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
         self._group = heads // kv_heads
         self._kv_heads = kv_heads
         self._dim = dim
@@ -68,7 +63,7 @@ class Splits:
         return self._buffers[size]
 
     def _allocate(self, sequences: int, device: torch.device) -> SplitBuffers:
-        programs = decode_programs(device, self._each)
+        programs = decode_programs(device, PROGRAMS)
         shape = programs, 2, self._group
         acc = torch.empty(*shape, self._dim, dtype=torch.float32, device=device)
         m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)

@@ -234,7 +234,6 @@ class PagedCache:
 
     Attributes:
         layout: layout of the planes.
-        page_size: token slots of a page.
         pages: number of pages of each page group.
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
         planes: views of ``tensors``, one ``[page, kv_head, slot, dim]`` for each of
@@ -249,7 +248,6 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
-        self.page_size = layout.page_size
         self.pages = pages
         self.events = Events(torch.device(device))
         groups = layout.page_groups

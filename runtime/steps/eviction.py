@@ -89,7 +89,7 @@ class PromptEviction:
 
     def _evict(self, chunk: Chunk, queries: list[list[Tensor]]) -> None:
         tokens = chunk.end
-        size = self._cache.page_size
+        size = self._cache.layout.page_size
         config = self._model.config
         candidates = range(SINK_PAGES * size, chunk.vacated.stop * size)
         kept = len(candidates) - chunk.group.evicts
