@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -87,6 +88,10 @@ class EngineThread:
         load: load after the last step.
         page_plan: computes the numbers of pages that sequences need.
         pages_total: number of pages of each page group.
+        plan_times: seconds that `Engine.plan` took in each step; a reader removes them. If the
+            in-flight step had to be read before the launch, they include this wait.
+        decode_times: duration of each step that decoded sequences, in seconds, which is the time
+            between two tokens of a sequence; a reader removes them.
     """
 
     def __init__(
@@ -113,8 +118,8 @@ class EngineThread:
         self._meter = PaceMeter()
         # Amount of work of the step that was planned last.
         self._size: StepSize | None = None
-        self._plan_s: deque[float] = deque(maxlen=MAX_TIMES)
-        self._decode_s: deque[float] = deque(maxlen=MAX_TIMES)
+        self.plan_times: deque[float] = deque(maxlen=MAX_TIMES)
+        self.decode_times: deque[float] = deque(maxlen=MAX_TIMES)
         self.load = self._measure()
         self.page_plan: PagePlan = engine.executor.shape.plan
         self.pages_total = engine.scheduler.pages.total
@@ -167,42 +172,18 @@ class EngineThread:
 
     def run(self, job: Callable[[Engine], T]) -> "asyncio.Future[T]":
         """Run ``job`` on the engine thread between two steps; return a future of its result."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def settle(error: Exception | None, result: T | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+        future: Future[T] = Future()
 
         def call(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                result = job(engine)
+                future.set_result(job(engine))
             except Exception as error:  # noqa: BLE001 - raised again where the job is awaited
-                self._post(settle, error, None)
-            else:
-                self._post(settle, None, result)
+                future.set_exception(error)
 
         self._inbox.put(_Job(call))
-        return future
-
-    def take_plan_times(self) -> Iterator[float]:
-        """Remove and yield the seconds that `Engine.plan` took in each step since the last call.
-
-        If the in-flight step had to be read before the launch, they include this wait.
-        """
-        while self._plan_s:
-            yield self._plan_s.popleft()
-
-    def take_decode_times(self) -> Iterator[float]:
-        """Remove and yield the duration of each step since the last call that decoded sequences.
-
-        It is the time between two tokens of a sequence, in seconds.
-        """
-        while self._decode_s:
-            yield self._decode_s.popleft()
+        return asyncio.wrap_future(future, loop=self._loop)
 
     async def stop(self) -> None:
         """End the thread after its current step. Commands that it has not taken may be dropped.
@@ -279,7 +260,7 @@ class EngineThread:
         self._taken += len(commands)
         began = time.perf_counter()
         planned = self._engine.plan(commands)
-        self._plan_s.append(time.perf_counter() - began)
+        self.plan_times.append(time.perf_counter() - began)
         self._size = self._engine.planned.size if self._engine.planned else None
         self._report(planned)
         output = self._engine.compute()
@@ -307,7 +288,7 @@ class EngineThread:
             return
         self._meter.add(_measured(step_s, size), now)
         if size.decoded:
-            self._decode_s.append(step_s)
+            self.decode_times.append(step_s)
 
     def _report(self, output: StepOutput) -> None:
         if output != _NOTHING:

@@ -140,20 +140,9 @@ class Worker(ABC):
         """Set the gauges, and repeat a failed self-test; called periodically."""
         if self.self_test.failure:
             self.self_test.start()
-        load = self.engine.load
-        self.metrics.observe_load(
-            running=load.running,
-            waiting=load.waiting,
-            queue_tokens=load.queue_tokens,
-        )
-        plan = self.engine.page_plan
-        self.metrics.observe_pages(
-            plan.by_name(load.pages_free), plan.by_name(self.engine.pages_total)
-        )
-        self.metrics.observe_steps(load.steps, load.busy_s)
-        self.metrics.observe_stalls(self.stalled_s)
-        self.metrics.observe_plans(self.engine.take_plan_times())
-        self.metrics.observe_decodes(self.engine.take_decode_times())
+        self.metrics.observe(self.engine)
+        for thread, stalled_s in self.stalled_s.items():
+            self.metrics.stalled.labels(thread).set(stalled_s)
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""

@@ -1,9 +1,8 @@
 """Metrics that prefill and decode workers share; the transfer adds its own to the registry."""
 
-from collections.abc import Iterable, Mapping
-
 from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
 from services.common.secret_metrics import SecretMetrics
+from services.worker.engine_thread import EngineThread
 
 
 class WorkerMetrics:
@@ -74,40 +73,24 @@ class WorkerMetrics:
         self._steps = 0
         self._busy_s = 0.0
 
-    def observe_load(self, *, running: int, waiting: int, queue_tokens: int) -> None:
-        """Set the load gauges."""
-        self.running.set(running)
-        self.waiting.set(waiting)
-        self.queue_tokens.set(queue_tokens)
-
-    def observe_pages(self, free: Mapping[str, int], total: Mapping[str, int]) -> None:
-        """Set the gauges of KV pages.
-
-        Both arguments map names of page groups to numbers of pages.
-        """
-        for group, pages in total.items():
+    def observe(self, engine: EngineThread) -> None:
+        """Set the gauges to the load of the engine; advance the counters and histograms."""
+        load = engine.load
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.queue_tokens.set(load.queue_tokens)
+        free = engine.page_plan.by_name(load.pages_free)
+        for group, pages in engine.page_plan.by_name(engine.pages_total).items():
             self.pages_total.labels(group).set(pages)
             self.pages_free.labels(group).set(free[group])
             self.cache_usage.labels(group).set(1 - free[group] / pages)
-
-    def observe_plans(self, seconds: Iterable[float]) -> None:
-        """Record the durations of plans; see `EngineThread.take_plan_times`."""
-        for duration in seconds:
-            self.plan_seconds.observe(duration)
-
-    def observe_stalls(self, seconds: Mapping[str, float]) -> None:
-        """Set the time without progress of each thread; see `Worker.stalled_s`."""
-        for thread, duration in seconds.items():
-            self.stalled.labels(thread).set(duration)
-
-    def observe_decodes(self, seconds: Iterable[float]) -> None:
-        """Record the durations of decode steps; see `EngineThread.take_decode_times`."""
-        for duration in seconds:
-            self.inter_token_seconds.observe(duration)
-
-    def observe_steps(self, steps: int, busy_s: float) -> None:
-        """Advance the step counters to these totals since the start."""
-        self.steps.inc(steps - self._steps)
-        self.busy_seconds.inc(busy_s - self._busy_s)
-        self._steps = steps
-        self._busy_s = busy_s
+        self.steps.inc(load.steps - self._steps)
+        self.busy_seconds.inc(load.busy_s - self._busy_s)
+        self._steps = load.steps
+        self._busy_s = load.busy_s
+        for durations, histogram in (
+            (engine.plan_times, self.plan_seconds),
+            (engine.decode_times, self.inter_token_seconds),
+        ):
+            while durations:
+                histogram.observe(durations.popleft())
