@@ -54,7 +54,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
             epoch=loaded.identity.epoch,
             lease_s=settings.lease_s,
-            max_sequences=self._max_sequences,
             metrics=self.transfers,
             kv_eviction=loaded.identity.compatibility.kv_eviction,
         )

@@ -38,24 +38,18 @@ class CreditPool:
     Args:
         slots: number of slots of the landing slab.
         per_sequence: maximum number of slots of one sequence, granted plus occupied.
+
+    Attributes:
+        free: number of slots that are neither granted nor occupied.
     """
 
     def __init__(self, slots: int, per_sequence: int) -> None:
-        if slots < 1 or per_sequence < 1:
-            raise ValueError(
-                f"slots ({slots}) and per_sequence ({per_sequence}) must be at least 1"
-            )
         self._per_sequence = per_sequence
-        self._free = slots
+        self.free = slots
         # Accounts by sequence, the oldest first.
         self._accounts: dict[str, _Account] = {}
         # Number of granted and occupied slots by peer.
         self._held: Counter[str] = Counter()
-
-    @property
-    def free(self) -> int:
-        """Number of slots that are neither granted nor occupied."""
-        return self._free
 
     def join(self, key: str, peer: str) -> None:
         """Add a sequence as the youngest one.
@@ -76,11 +70,11 @@ class CreditPool:
         for key, account in self._accounts.items():
             credits = 0
             while account.member and account.held < self._per_sequence:
-                if not may_take(self._held[account.peer], self._free):
+                if not may_take(self._held[account.peer], self.free):
                     break
                 account.granted += 1
                 self._held[account.peer] += 1
-                self._free -= 1
+                self.free -= 1
                 credits += 1
             if credits:
                 granted.append((key, credits))
@@ -125,7 +119,7 @@ class CreditPool:
         self._forget(key, account)
 
     def _return(self, peer: str, slots: int) -> None:
-        self._free += slots
+        self.free += slots
         self._held[peer] -= slots
         if not self._held[peer]:
             del self._held[peer]

@@ -14,7 +14,6 @@ TransferError
 │   └── ForeignSegment        a segment with another request, extent, length or content
 ├── SlabError                 a slot or a length outside the slab
 ├── SlotError                 a slot released twice, or not held
-├── LeasesExhausted           the maximum number of leases is held
 └── CreditError               use of a credit, or return of a slot, that a sequence does not hold
 """
 
@@ -86,10 +85,6 @@ class SlabError(TransferError):
 
 class SlotError(TransferError):
     """A slot that is released twice, or not held."""
-
-
-class LeasesExhausted(TransferError):
-    """The maximum number of leases is held."""
 
 
 class CreditError(TransferError):

@@ -18,6 +18,8 @@ class LandingSlots:
         grant: called with a sequence's key and the number of its new credits.
 
     Attributes:
+        quarantined: number of slots of ended sequences that a READ or a decode may still touch.
+            They are neither held nor free.
         overdue: number of slots in quarantine because their READ is overdue. They become free only
             when the peer answers or dies.
     """
@@ -29,17 +31,13 @@ class LandingSlots:
         self._slots = SlotPool(slots)
         self._credits = CreditPool(slots, credits_per_sequence)
         self._grant = grant
+        self.quarantined = 0
         self.overdue = 0
 
     @property
     def held(self) -> int:
         """Number of slots of announced segments that are not decoded yet."""
-        return self._slots.in_use
-
-    @property
-    def quarantined(self) -> int:
-        """Number of slots of ended sequences that a READ or a decode may still touch."""
-        return self._slots.quarantined
+        return self._slots.in_use - self.quarantined
 
     def join(self, key: str, peer: str) -> None:
         """Queue a sequence for landing slots, after those that joined earlier.
@@ -74,14 +72,13 @@ class LandingSlots:
             user: future of a READ or decode that may still touch the slot, or None.
         """
         if user is None:
-            self._slots.release(slot)
-            self._freed(key)
+            self._free(slot, key)
             return
-        self._slots.quarantine(slot)
+        self.quarantined += 1
 
         def free(_: "asyncio.Future[Any]") -> None:
-            self._slots.unquarantine(slot)
-            self._freed(key)
+            self.quarantined -= 1
+            self._free(slot, key)
 
         def free_drained(drained: "asyncio.Future[None]") -> None:
             self.overdue -= 1
@@ -97,7 +94,8 @@ class LandingSlots:
 
         user.add_done_callback(settled)
 
-    def _freed(self, key: str) -> None:
+    def _free(self, slot: SlotRef, key: str) -> None:
+        self._slots.release(slot)
         self._credits.freed(key)
         self._share()
 

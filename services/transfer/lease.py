@@ -9,8 +9,6 @@ KV of a former epoch is never used.
 
 from dataclasses import dataclass
 
-from services.transfer.errors import LeasesExhausted
-
 
 @dataclass
 class _Lease:
@@ -36,14 +34,10 @@ class LeaseTable:
 
     Args:
         lease_s: seconds without progress after which a lease expires while its timer runs.
-        max_leases: maximum number of leases at a time.
     """
 
-    def __init__(self, lease_s: float, max_leases: int) -> None:
-        if lease_s <= 0 or max_leases < 1:
-            raise ValueError(f"max_leases ({max_leases}) and lease_s ({lease_s}) must be positive")
+    def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._max_leases = max_leases
         self._leases: dict[str, _Lease] = {}
         # Time of the last progress of each reader.
         self._progress: dict[str, float] = {}
@@ -54,16 +48,8 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, key: str, reader: str) -> None:
-        """Grant a lease, whose timer does not run yet. Idempotent.
-
-        Raises:
-            LeasesExhausted: ``max_leases`` other leases are held.
-        """
-        if key in self._leases:
-            return
-        if len(self._leases) >= self._max_leases:
-            raise LeasesExhausted(f"all {self._max_leases} leases are in use")
-        self._leases[key] = _Lease(reader)
+        """Grant a lease, whose timer does not run yet. Idempotent."""
+        self._leases.setdefault(key, _Lease(reader))
 
     def run(self, key: str, now: float) -> None:
         """Start the timer of a lease. If it runs already or there is no lease, do nothing."""
@@ -81,14 +67,11 @@ class LeaseTable:
         if any(lease.reader == reader for lease in self._leases.values()):
             self._progress[reader] = now
 
-    def release(self, key: str) -> bool:
-        """End a lease; return False if there is none. Idempotent."""
+    def release(self, key: str) -> None:
+        """End a lease. Idempotent."""
         lease = self._leases.pop(key, None)
-        if lease is None:
-            return False
-        if all(other.reader != lease.reader for other in self._leases.values()):
+        if lease and all(other.reader != lease.reader for other in self._leases.values()):
             self._progress.pop(lease.reader, None)
-        return True
 
     def expired(self, now: float) -> list[str]:
         """Remove and return the leases that have expired, in the order of their expiry."""

@@ -51,7 +51,6 @@ class Sender:
         epoch: epoch of this worker, 32 hex digits; part of every frame.
         lease_s: seconds without progress of a reader after which the leases of its sequences with
             unacknowledged segments expire.
-        max_sequences: maximum number of leases.
         kv_eviction: fraction of the prompt tokens that the engine evicts.
     """
 
@@ -62,7 +61,6 @@ class Sender:
         *,
         epoch: str,
         lease_s: float,
-        max_sequences: int,
         metrics: TransferMetrics,
         kv_eviction: float = 0.0,
     ) -> None:
@@ -71,7 +69,7 @@ class Sender:
         self.policy = policy
         self._epoch = epoch
         self._kv_eviction = kv_eviction
-        self._leases = LeaseTable(lease_s, max_sequences)
+        self._leases = LeaseTable(lease_s)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()

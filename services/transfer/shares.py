@@ -41,11 +41,6 @@ class SharedSlots:
         self._readers: dict[SlotRef, str] = {}
 
     @property
-    def free(self) -> int:
-        """Number of free slots."""
-        return self._pool.free
-
-    @property
     def in_use(self) -> int:
         """Number of slots that readers hold."""
         return self._pool.in_use

@@ -93,19 +93,16 @@ class SlotRef:
 
 
 class SlotPool:
-    """Free, held and quarantined slots. Pure bookkeeping; not thread-safe.
+    """Free and held slots. Pure bookkeeping; not thread-safe.
 
-    A quarantined slot is neither held nor free: the transport may still touch it. The slot that has
-    been free the longest is used first, so a late access most likely hits a free slot.
+    The slot that has been free the longest is used first, so a late access most likely hits a free
+    slot.
     """
 
     def __init__(self, slots: int) -> None:
-        if slots < 1:
-            raise SlabError(f"a pool needs at least one slot, not {slots}")
         self._free = deque(range(slots))
         self._generations = [0] * slots
         self._held: dict[int, SlotRef] = {}
-        self._quarantined: dict[int, SlotRef] = {}
 
     @property
     def free(self) -> int:
@@ -116,11 +113,6 @@ class SlotPool:
     def in_use(self) -> int:
         """Number of held slots."""
         return len(self._held)
-
-    @property
-    def quarantined(self) -> int:
-        """Number of quarantined slots."""
-        return len(self._quarantined)
 
     def acquire(self) -> SlotRef | None:
         """Return a free slot with its next generation, or None if no slot is free."""
@@ -134,20 +126,7 @@ class SlotPool:
 
     def release(self, ref: SlotRef) -> None:
         """Free a held slot. Raises SlotError unless ``ref`` is held."""
-        self._take(self._held, ref, "held")
+        if self._held.get(ref.slot) != ref:
+            raise SlotError(f"slot {ref.slot}, generation {ref.generation}, is not held")
+        del self._held[ref.slot]
         self._free.append(ref.slot)
-
-    def quarantine(self, ref: SlotRef) -> None:
-        """Move a held slot to quarantine. Raises SlotError unless ``ref`` is held."""
-        self._take(self._held, ref, "held")
-        self._quarantined[ref.slot] = ref
-
-    def unquarantine(self, ref: SlotRef) -> None:
-        """Free a quarantined slot. Raises SlotError unless ``ref`` is quarantined."""
-        self._take(self._quarantined, ref, "quarantined")
-        self._free.append(ref.slot)
-
-    def _take(self, refs: dict[int, SlotRef], ref: SlotRef, state: str) -> None:
-        if refs.get(ref.slot) != ref:
-            raise SlotError(f"slot {ref.slot}, generation {ref.generation}, is not {state}")
-        del refs[ref.slot]

@@ -62,12 +62,6 @@ def test_misuse_raises_credit_error() -> None:
     assert pool.free == 2
 
 
-@pytest.mark.parametrize(("slots", "per_sequence"), [(0, 1), (1, 0)])
-def test_pool_without_slots_is_refused(slots: int, per_sequence: int) -> None:
-    with pytest.raises(ValueError, match="slots"):
-        CreditPool(slots, per_sequence)
-
-
 class CreditMachine(RuleBasedStateMachine):
     """Stateful test: random calls of a `CreditPool`, compared with simple counters."""
 

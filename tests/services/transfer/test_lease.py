@@ -1,17 +1,15 @@
-"""Leases: limits, expiry, and a stateful (model-based) test."""
+"""Leases: expiry, and a stateful (model-based) test."""
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.transfer.errors import LeasesExhausted
 from services.transfer.lease import LeaseTable
 
 keys = st.sampled_from("abcdef")
 
 
 def test_lease_runs_only_while_its_reader_has_something_to_acknowledge() -> None:
-    table = LeaseTable(10.0, 2)
+    table = LeaseTable(10.0)
     table.grant("a", "reader")
     assert table.expired(1000.0) == []
     table.run("a", 1000.0)
@@ -22,12 +20,12 @@ def test_lease_runs_only_while_its_reader_has_something_to_acknowledge() -> None
     table.run("a", 2000.0)
     assert table.expired(2010.0) == ["a"]
     assert table.expired(2010.0) == []
-    assert not table.release("a")
+    assert table.active == 0
 
 
 def test_progress_of_a_reader_restarts_all_its_leases() -> None:
     """A segment waits for those of other sequences on the same link."""
-    table = LeaseTable(10.0, 3)
+    table = LeaseTable(10.0)
     for key, reader in (("a", "slow"), ("b", "slow"), ("c", "stopped")):
         table.grant(key, reader)
         table.run(key, 0.0)
@@ -38,38 +36,28 @@ def test_progress_of_a_reader_restarts_all_its_leases() -> None:
 
 
 def test_progress_of_a_reader_without_leases_is_not_kept() -> None:
-    table = LeaseTable(10.0, 3)
+    table = LeaseTable(10.0)
     table.progressed("reader", 1.0)
     assert not table._progress
 
 
-def test_number_of_leases_is_bounded() -> None:
-    table = LeaseTable(10.0, 2)
+def test_lease_is_granted_once() -> None:
+    table = LeaseTable(10.0)
     table.grant("a", "reader")
-    table.grant("b", "reader")
+    table.run("a", 0.0)
     table.grant("a", "reader")
-    with pytest.raises(LeasesExhausted):
-        table.grant("c", "reader")
-    assert table.release("b")
-    table.grant("c", "reader")
-    assert table.active == 2
-
-
-@pytest.mark.parametrize(("lease_s", "max_leases"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
-def test_invalid_limits_are_refused(lease_s: float, max_leases: int) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        LeaseTable(lease_s, max_leases)
+    assert table.active == 1
+    assert table.expired(10.0) == ["a"]
 
 
 class LeaseMachine(RuleBasedStateMachine):
     """Stateful test: random calls of a `LeaseTable` at increasing times."""
 
     LEASE_S = 5
-    MAX = 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(self.LEASE_S, self.MAX)
+        self.table = LeaseTable(self.LEASE_S)
         self.readers: dict[str, str] = {}
         self.ends: dict[str, int] = {}  # of the leases that run
         self.now = 0
@@ -80,10 +68,6 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(key=keys, reader=st.sampled_from("xy"))
     def grant(self, key: str, reader: str) -> None:
-        if key not in self.readers and len(self.readers) == self.MAX:
-            with pytest.raises(LeasesExhausted):
-                self.table.grant(key, reader)
-            return
         self.table.grant(key, reader)
         self.readers.setdefault(key, reader)
 
@@ -108,7 +92,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def release(self, key: str) -> None:
         self.ends.pop(key, None)
-        assert self.table.release(key) == (self.readers.pop(key, None) is not None)
+        self.readers.pop(key, None)
+        self.table.release(key)
 
     @rule()
     def expire(self) -> None:

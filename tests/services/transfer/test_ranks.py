@@ -109,7 +109,6 @@ class Rank:
             LinkPolicy.of("splitzip", has_codebooks=True),
             epoch=EPOCHS[number],
             lease_s=60,
-            max_sequences=1,
             metrics=TransferMetrics(CollectorRegistry()),
         )
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from services.transfer.errors import SlabError, SlotError
@@ -48,11 +47,6 @@ def test_slab_on_a_gpu_is_vram() -> None:
     assert slab.address % 4096 == 0
 
 
-def test_empty_pool_is_refused() -> None:
-    with pytest.raises(SlabError):
-        SlotPool(0)
-
-
 def test_slot_free_the_longest_is_acquired_first() -> None:
     pool = SlotPool(3)
     first, second = pool.acquire(), pool.acquire()
@@ -69,7 +63,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     SLOTS = 5
     held = Bundle("held")
-    quarantined = Bundle("quarantined")
     stale = Bundle("stale")
 
     def __init__(self) -> None:
@@ -77,17 +70,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = SlotPool(self.SLOTS)
         self.uses = [0] * self.SLOTS
         self.in_use: set[SlotRef] = set()
-        self.withheld: set[SlotRef] = set()
 
     @rule(target=held)
     def acquire(self) -> SlotRef | None:
         ref = self.pool.acquire()
         if ref is None:
-            assert len(self.in_use) + len(self.withheld) == self.SLOTS
+            assert len(self.in_use) == self.SLOTS
             return None
         self.uses[ref.slot] += 1
         assert ref.generation == self.uses[ref.slot]
-        assert ref.slot not in {other.slot for other in self.in_use | self.withheld}
+        assert ref.slot not in {other.slot for other in self.in_use}
         self.in_use.add(ref)
         return ref
 
@@ -99,35 +91,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.in_use.remove(ref)
         return ref
 
-    @rule(target=quarantined, ref=consumes(held))
-    def quarantine(self, ref: SlotRef | None) -> SlotRef | None:
-        if ref is not None:
-            self.pool.quarantine(ref)
-            self.in_use.remove(ref)
-            self.withheld.add(ref)
-        return ref
-
-    @rule(target=stale, ref=consumes(quarantined))
-    def unquarantine(self, ref: SlotRef | None) -> SlotRef:
-        if ref is None:
-            return SlotRef(0, 0)
+    @rule(ref=stale)
+    def misuse(self, ref: SlotRef) -> None:
         with pytest.raises(SlotError):
             self.pool.release(ref)
-        self.pool.unquarantine(ref)
-        self.withheld.remove(ref)
-        return ref
-
-    @rule(ref=stale, name=st.sampled_from(["release", "quarantine", "unquarantine"]))
-    def misuse(self, ref: SlotRef, name: str) -> None:
-        with pytest.raises(SlotError):
-            getattr(self.pool, name)(ref)
 
     @invariant()
     def counts_add_up(self) -> None:
         pool = self.pool
         assert pool.in_use == len(self.in_use)
-        assert pool.quarantined == len(self.withheld)
-        assert pool.free + pool.in_use + pool.quarantined == self.SLOTS
+        assert pool.free + pool.in_use == self.SLOTS
 
 
 TestPool = PoolMachine.TestCase

@@ -126,7 +126,6 @@ class PrefillSide:
             IGNORE,
             epoch=f"{epoch:032x}",
             lease_s=LEASE_S,
-            max_sequences=2 * bounds.sequences,
             metrics=IGNORE,
         )
 
