@@ -19,11 +19,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 import torch
 
+from services.transfer.announced import AnnouncedSegments
 from services.transfer.codec_calls import CodecCalls, CodecJob, Timed, codec_stream
 from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.network import TransferNetwork
@@ -44,19 +45,6 @@ _MAX_NAP_S = 150e-6
 """Maximum time between two polls, in seconds."""
 _NOTIFICATION_NAP_S = 100e-6
 """Time between two polls if only notifications are expected, in seconds."""
-
-
-class NotificationListener(Protocol):
-    """Receives the notifications of peers."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether to poll for notifications. Read on the transfer thread."""
-        ...
-
-    def notified(self, peer: str, message: bytes) -> None:
-        """Process a notification, whose content is untrusted. Called on the transfer thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,7 @@ class TransferAgent:
         self._network = network or TransferNetwork()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
-        self._listener: NotificationListener | None = None
+        self._listener: AnnouncedSegments | None = None
         # Only the transfer thread uses the agent.
         self._nixl: NixlAgent | None = None
         self._closing_lock = threading.Lock()
@@ -209,12 +197,12 @@ class TransferAgent:
 
         self._call(run)
 
-    def listen(self, listener: NotificationListener) -> None:
+    def listen(self, listener: AnnouncedSegments) -> None:
         """Deliver notifications to ``listener``; after it starts to wait, call `wake`."""
         self._listener = listener
 
     def wake(self) -> None:
-        """Make the transfer thread read `NotificationListener.waiting` again."""
+        """Make the transfer thread read `AnnouncedSegments.waiting` again."""
         self._call(lambda _nixl, future: future.set_result(None))
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":

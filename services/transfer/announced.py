@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -15,18 +14,12 @@ log = structlog.get_logger()
 _MAX_EARLY = 256
 """Maximum number of notifications that are kept for segments that are not announced yet."""
 
-_Key = tuple[str, int, int]
-"""Agent of the sender, sequence, index of the segment."""
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    nonce: int
-    start: Callable[[pb.SegmentReady], None]
+_Key = tuple[str, int, int, int]
+"""Agent of the sender, sequence, index of the segment, nonce."""
 
 
 class AnnouncedSegments:
-    """Starts READs when the sender reports segments as ready; a `NotificationListener`.
+    """Starts READs when the sender reports segments as ready.
 
     Each segment is reported by a notification and, unless it is acknowledged within 2 ms, by an
     event of the session. The one that arrives first starts the READ. NIXL does not authenticate
@@ -40,23 +33,23 @@ class AnnouncedSegments:
     def __init__(self, *, on_waiting: Callable[[], None]) -> None:
         self._on_waiting = on_waiting
         self._lock = threading.Lock()
-        self._waiting: dict[_Key, _Waiting] = {}
+        self._waiting: dict[_Key, Callable[[pb.SegmentReady], None]] = {}
         self._early: OrderedDict[_Key, pb.SegmentReady] = OrderedDict()
 
     @property
     def waiting(self) -> bool:
+        """Whether notifications are expected."""
         return bool(self._waiting)
 
     def add(self, peer: str, segment: pb.Segment, start: Callable[[pb.SegmentReady], None]) -> None:
         """Call ``start`` exactly once, on any thread, when a segment of a peer's agent is ready."""
-        key = peer, segment.sequence, segment.index
+        key = _key(peer, segment)
         with self._lock:
             early = self._early.pop(key, None)
-            is_early = early is not None and early.nonce == segment.nonce
-            if not is_early:
-                self._waiting[key] = _Waiting(segment.nonce, start)
+            if early is None:
+                self._waiting[key] = start
             is_first = len(self._waiting) == 1
-        if early is not None and is_early:
+        if early is not None:
             start(early)
         elif is_first:
             self._on_waiting()
@@ -64,13 +57,14 @@ class AnnouncedSegments:
     def discard(self, peer: str, segment: pb.Segment) -> bool:
         """Stop waiting for a segment; return False if its READ was started already."""
         with self._lock:
-            return self._waiting.pop((peer, segment.sequence, segment.index), None) is not None
+            return self._waiting.pop(_key(peer, segment), None) is not None
 
     def ready(self, peer: str, ready: pb.SegmentReady) -> None:
         """Start the READ of a segment, unless that was done already."""
         self._start(peer, ready, keep=False)
 
     def notified(self, peer: str, message: bytes) -> None:
+        """Process a notification, whose content is untrusted. Called on the transfer thread."""
         try:
             ready = pb.SegmentReady.FromString(message)
         except DecodeError:
@@ -83,14 +77,16 @@ class AnnouncedSegments:
 
         Store the message if the segment is not announced yet and ``keep`` is true.
         """
-        key = peer, ready.sequence, ready.index
+        key = _key(peer, ready)
         with self._lock:
-            found = self._waiting.get(key)
-            if found is not None and found.nonce == ready.nonce:
-                del self._waiting[key]
-            elif found is None and keep:
+            start = self._waiting.pop(key, None)
+            if start is None and keep:
                 self._early[key] = ready
                 if len(self._early) > _MAX_EARLY:
                     self._early.popitem(last=False)
-        if found is not None and found.nonce == ready.nonce:
-            found.start(ready)
+        if start is not None:
+            start(ready)
+
+
+def _key(peer: str, message: pb.Segment | pb.SegmentReady) -> _Key:
+    return peer, message.sequence, message.index, message.nonce

@@ -36,33 +36,6 @@ class EncodedSegment:
     end: float
 
 
-@dataclass(frozen=True)
-class Source:
-    """Memory of a peer.
-
-    Attributes:
-        agent: name of the peer's agent.
-        address: address of the first byte.
-        memory_kind: "DRAM" or "VRAM".
-        device: device number of the memory.
-    """
-
-    agent: str
-    address: int
-    memory_kind: str
-    device: int
-
-    @classmethod
-    def of(cls, endpoint: pb.Endpoint, offset: int) -> "Source":
-        """Return the memory at an offset in a peer's slab, in bytes."""
-        return cls(
-            endpoint.agent_name,
-            endpoint.slab_address + offset,
-            endpoint.memory_kind,
-            endpoint.device,
-        )
-
-
 class KVEndpoint(ABC):
     """A KV cache with its layout and KV heads, its codecs, a registered slab and a NIXL agent.
 
@@ -73,7 +46,6 @@ class KVEndpoint(ABC):
     Attributes:
         codecs: codecs of the cache, with its layout. Only their sizes are used outside of an
             endpoint.
-        slots: number of slots of the slab.
         slot_bytes: bytes of a slot.
         readable: description for peers that may read the slab.
         connection: description for peers that may only send notifications.
@@ -82,7 +54,6 @@ class KVEndpoint(ABC):
     """
 
     codecs: SegmentCodecs
-    slots: int
     slot_bytes: int
     readable: pb.Endpoint
     connection: pb.Endpoint
@@ -142,9 +113,14 @@ class KVEndpoint(ABC):
 
     @abstractmethod
     def read(
-        self, source: Source, slot: int, length: int, *, deadline_s: float
+        self, sender: pb.Endpoint, offset: int, slot: int, length: int, *, deadline_s: float
     ) -> "Future[ReadDone]":
-        """Copy ``length`` bytes of a peer's memory into a slot; see `TransferAgent.read`."""
+        """Copy ``length`` bytes of a peer's slab into a slot; see `TransferAgent.read`.
+
+        Args:
+            sender: endpoint of the peer.
+            offset: offset in its slab, in bytes.
+        """
 
     @abstractmethod
     def prepare_decode(self, extent: Extent) -> None:

@@ -8,10 +8,10 @@ import codec
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
 from runtime.pages.sent import SentTokens
-from services.transfer.agent import NotificationListener, TransferAgent
+from services.transfer.agent import TransferAgent
 from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs, group_tensors
-from services.transfer.endpoint import EncodedSegment, KVEndpoint, Source
+from services.transfer.endpoint import EncodedSegment, KVEndpoint
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 from services.transfer.nixl_agent import ReadDone
@@ -27,7 +27,8 @@ class LocalEndpoint(KVEndpoint):
         codecs: codecs of that cache.
 
     Attributes:
-        cache, slab, agent: used by the warm-up and by tests.
+        agent: runs the READs and codec calls, and receives notifications.
+        cache, slab: used by the warm-up and by tests.
 
     Raises:
         TransferUnavailable: the transport refuses the memory.
@@ -40,7 +41,6 @@ class LocalEndpoint(KVEndpoint):
         self.codecs = codecs
         self.slab = slab
         self.agent = agent
-        self.slots = slab.slots
         self.slot_bytes = slab.slot_bytes
         self.fault = agent.fault
         agent.register(slab)
@@ -65,14 +65,6 @@ class LocalEndpoint(KVEndpoint):
     @property
     def busy_s(self) -> float:
         return self.agent.busy_s
-
-    def listen(self, listener: NotificationListener) -> None:
-        """Deliver notifications to ``listener``; see `TransferAgent.listen`."""
-        self.agent.listen(listener)
-
-    def wake(self) -> None:
-        """Make the agent read `NotificationListener.waiting` again."""
-        self.agent.wake()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
         return self.agent.add_peer(name, metadata)
@@ -118,15 +110,15 @@ class LocalEndpoint(KVEndpoint):
         return self.agent.run_codec(job)
 
     def read(
-        self, source: Source, slot: int, length: int, *, deadline_s: float
+        self, sender: pb.Endpoint, offset: int, slot: int, length: int, *, deadline_s: float
     ) -> "Future[ReadDone]":
         return self.agent.read(
-            source.agent,
-            source.address,
+            sender.agent_name,
+            sender.slab_address + offset,
             length,
             self.slab.view(slot, length),
-            kind=source.memory_kind,
-            device=source.device,
+            kind=sender.memory_kind,
+            device=sender.device,
             deadline_s=deadline_s,
         )
 

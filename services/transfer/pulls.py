@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codec_calls import Timed
-from services.transfer.endpoint import KVEndpoint, Source
+from services.transfer.endpoint import KVEndpoint
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch
@@ -108,7 +108,8 @@ class Pull:
         if not HEADER_BYTES < ready.length <= endpoint.slot_bytes:
             raise ForeignSegment(f"a segment of {ready.length} bytes does not fit a slot")
         reading = endpoint.read(
-            Source.of(self._sender, self._segment.slot * welcome.slot_bytes),
+            self._sender,
+            self._segment.slot * welcome.slot_bytes,
             slot.slot,
             ready.length,
             deadline_s=self._pulls.deadline_s(welcome),

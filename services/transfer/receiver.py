@@ -76,15 +76,15 @@ class Receiver:
     ) -> None:
         self._endpoints = endpoints
         self.landing = [
-            LandingSlots(endpoint.slots, credits_per_sequence, partial(self._grant, rank))
+            LandingSlots(endpoint.readable.slots, credits_per_sequence, partial(self._grant, rank))
             for rank, endpoint in enumerate(endpoints)
         ]
         self._clients = clients
         self._kv_eviction = kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
-        announced = AnnouncedSegments(on_waiting=endpoints[0].wake)
-        endpoints[0].listen(announced)
+        announced = AnnouncedSegments(on_waiting=endpoints[0].agent.wake)
+        endpoints[0].agent.listen(announced)
         self._pulls = PullContext(read_timeout_s, announced)
 
     @property

@@ -27,7 +27,7 @@ from runtime.kv.cache import CacheLayout
 from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import Timed
 from services.transfer.codecs import Books, SegmentCodecs
-from services.transfer.endpoint import EncodedSegment, KVEndpoint, Source
+from services.transfer.endpoint import EncodedSegment, KVEndpoint
 from services.transfer.errors import ReadTimeout, TransferClosed, TransferError
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
@@ -44,8 +44,6 @@ _FAULT = -1
 @dataclass(frozen=True)
 class _Description:
     layout: CacheLayout
-    first_kv_head: int
-    slots: int
     slot_bytes: int
     readable: pb.Endpoint
     connection: pb.Endpoint
@@ -63,8 +61,12 @@ class _Answer(NamedTuple):
 
     number: int
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     is_overdue: bool = False
+
+
+def _always() -> bool:
+    return True
 
 
 class RemoteEndpoint(KVEndpoint):
@@ -77,9 +79,9 @@ class RemoteEndpoint(KVEndpoint):
 
     def __init__(self, connection: Connection, codebooks: Books) -> None:
         described: _Description = connection.recv()
-        heads = described.first_kv_head
-        self.codecs = SegmentCodecs(described.layout, codebooks, first_kv_head=heads)
-        self.slots = described.slots
+        self.codecs = SegmentCodecs(
+            described.layout, codebooks, first_kv_head=described.readable.first_kv_head
+        )
         self.slot_bytes = described.slot_bytes
         self.readable = described.readable
         self.connection = described.connection
@@ -87,7 +89,7 @@ class RemoteEndpoint(KVEndpoint):
         self._pipe = connection
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, Future[Any]] = {_FAULT: self.fault}
         self._drains: dict[int, Future[None]] = {}
         self._is_closed = False
         self._probe: Future[float] | None = None
@@ -121,13 +123,13 @@ class RemoteEndpoint(KVEndpoint):
         notify: str,
         is_wanted: Callable[[], bool],
     ) -> "Future[Timed[EncodedSegment] | None]":
-        options = {"after": after, "notify": notify, "is_wanted": is_wanted}
-        return self._call("encode", segment, header, tuple(pages), **options)
+        options = {"after": after, "notify": notify, "is_wanted": _always}
+        return self._call("encode", segment, header, tuple(pages), only_if=is_wanted, **options)
 
     def read(
-        self, source: Source, slot: int, length: int, *, deadline_s: float
+        self, sender: pb.Endpoint, offset: int, slot: int, length: int, *, deadline_s: float
     ) -> "Future[ReadDone]":
-        return self._call("read", source, slot, length, deadline_s=deadline_s)
+        return self._call("read", sender, offset, slot, length, deadline_s=deadline_s)
 
     def prepare_decode(self, extent: Extent) -> None:
         self._call("prepare_decode", extent)
@@ -143,8 +145,10 @@ class RemoteEndpoint(KVEndpoint):
         after: int | None,
         is_wanted: Callable[[], bool],
     ) -> "Future[Timed[None] | None]":
-        options = {"after": after, "is_wanted": is_wanted}
-        return self._call("decode", segment, ready, expected, slot, tuple(pages), **options)
+        options = {"after": after, "is_wanted": _always}
+        return self._call(
+            "decode", segment, ready, expected, slot, tuple(pages), only_if=is_wanted, **options
+        )
 
     def codec_idle(self) -> "Future[None]":
         return self._call("codec_idle")
@@ -160,32 +164,28 @@ class RemoteEndpoint(KVEndpoint):
                 self._pipe.send(None)
         self._thread.join(_CLOSE_S)
 
-    def _call(self, name: str, *arguments: Any, **options: Any) -> "Future[Any]":
-        """Send a call to the other process.
+    def _call(
+        self, name: str, *arguments: Any, only_if: Callable[[], bool] = _always, **options: Any
+    ) -> "Future[Any]":
+        """Send a call to the other process; if ``only_if`` returns False, the result is None.
 
-        ``is_wanted`` is called here, before the call is sent. The lock is held for both, so that a
-        call of `codec_idle` after ``is_wanted`` has changed follows all calls for which it returned
-        True.
+        The lock is held while ``only_if`` is called and the call is sent, so that a call of
+        `codec_idle` after ``only_if`` has changed follows all calls for which it returned True.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a call that was sent cannot be cancelled
-        is_wanted = options.pop("is_wanted", None)
-        if is_wanted is not None:
-            options["is_wanted"] = _always
         try:
             with self._lock:
-                wanted = is_wanted is None or is_wanted()
-                if wanted:
-                    if self._is_closed:
-                        raise TransferClosed("the endpoint is closed")
-                    number = next(self._numbers)
-                    self._pipe.send(_Call(number, name, arguments, options))
-                    self._calls[number] = future  # its answer waits for the lock
+                if not only_if():
+                    future.set_result(None)
+                    return future
+                if self._is_closed:
+                    raise TransferClosed("the endpoint is closed")
+                number = next(self._numbers)
+                self._pipe.send(_Call(number, name, arguments, options))
+                self._calls[number] = future  # its answer waits for the lock
         except (TransferClosed, OSError) as error:
             future.set_exception(TransferClosed(f"the rank of the endpoint has ended: {error}"))
-        else:
-            if not wanted:
-                future.set_result(None)
         return future
 
     def _receive(self) -> None:
@@ -200,9 +200,6 @@ class RemoteEndpoint(KVEndpoint):
             self._end()
 
     def _take(self, answer: _Answer) -> None:
-        if answer.number == _FAULT:
-            self.fault.set_exception(answer.error or TransferError("the transfer failed"))
-            return
         if drained := self._drains.pop(answer.number, None):
             drained.set_result(None)
             return
@@ -224,17 +221,16 @@ class RemoteEndpoint(KVEndpoint):
         process.
         """
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-            calls, self._calls = list(self._calls.values()), {}
+            calls, self._calls = self._calls, {}
+            if self._is_closed:
+                calls.pop(_FAULT, None)
+            self._is_closed = True
             self._pipe.close()
         error = TransferClosed("the process of a rank has ended")
-        for future in calls:
-            if not future.done():
-                future.set_exception(error)
+        for future in calls.values():
+            future.set_exception(error)
         for drained in self._drains.values():
             drained.set_result(None)
-        if not was_closed and not self.fault.done():
-            self.fault.set_exception(error)
 
 
 def serve_endpoint(connection: Connection, endpoint: KVEndpoint) -> None:
@@ -243,16 +239,14 @@ def serve_endpoint(connection: Connection, endpoint: KVEndpoint) -> None:
     Args:
         connection: the other end of its pipe.
     """
-    send = _Outbox(connection)
+    lock = threading.Lock()
+
+    def send(answer: _Answer) -> None:
+        with lock, suppress(OSError):  # the other process may have closed its end
+            connection.send(answer)
+
     connection.send(
-        _Description(
-            endpoint.layout,
-            endpoint.kv_heads.start,
-            endpoint.slots,
-            endpoint.slot_bytes,
-            endpoint.readable,
-            endpoint.connection,
-        )
+        _Description(endpoint.layout, endpoint.slot_bytes, endpoint.readable, endpoint.connection)
     )
     endpoint.fault.add_done_callback(partial(_answer, send, _FAULT))
     try:
@@ -265,22 +259,7 @@ def serve_endpoint(connection: Connection, endpoint: KVEndpoint) -> None:
         connection.close()
 
 
-class _Outbox:
-    """Sends answers from several threads; those that the other process cannot read are dropped."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def __call__(self, answer: _Answer) -> None:
-        try:
-            with self._lock:
-                self._connection.send(answer)
-        except OSError:  # the other process has closed its end
-            return
-
-
-def _execute(endpoint: KVEndpoint, call: _Call, send: _Outbox) -> None:
+def _execute(endpoint: KVEndpoint, call: _Call, send: Callable[[_Answer], None]) -> None:
     try:
         found = getattr(endpoint, call.name)
         result = found(*call.arguments, **call.options) if callable(found) else found
@@ -293,19 +272,13 @@ def _execute(endpoint: KVEndpoint, call: _Call, send: _Outbox) -> None:
         send(_Answer(call.number, result))
 
 
-def _answer(send: _Outbox, number: int, future: "Future[Any]") -> None:
+def _answer(send: Callable[[_Answer], None], number: int, future: "Future[Any]") -> None:
     """Send the result of a future."""
     error = future.exception()
     if isinstance(error, ReadTimeout):
         send(_Answer(number, error=TransferError(str(error)), is_overdue=True))
         error.drained.add_done_callback(lambda _: send(_Answer(number)))
-    elif isinstance(error, Exception):
-        send(_Answer(number, error=error))
     elif error is not None:
-        send(_Answer(number, error=TransferError(repr(error))))
+        send(_Answer(number, error=error))
     else:
         send(_Answer(number, future.result()))
-
-
-def _always() -> bool:
-    return True

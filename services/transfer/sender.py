@@ -65,7 +65,7 @@ class Sender:
         kv_eviction: float = 0.0,
     ) -> None:
         self._endpoints = endpoints
-        self._slots = [SharedSlots(endpoint.slots) for endpoint in endpoints]
+        self._slots = [SharedSlots(endpoint.readable.slots) for endpoint in endpoints]
         self.policy = policy
         self._epoch = epoch
         self._kv_eviction = kv_eviction

@@ -16,7 +16,6 @@ from runtime.kv.cache import PagedCache
 from runtime.pages.plan import PageCount
 from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
-from services.transfer.endpoint import Source
 from services.transfer.errors import PeerLost, ReadTimeout, TransferClosed
 from services.transfer.frame import FrameHeader
 from services.transfer.local_endpoint import LocalEndpoint
@@ -28,7 +27,7 @@ from tests.services.transfer.test_ranks import BOOKS, HEADS, InlineAgent, layout
 T = TypeVar("T")
 
 LIMIT_S = 30
-SOURCE = Source("peer", 1 << 40, "DRAM", 0)
+PEER = pb.Endpoint(agent_name="peer", slab_address=1 << 40, memory_kind="DRAM")
 HEADER = FrameHeader.of(pb.Segment(), epoch="0" * 32, request_id="r", attempt=0)
 
 
@@ -133,7 +132,7 @@ def encoding_sides() -> Iterator[Sides]:
 def test_shape_and_descriptions_are_those_of_the_other_process(sides: Sides) -> None:
     remote = sides.remote
     assert remote.kv_heads == range(HEADS, 2 * HEADS)
-    assert (remote.slots, remote.slot_bytes) == (2, 1 << 14)
+    assert remote.slot_bytes == 1 << 14
     assert remote.readable.slots == 2
     assert remote.connection == pb.Endpoint(
         agent_name="second", agent_metadata=b"metadata", first_kv_head=HEADS, num_kv_heads=HEADS
@@ -144,17 +143,17 @@ def test_results_and_errors_are_returned(sides: Sides) -> None:
     assert sides.remote.add_peer("a", b"").result(LIMIT_S) is None
     with pytest.raises(PeerLost, match="peer b does not answer"):
         sides.remote.add_peer("b", b"lost").result(LIMIT_S)
-    reading = sides.remote.read(SOURCE, 1, 64, deadline_s=1)
+    reading = sides.remote.read(PEER, 0, 1, 64, deadline_s=1)
     sides.remote.codec_idle().result(LIMIT_S)  # calls are executed in order
     assert not reading.cancel(), "the READ may write to its slot"
     sides.agent.reads[0].set_result(ReadDone(1.0, 0.5))
     assert reading.result(LIMIT_S) == ReadDone(1.0, 0.5)
     with pytest.raises(Exception, match="slot 2 does not exist"):
-        sides.remote.read(SOURCE, 2, 64, deadline_s=1).result(LIMIT_S)
+        sides.remote.read(PEER, 0, 2, 64, deadline_s=1).result(LIMIT_S)
 
 
 def test_overdue_read_reports_when_it_has_drained(sides: Sides) -> None:
-    reading = sides.remote.read(SOURCE, 0, 64, deadline_s=1)
+    reading = sides.remote.read(PEER, 0, 0, 64, deadline_s=1)
     sides.remote.codec_idle().result(LIMIT_S)
     drained: Future[None] = Future()
     sides.agent.reads[0].set_exception(ReadTimeout("overdue", drained))
@@ -205,7 +204,7 @@ def test_busy_time_is_that_of_the_other_process(sides: Sides) -> None:
 
 
 def test_close_ends_the_other_side_without_a_fault(sides: Sides) -> None:
-    waiting = sides.remote.read(SOURCE, 0, 64, deadline_s=1)
+    waiting = sides.remote.read(PEER, 0, 0, 64, deadline_s=1)
     sides.remote.close()
     sides.thread.join(LIMIT_S)
     with pytest.raises(TransferClosed):
@@ -223,7 +222,7 @@ def test_fault_of_the_other_process_is_reported(sides: Sides) -> None:
 
 def test_end_of_the_other_process_fails_all_calls(sides: Sides) -> None:
     """The end of a process closes its pipe, and its memory is no longer read into."""
-    reading = sides.remote.read(SOURCE, 0, 64, deadline_s=1)
+    reading = sides.remote.read(PEER, 0, 0, 64, deadline_s=1)
     sides.remote.codec_idle().result(LIMIT_S)
     sides.remote._pipe.send(None)
     with pytest.raises(TransferClosed, match="has ended"):
@@ -235,7 +234,7 @@ def test_end_of_the_other_process_fails_all_calls(sides: Sides) -> None:
 
 
 def test_answer_that_cannot_be_used_fails_all_calls_and_the_worker(sides: Sides) -> None:
-    waiting = sides.remote.read(SOURCE, 1, 64, deadline_s=1)
+    waiting = sides.remote.read(PEER, 0, 1, 64, deadline_s=1)
     sides.remote.codec_idle().result(LIMIT_S)  # the other side has read the call
     sides.pipe.send("not an answer")
     with pytest.raises(TransferClosed):

@@ -27,7 +27,7 @@ async def test_endpoints_are_open_until_the_worker_ends() -> None:
         endpoint = opened[0]
         assert endpoint.readable.agent_name == f"decode-{loaded.identity.epoch}"
         sizes = loaded.rank.sizes
-        assert (endpoint.slots, endpoint.slot_bytes) == (sizes.slots, sizes.slot_bytes)
+        assert (endpoint.readable.slots, endpoint.slot_bytes) == (sizes.slots, sizes.slot_bytes)
         assert endpoint.codecs is loaded.rank.codecs
         endpoint.codec_idle().result(LIMIT_S)
     assert_closed(endpoint)

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from services.transfer.agent import NotificationListener, ReadDone
+from services.transfer.agent import ReadDone
+from services.transfer.announced import AnnouncedSegments
 from services.transfer.codec_calls import CodecCalls
 from services.transfer.errors import BadAddress
 from services.transfer.fetch import Fetch, FetchFailed
@@ -84,12 +85,12 @@ class FakeAgent:
         self.fault = Future[None]()
         self._address = recorded.welcome.endpoints[0].slab_address
         self._calls = CodecCalls(on_gpu=False)
-        self.listener: NotificationListener | None = None
+        self.listener: AnnouncedSegments | None = None
 
     def register(self, slab: Slab) -> None:
         pass
 
-    def listen(self, listener: NotificationListener) -> None:
+    def listen(self, listener: AnnouncedSegments) -> None:
         self.listener = listener
 
     def wake(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 from grpc import StatusCode, aio
 
-from services.transfer.agent import NotificationListener, ReadDone, TransferAgent
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.announced import AnnouncedSegments
 from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.errors import PeerLost, ReadFailed, ReadTimeout, TransferClosed
 from services.transfer.slab import Slab
@@ -44,7 +45,7 @@ class Agent(TransferAgent):
         self.sent: list[tuple[str, bytes]] = []
         self.reads: dict[int, Read] = {}
         self.started: list[int] = []
-        self.listener: NotificationListener | None = None
+        self.listener: AnnouncedSegments | None = None
         self._slab = slab
         self._peers: set[str] = set()
 
@@ -101,7 +102,7 @@ class Agent(TransferAgent):
     def notify(self, peer: str, message: bytes) -> None:
         self.sent.append((peer, message))
 
-    def listen(self, listener: NotificationListener) -> None:
+    def listen(self, listener: AnnouncedSegments) -> None:
         self.listener = listener
 
     def wake(self) -> None:
