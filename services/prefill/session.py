@@ -23,7 +23,6 @@ from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_batch, next_message
 from services.transfer.outgoing import Outgoing
-from services.transfer.policy import SegmentTiming
 from services.transfer.routes import Route
 from services.transfer.sender import Sender
 from services.worker.engine_thread import EngineThread
@@ -169,10 +168,7 @@ class PrefillSession:
                 self._sender.credit(self._key(credit.sequence), credit.rank, credit.segments)
             case "acknowledge":
                 done = command.acknowledge
-                timing = None
-                if done.HasField("timing"):
-                    timing = SegmentTiming(done.timing.read_s, done.timing.decode_s)
-                self._sender.acknowledge(self._key(done.sequence), done.index, timing)
+                self._sender.acknowledge(self._key(done.sequence), done.index, done.timing)
             case "release":
                 self.end(self._key(command.release.sequence))
             case _:

@@ -33,6 +33,7 @@ class TransferMetrics:
 
     Attributes:
         links: metrics of the links to decode workers.
+        total: bytes of all segments that were encoded or received since the start.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -40,12 +41,12 @@ class TransferMetrics:
         self.links = LinkMetrics(make)
         self._escapes = EscapeMetrics(make)
         self._sent_bytes = _byte_counter(make, "kv_sent_bytes", "encoded to send")
-        self._sent_tokens = make.counter(
+        self.sent_tokens = make.counter(
             "kv_sent_tokens",
             "Tokens of sequences whose KV was read completely, including evicted tokens.",
         )
         self._bytes = _byte_counter(make, "kv_transfer_bytes", "received")
-        self._tokens = make.counter(
+        self.received_tokens = make.counter(
             "kv_transfer_tokens",
             "Tokens of sequences whose KV arrived completely, including evicted tokens.",
         )
@@ -71,12 +72,7 @@ class TransferMetrics:
         self.integrity_failures = make.counter(
             "kv_integrity_failures", "Segments that failed verification."
         )
-        self._total = KvBytes(0, 0)
-
-    @property
-    def total(self) -> KvBytes:
-        """Bytes of all segments that were encoded or received since the start."""
-        return self._total
+        self.total = KvBytes(0, 0)
 
     def encoded(
         self,
@@ -106,19 +102,11 @@ class TransferMetrics:
         self._read_seconds.observe(read_s)
         self._decode_seconds.observe(decode_s)
 
-    def sent(self, tokens: int) -> None:
-        """Record a sequence whose segments were all acknowledged."""
-        self._sent_tokens.inc(tokens)
-
-    def completed(self, tokens: int) -> None:
-        """Record a sequence whose segments have all arrived."""
-        self._tokens.inc(tokens)
-
     def _count(self, counter: Counter, added: KvBytes) -> None:
         counter.labels("raw").inc(added.raw)
         counter.labels("wire").inc(added.wire)
-        self._total = KvBytes(*map(sum, zip(self._total, added, strict=True)))
-        self._ratio.set(self._total.raw / self._total.wire)
+        self.total = KvBytes(*map(sum, zip(self.total, added, strict=True)))
+        self._ratio.set(self.total.raw / self.total.wire)
 
 
 def _byte_counter(make: MetricFactory, name: str, action: str) -> Counter:

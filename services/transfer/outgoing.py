@@ -10,7 +10,7 @@ from runtime.pages.sent import SentTokens
 from services.common.tracing import NO_SPAN, Span
 from services.transfer.interval import Interval
 from services.transfer.manifest import SegmentPlan
-from services.transfer.policy import SegmentTiming, WireMode
+from services.transfer.policy import WireMode
 from services.transfer.routes import Route
 from services.transfer.slab import SlotRef
 
@@ -23,17 +23,15 @@ class SentSegment:
         rank: the sender's rank, whose slab has the slot.
         ready: message to the reader that the segment is encoded; None until the end of the encode
             is processed on the event loop.
-        acknowledged: whether the acknowledgement has arrived. It may arrive before ``ready`` is
-            set.
-        timing: the reader's measurements, from the acknowledgement.
+        timing: the reader's measurements; None until the acknowledgement, which may arrive before
+            ``ready`` is set.
     """
 
     rank: int
     ref: SlotRef
     mode: WireMode
     ready: pb.SegmentReady | None = None
-    acknowledged: bool = False
-    timing: SegmentTiming | None = None
+    timing: pb.SegmentTiming | None = None
 
     @property
     def encoding(self) -> bool:

@@ -24,6 +24,8 @@ from enum import StrEnum
 from statistics import median_high
 from typing import Self
 
+from headrace.v1 import prefill_pb2 as pb
+
 LINK_DECAY = 0.95
 """Decay of the link's speed per segment. It is close to 1 because concurrent READs end in
 clusters."""
@@ -51,25 +53,6 @@ class WireMode(StrEnum):
     def other(self) -> "WireMode":
         """The other mode: SplitZip for raw, raw for SplitZip."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
-
-
-@dataclass(frozen=True)
-class SegmentTiming:
-    """A reader's measurements of one segment, in seconds.
-
-    Attributes:
-        read_s: time by which this READ extended the link's busy time. Concurrent READs share that
-            time, so the sum over READs is the busy time.
-        decode_s: time of the codec alone, without waiting for the engine.
-    """
-
-    read_s: float
-    decode_s: float
-
-    @property
-    def plausible(self) -> bool:
-        """Whether the values, received from another process, are finite and in range."""
-        return 0 <= self.read_s < 1e6 and 0 < self.decode_s < 1e6
 
 
 @dataclass(frozen=True)
@@ -229,10 +212,15 @@ class LinkPolicy:
         self._ratio[mode].add(nbytes, wire_bytes)
 
     def arrived(
-        self, peer: str, mode: WireMode, nbytes: int, wire_bytes: int, timing: SegmentTiming
+        self, peer: str, mode: WireMode, nbytes: int, wire_bytes: int, timing: pb.SegmentTiming
     ) -> None:
-        """Record a segment that ``peer`` has decoded; an implausible timing is ignored."""
-        if not timing.plausible:
+        """Record a segment that ``peer`` has decoded.
+
+        Args:
+            timing: measurements of the peer. They are ignored if they are absent, and thus 0, or
+                not in a plausible range.
+        """
+        if not (0 <= timing.read_s < 1e6 and 0 < timing.decode_s < 1e6):
             return
         link = self._link(peer)
         link.speed.add(wire_bytes, timing.read_s)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -33,16 +34,15 @@ log = structlog.get_logger()
 
 
 class Subscription:
-    """Commands and events of one sequence of a session."""
+    """Commands and events of one sequence of a session, which `client` holds."""
 
     def __init__(
         self, client: "PrefillClient", sequence: int, request: request_pb2.Request
     ) -> None:
-        self._client = client
+        self.client = client
         self._sequence = sequence
         self._request = request
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
-        self.welcome = client.welcome
 
     def send_start(
         self, deadline_s: float, sent: SentTokens, trace: Mapping[str, str] | None = None
@@ -60,27 +60,23 @@ class Subscription:
         command.start.request.CopyFrom(self._request)
         if trace:
             command.start.trace.CopyFrom(request_pb2.TraceContext(**trace))
-        self._client.send(command)
+        self.client.send(command)
 
     def credit(self, rank: int, segments: int) -> None:
         """Grant credits for a number of further segments to a rank of this worker."""
         credit = pb.Credit(sequence=self._sequence, segments=segments, rank=rank)
-        self._client.send(pb.PrefillCommand(credit=credit))
+        self.client.send(pb.PrefillCommand(credit=credit))
 
     def acknowledge(self, index: int, read_s: float, decode_s: float) -> None:
         """Acknowledge a decoded segment, with the seconds of `pb.SegmentTiming`."""
         timing = pb.SegmentTiming(read_s=read_s, decode_s=decode_s)
         done = pb.Acknowledge(sequence=self._sequence, index=index, timing=timing)
-        self._client.send(pb.PrefillCommand(acknowledge=done))
+        self.client.send(pb.PrefillCommand(acknowledge=done))
 
     def release(self) -> None:
         """End the lease."""
         end = pb.ReleaseLease(sequence=self._sequence)
-        self._client.send(pb.PrefillCommand(release=end))
-
-    def disconnect(self) -> None:
-        """End the whole session; see `PrefillClient.disconnect`."""
-        self._client.disconnect()
+        self.client.send(pb.PrefillCommand(release=end))
 
     def put(self, event: pb.PrefillEvent | FetchFailed | None) -> None:
         """Queue an event, or None to wake the reader of events."""
@@ -254,19 +250,21 @@ class PrefillClients:
         channel = open_channel(worker.address, self._tls, ping_timeout_s=self._ping_timeout_s)
         session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
-        adding: list[_Addition] = []
+        adding: list[tuple[KVEndpoint, str, Future[None]]] = []
         try:
             async with asyncio.timeout(self._handshake_s):
                 welcome = await self._shake_hands(call, worker)
-                adding += [_Addition(*pair) for pair in self._peers(welcome)]
-                await asyncio.gather(*(asyncio.wrap_future(peer.added) for peer in adding))
+                for endpoint, sender in self._peers(welcome):
+                    added = endpoint.add_peer(sender.agent_name, sender.agent_metadata)
+                    adding.append((endpoint, sender.agent_name, added))
+                await asyncio.gather(*(asyncio.wrap_future(added) for _, _, added in adding))
         except BaseException as error:
             call.cancel()
             # NIXL may have added a peer after the timeout. A peer that it refuses has another
             # session.
-            for peer in adding:
-                if not peer.is_refused:
-                    peer.endpoint.remove_peer(peer.sender.agent_name)
+            for endpoint, agent, added in adding:
+                if not _is_refused(added):
+                    endpoint.remove_peer(agent)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
@@ -337,20 +335,11 @@ class PrefillClients:
             await channel.close(None)
 
 
-class _Addition:
-    """A rank of a prefill worker that an endpoint adds as a peer."""
-
-    def __init__(self, endpoint: KVEndpoint, sender: pb.Endpoint) -> None:
-        self.endpoint = endpoint
-        self.sender = sender
-        self.added = endpoint.add_peer(sender.agent_name, sender.agent_metadata)
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether NIXL has refused to add the peer, for example because it was added already."""
-        if not self.added.done() or self.added.cancelled():
-            return False
-        return isinstance(self.added.exception(), PeerRefused)
+def _is_refused(added: "Future[None]") -> bool:
+    """Return whether NIXL has refused to add a peer, for example because it was added already."""
+    if not added.done() or added.cancelled():
+        return False
+    return isinstance(added.exception(), PeerRefused)
 
 
 def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:

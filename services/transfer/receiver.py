@@ -169,7 +169,7 @@ class Receiver:
                 fetch.prefill.worker_id,
             )
         if not progress.ended:
-            self._metrics.completed(fetch.sent.computed)
+            self._metrics.received_tokens.inc(fetch.sent.computed)
         return progress.times
 
     async def _follow(
@@ -231,7 +231,7 @@ class Receiver:
                 progress.ended = fetch.on_first(event.first_tokens)
                 self._check_verified(fetch, progress)
             case "ready":
-                sender = _rank_of(subscription.welcome, event.ready.rank)
+                sender = _rank_of(subscription.client.welcome, event.ready.rank)
                 self._pulls.announced.ready(sender.agent_name, event.ready)
             case "done":
                 if progress.expected is not None:
@@ -280,7 +280,7 @@ class Receiver:
         group: asyncio.TaskGroup,
     ) -> "asyncio.Task[None]":
         """Assign a landing slot to an announced segment, and read it as soon as it is ready."""
-        welcome = subscription.welcome
+        welcome = subscription.client.welcome
         sender = _rank_of(welcome, segment.rank)
         if segment.slot >= sender.slots:
             raise ForeignSegment(f"slot {segment.slot} does not exist; there are {sender.slots}")
@@ -320,7 +320,7 @@ class Receiver:
         try:
             pulled = await asyncio.shield(pull.done)
         except PeerLost:
-            subscription.disconnect()
+            subscription.client.disconnect()
             raise
         except (codec.CodecError, FrameError):
             await asyncio.sleep(_REASON_S)  # cancelled if the sender's reason ends the fetch

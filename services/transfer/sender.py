@@ -31,7 +31,7 @@ from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, plan_segments, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing, SentSegment
-from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
+from services.transfer.policy import LinkPolicy, WireMode
 from services.transfer.routes import Route
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import SlotRef
@@ -121,20 +121,19 @@ class Sender:
             self._leases.progressed(outgoing.reader, time.monotonic())
             self._pump()
 
-    def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
+    def acknowledge(self, key: str, index: int, timing: pb.SegmentTiming) -> None:
         """Free the slot of a segment that the reader has decoded.
 
         An acknowledgement may arrive before the end of the encode was processed here.
         """
         outgoing = self._outgoing.get(key)
         sent = outgoing.unacknowledged.get(index) if outgoing else None
-        if outgoing is None or sent is None or sent.acknowledged:
+        if outgoing is None or sent is None or sent.timing is not None:
             log.warning("acknowledgement of an unknown segment", key=key, index=index)
             return
-        sent.acknowledged = True
         sent.timing = timing
         if sent.ready is not None:
-            self._take_back(outgoing, index, sent, sent.ready)
+            self._take_back(outgoing, index, sent, sent.ready, timing)
 
     def close(self, key: str) -> None:
         """End a sequence in any state and free what it holds. Idempotent."""
@@ -194,13 +193,16 @@ class Sender:
         )
 
     def _take_back(
-        self, outgoing: Outgoing, index: int, sent: SentSegment, ready: pb.SegmentReady
+        self,
+        outgoing: Outgoing,
+        index: int,
+        sent: SentSegment,
+        ready: pb.SegmentReady,
+        timing: pb.SegmentTiming,
     ) -> None:
         """Free the slot of an acknowledged segment."""
         del outgoing.unacknowledged[index]
-        if sent.timing is not None:
-            sizes = ready.raw_bytes, ready.length
-            self.policy.arrived(outgoing.peer, sent.mode, *sizes, sent.timing)
+        self.policy.arrived(outgoing.peer, sent.mode, ready.raw_bytes, ready.length, timing)
         self._slots[sent.rank].release(sent.ref)
         self._leases.progressed(outgoing.reader, time.monotonic())
         if not outgoing.readable:
@@ -211,7 +213,7 @@ class Sender:
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """If all segments of a sequence are acknowledged, count its tokens in the metrics."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
-            self._metrics.sent(outgoing.sent.computed)
+            self._metrics.sent_tokens.inc(outgoing.sent.computed)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""
@@ -288,8 +290,8 @@ class Sender:
                 outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
             return
         sent.ready = encoded.value.ready
-        if sent.acknowledged:
-            self._take_back(outgoing, index, sent, sent.ready)
+        if sent.timing is not None:
+            self._take_back(outgoing, index, sent, sent.ready, sent.timing)
             return
         await asyncio.sleep(_NOTIFICATION_S)
         if index in outgoing.unacknowledged and not outgoing.closed:

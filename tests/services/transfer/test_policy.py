@@ -13,12 +13,12 @@ from random import Random
 
 import pytest
 
+from headrace.v1 import prefill_pb2 as pb
 from services.transfer.policy import (
     EXPLORE_EVERY,
     PROBES,
     LinkPolicy,
     ModeSpeed,
-    SegmentTiming,
     WireMode,
     transfer_seconds,
 )
@@ -29,13 +29,17 @@ SEGMENT = 3 * MB
 WINDOW = 4
 
 
+def timing_of(read_s: float, decode_s: float) -> pb.SegmentTiming:
+    return pb.SegmentTiming(read_s=read_s, decode_s=decode_s)
+
+
 def measured(policy: LinkPolicy, link: float, zip_codec: float, raw_codec: float) -> None:
     """Feed constant measurements of both modes, in bytes per second; SplitZip's ratio is 4/3."""
     for mode, codec, wire in ((RAW, raw_codec, 12), (ZIP, zip_codec, 9)):
         for _ in range(PROBES):
             policy.choose("peer", 12, 1)
             policy.encoded(mode, 12, wire, 12 / codec)
-            policy.arrived("peer", mode, 12, wire, SegmentTiming(wire / link, 12 / codec))
+            policy.arrived("peer", mode, 12, wire, timing_of(wire / link, 12 / codec))
 
 
 def test_transfer_seconds_by_hand() -> None:
@@ -137,9 +141,9 @@ def test_implausible_timing_is_ignored(seconds: float) -> None:
     policy = LinkPolicy()
     measured(policy, 1.0, zip_codec=4.0, raw_codec=100.0)
     before = policy.links()
-    policy.arrived("peer", ZIP, 12, 9, SegmentTiming(seconds, 1.0))
-    policy.arrived("peer", ZIP, 12, 9, SegmentTiming(1.0, seconds))
-    policy.arrived("peer", ZIP, 12, 9, SegmentTiming(1.0, 0.0))
+    policy.arrived("peer", ZIP, 12, 9, timing_of(seconds, 1.0))
+    policy.arrived("peer", ZIP, 12, 9, timing_of(1.0, seconds))
+    policy.arrived("peer", ZIP, 12, 9, timing_of(1.0, 0.0))
     assert policy.links() == before
 
 
@@ -156,7 +160,7 @@ def test_link_speed_of_reads_that_end_in_clusters() -> None:
     policy = LinkPolicy()
     for _ in range(40):
         for read_s in (4.0, 0.0, 0.0, 0.0):
-            policy.arrived("peer", ZIP, 12, 9, SegmentTiming(read_s, 0.1))
+            policy.arrived("peer", ZIP, 12, 9, timing_of(read_s, 0.1))
     assert policy.links()["peer"].bytes_per_second == pytest.approx(9.0, rel=0.1)
 
 
@@ -189,7 +193,7 @@ class World:
     def transfer(self, policy: LinkPolicy, segments: int) -> None:
         """Send one sequence and advance ``now``."""
         encoder = link = decoder = self.now
-        acknowledgements: deque[tuple[float, WireMode, int, SegmentTiming]] = deque()
+        acknowledgements: deque[tuple[float, WireMode, int, pb.SegmentTiming]] = deque()
         for index in range(segments):
             if len(acknowledgements) == WINDOW:
                 encoder = max(encoder, acknowledgements[0][0])
@@ -205,7 +209,7 @@ class World:
             read_s = wire / self.link(max(encoder, link))
             link = max(encoder, link) + read_s
             decoder = max(link, decoder) + decode_s
-            timing = SegmentTiming(self.blur(read_s), self.blur(decode_s))
+            timing = timing_of(self.blur(read_s), self.blur(decode_s))
             acknowledgements.append((decoder, mode, wire, timing))
         for _, mode, wire, timing in acknowledgements:
             policy.arrived("peer", mode, SEGMENT, wire, timing)
