@@ -180,7 +180,7 @@ class FetchedStreams(StreamService):
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
         lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
-        need = PageCount.total(map(self._receiver.layout.plan.received, lengths))
+        need = PageCount.total(map(self._worker.engine.page_plan.received, lengths))
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.limits.max_running
         fits = fits and need.times(2).fits(load.pages_free)
         return fits and load.waiting == 0
@@ -225,7 +225,7 @@ class FetchedStreams(StreamService):
         return self._worker.digest(reserved.page_tables, sent)
 
     def _sent_tokens(self, stream: Stream) -> SentTokens:
-        return self._receiver.sent_tokens(stream.start.request)
+        return self._worker.sent_tokens(stream.start.request)
 
     def _record(self, stream: Stream, times: FetchTimes, digest: str | None) -> None:
         for stage in ("queue", "prefill", "transfer"):

@@ -50,7 +50,6 @@ class DecodeWorker(Worker):
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
             metrics=self.transfers,
-            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.service = FetchedStreams(self, self.receiver, settings)
 

@@ -5,7 +5,6 @@ With `PrefillSettings.decodes` it also serves whole requests, as a colocated wor
 
 import asyncio
 import uuid
-from collections import Counter
 
 import grpc
 import structlog
@@ -31,6 +30,7 @@ from services.worker.lifecycle import Worker, run_worker
 from services.worker.loading import Loaded, load_worker
 from services.worker.stream_service import SERVICE as DECODE_SERVICE
 from services.worker.stream_service import StreamService
+from services.worker.wire import fault_to_code
 
 log = structlog.get_logger()
 
@@ -47,21 +47,16 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._settings = settings
         codecs = endpoints[0].codecs
         self._min_slot_bytes = codecs.min_slot_bytes
-        limits = loaded.rank.sizes.limits
-        self._max_sequences = limits.max_running + limits.max_waiting
         self.sender = Sender(
             endpoints,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
             epoch=loaded.identity.epoch,
             lease_s=settings.lease_s,
             metrics=self.transfers,
-            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.jobs: dict[str, Job] = {}
         self.service = StreamService(self)
-        self._sessions: dict[str, PrefillSession] = {}
-        # Number of sessions by the name of the agent.
-        self._reader_agents: Counter[str] = Counter()
+        self._sessions: list[PrefillSession] = []
 
     @property
     def idle(self) -> bool:
@@ -71,10 +66,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def end_requests(self) -> None:
         """End every sequence and every stream with DRAINING."""
         self.service.end_all()
-        for key in list(self.jobs):
-            self._session_of(key).fail(
-                key, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down"
-            )
+        for key, job in list(self.jobs.items()):
+            job.session.fail(key, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down")
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self,
@@ -84,35 +77,26 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         """Serve one decode worker, from the handshake to the end of its session."""
         hello, routes = await self._shake_hands(context)
         name = uuid.uuid4().hex[:12]
-        session = PrefillSession(
-            name,
-            hello.worker_id,
-            hello.endpoints[0].agent_name if hello.endpoints else "",
-            self.engine,
-            self.sender,
-            self.jobs,
-            context_length=self.identity.model.context_length,
-            slot_bytes=hello.slot_bytes,
-            routes=routes,
-            max_sequences=self._max_sequences,
-            is_draining=lambda: self.draining,
-            on_admitted=self.report_admitted,
-        )
-        self._sessions[name] = session
+        session = PrefillSession(name, hello, routes, self, self.sender, self.jobs)
+        is_connected = any(other.agent == session.agent for other in self._sessions)
+        self._sessions.append(session)
         log.info("decode session opened", worker=hello.worker_id, epoch=hello.epoch)
         try:
-            await self._connect(hello)
+            if hello.endpoints and not is_connected:  # else an earlier session has not ended yet
+                await self._connect(hello.worker_id, hello.endpoints[0])
             await session.run(context)
         finally:
-            del self._sessions[name]
-            self._disconnect(hello)
-            self._forget_link(hello.worker_id)
+            self._sessions.remove(session)
+            self._forget(session)
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
-    def _forget_link(self, peer: str) -> None:
-        """Drop the link measurements of a decode worker without a session."""
-        if not any(session.peer == peer for session in self._sessions.values()):
-            self.sender.forget_peer(peer)
+    def _forget(self, session: PrefillSession) -> None:
+        """Drop what is kept for a decode worker that has no other session."""
+        if all(other.peer != session.peer for other in self._sessions):
+            self.sender.forget_peer(session.peer)
+        if session.agent and all(other.agent != session.agent for other in self._sessions):
+            for endpoint in self.endpoints:
+                endpoint.remove_peer(session.agent)
 
     async def _shake_hands(self, context: MessageStream) -> tuple[pb.Hello, tuple[Route, ...]]:
         message: pb.PrefillCommands | None = await next_message(context)
@@ -168,51 +152,33 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         groups = self.endpoints[0].layout.groups
         return routes_between(senders, readers, is_whole=any(group.is_block for group in groups))
 
-    async def _connect(self, hello: pb.Hello) -> None:
-        """Connect to the decode worker's agent. On failure, that worker gets no notifications."""
-        for reader in hello.endpoints[:1]:
-            self._reader_agents[reader.agent_name] += 1
-            if self._reader_agents[reader.agent_name] > 1:  # an earlier session has not ended yet
-                return
-            adding = [
-                asyncio.wrap_future(endpoint.add_peer(reader.agent_name, reader.agent_metadata))
-                for endpoint in self.endpoints
-            ]
-            try:
-                await asyncio.gather(*adding)
-            except TransferError as error:
-                log.warning(
-                    "cannot send NIXL notifications, using gRPC",
-                    worker=hello.worker_id,
-                    reason=str(error),
-                )
-
-    def _disconnect(self, hello: pb.Hello) -> None:
-        """Undo `_connect`."""
-        for reader in hello.endpoints[:1]:
-            self._reader_agents[reader.agent_name] -= 1
-            if not self._reader_agents[reader.agent_name]:
-                del self._reader_agents[reader.agent_name]
-                for endpoint in self.endpoints:
-                    endpoint.remove_peer(reader.agent_name)
-
-    def _session_of(self, key: str) -> PrefillSession:
-        return self._sessions[key.partition("/")[0]]
+    async def _connect(self, worker_id: str, reader: pb.Endpoint) -> None:
+        """Connect to a decode worker's agent. On failure, that worker gets no notifications."""
+        adding = [
+            asyncio.wrap_future(endpoint.add_peer(reader.agent_name, reader.agent_metadata))
+            for endpoint in self.endpoints
+        ]
+        try:
+            await asyncio.gather(*adding)
+        except TransferError as error:
+            log.warning(
+                "cannot send NIXL notifications, using gRPC", worker=worker_id, reason=str(error)
+            )
 
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to sessions and streams; sequences that have ended are skipped."""
         self.service.deliver(output)
         for key, fault in output.refused:
-            if key in self.jobs:
-                self._session_of(key).refuse(key, fault)
+            if job := self.jobs.get(key):
+                job.session.fail(key, fault_to_code(fault), str(fault))
         for key in output.started:
-            if key in self.jobs:
-                self._session_of(key).computing(key)
+            if job := self.jobs.get(key):
+                job.session.computing(job)
         complete = []
         for key, token in output.tokens:  # sent before the encodes are planned
-            if key in self.jobs:
+            if job := self.jobs.get(key):
                 self.metrics.generation_tokens.inc()
-                if self._session_of(key).sampled(key, token):
+                if job.session.sampled(job, token):
                     complete.append(key)
         for chunk in output.computed:
             if job := self.jobs.get(chunk.id):
@@ -220,7 +186,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
                 if chunk.completes and not chunk.samples:
-                    self._session_of(chunk.id).report_computed(chunk.id)
+                    job.session.report_computed(job)
                     complete.append(chunk.id)
         for key in complete:
             if job := self.jobs.get(key):

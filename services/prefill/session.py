@@ -8,7 +8,6 @@ sequence that `max_tokens` ends with its first token sends no KV (`Job.ends_at_o
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import add
 
@@ -19,16 +18,15 @@ from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
-from runtime.errors import InvalidRequest, RuntimeFault
+from runtime.errors import InvalidRequest
 from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_batch, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.routes import Route
 from services.transfer.sender import Sender
-from services.worker.engine_thread import EngineThread
+from services.worker.lifecycle import Worker
 from services.worker.wire import (
     deadline_from_message,
-    fault_to_code,
     request_from_message,
     request_span,
     token_to_message,
@@ -42,34 +40,26 @@ class Job:
     """State of one sequence that this worker computes.
 
     Attributes:
-        samples_first: whether the engine samples first tokens after the tokens that it computes.
-        limit: maximum number of tokens of a choice, including the prompt.
+        ends_at_once: whether the next token reaches the maximum length, so that no KV is sent.
+        expiry: timer that ends the sequence at its deadline.
         accepted: time of acceptance, in seconds of `time.perf_counter`.
         computing_since: start time of the first chunk, on the same clock; 0 until then.
         page_tables: pages with computed KV in each page group, by the index of the page in the
             sequence.
         computed: time of the first tokens, on the same clock; 0 until then.
         first: first tokens sampled so far, one per choice.
-        deadline_s: seconds from the acceptance to the end of the sequence by ``expiry``.
-        expiry: timer that ends the sequence at its deadline.
     """
 
+    session: "PrefillSession"
     outgoing: Outgoing
     request: Request
-    samples_first: bool
-    limit: int
-    deadline_s: float
+    ends_at_once: bool
     expiry: asyncio.TimerHandle
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     computed: float = 0.0
     page_tables: tuple[tuple[int, ...], ...] = ()
     first: list[SampledToken] = field(default_factory=list)
-
-    @property
-    def ends_at_once(self) -> bool:
-        """Whether the next token reaches the maximum length, so that no KV is sent."""
-        return self.samples_first and len(self.request.tokens) + 1 >= self.limit
 
     def add_pages(self, page_tables: tuple[tuple[int, ...], ...]) -> None:
         """Add the pages of a computed chunk."""
@@ -93,45 +83,35 @@ class PrefillSession:
     """Executes the commands of one decode worker, and sends it the resulting events.
 
     Args:
+        hello: the decode worker's message of the handshake.
+        routes: ranks and KV heads between which KV is sent.
+        worker: the prefill worker.
+        jobs: sequences of all sessions, by the engine's id.
+
+    Attributes:
         peer: id of the decode worker.
         agent: name of the NIXL agent of its first rank, or "".
-        jobs: sequences of all sessions, by the engine's id.
-        context_length: maximum tokens of a prompt and its output.
-        slot_bytes: bytes of one of its landing slots.
-        routes: ranks and KV heads between which KV is sent.
     """
 
     def __init__(
         self,
         name: str,
-        peer: str,
-        agent: str,
-        engine: EngineThread,
+        hello: pb.Hello,
+        routes: tuple[Route, ...],
+        worker: Worker,
         sender: Sender,
         jobs: dict[str, Job],
-        *,
-        context_length: int,
-        slot_bytes: int,
-        routes: tuple[Route, ...],
-        max_sequences: int,
-        is_draining: Callable[[], bool],
-        on_admitted: Callable[[str], None],
     ) -> None:
         self._name = name
-        self.peer = peer
-        self._agent = agent
-        self._engine = engine
+        self.peer = hello.worker_id
+        self.agent = hello.endpoints[0].agent_name if hello.endpoints else ""
+        self._slot_bytes = hello.slot_bytes
+        self._routes = routes
+        self._worker = worker
         self._sender = sender
         self._jobs = jobs
-        self._own: set[str] = set()
         # Number of the newest sequence; later ones have larger numbers.
         self._newest = -1
-        self._context_length = context_length
-        self._slot_bytes = slot_bytes
-        self._routes = routes
-        self._max_sequences = max_sequences
-        self._is_draining = is_draining
-        self._on_admitted = on_admitted
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
 
     async def run(self, commands: MessageStream) -> None:
@@ -144,8 +124,9 @@ class PrefillSession:
                     await asyncio.sleep(0)  # send events before the next start is processed
         finally:
             writer.cancel()
-            for key in list(self._own):
-                self.end(key)
+            for key, job in list(self._jobs.items()):
+                if job.session is self:
+                    self.end(key)
 
     async def _write(self, stream: MessageStream) -> None:
         while True:
@@ -186,16 +167,17 @@ class PrefillSession:
             log.error("sequence started twice", request_id=message.request_id)
             return
         self._newest = start.sequence
-        if self._is_draining():
+        if self._worker.draining:
             self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
             return
-        if len(self._jobs) >= self._max_sequences:
+        limits = self._worker.sizes.limits
+        if len(self._jobs) >= limits.max_running + limits.max_waiting:
             full = f"the prefill worker is full: {len(self._jobs)} sequences"
             self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, full)
             return
         request = request_from_message(key, message)
         try:
-            sent = self._sender.sent_tokens(message, start.first_token)
+            sent = self._worker.sent_tokens(message, start.first_token)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         deadline_s = deadline_from_message(start.deadline_s)
@@ -207,7 +189,7 @@ class PrefillSession:
             sent=sent,
             request_id=message.request_id,
             attempt=message.attempt,
-            agent=self._agent,
+            agent=self.agent,
             slot_bytes=self._slot_bytes,
             routes=self._routes,
             emit=self._outbox.put_nowait,
@@ -221,34 +203,31 @@ class PrefillSession:
             error_pb2.ERROR_CODE_DEADLINE,
             "the request's deadline passed",
         )
-        limit = request.limit(self._context_length)
-        self._jobs[key] = Job(outgoing, request, sent.samples_first, limit, deadline_s, expiry)
-        self._own.add(key)
+        limit = request.limit(self._worker.identity.model.context_length)
+        ends_at_once = sent.samples_first and len(request.tokens) + 1 >= limit
+        self._jobs[key] = Job(self, outgoing, request, ends_at_once, expiry)
         self._sender.open(outgoing)
-        self._engine.submit(Add(request, hold=True))
-        self._on_admitted(message.placement_id)
+        self._worker.engine.submit(Add(request, hold=True))
+        self._worker.report_admitted(message.placement_id)
         log.debug("prefill admitted", **outgoing.log_fields, tokens=len(request.tokens))
 
-    def computing(self, key: str) -> None:
+    def computing(self, job: Job) -> None:
         """Record the start of the first chunk; request credits if KV will be sent."""
-        job = self._jobs[key]
         job.computing_since = time.perf_counter()
         if not job.ends_at_once:
             computing = pb.Computing(sequence=job.outgoing.sequence)
             self._outbox.put_nowait(pb.PrefillEvent(computing=computing))
 
-    def sampled(self, key: str, token: SampledToken) -> bool:
+    def sampled(self, job: Job, token: SampledToken) -> bool:
         """Add one choice's first token; once all choices have one, send them and return True."""
-        job = self._jobs[key]
         job.first.append(token)
         if len(job.first) < job.request.choices:
             return False
-        self.report_computed(key)
+        self.report_computed(job)
         return True
 
-    def report_computed(self, key: str) -> None:
+    def report_computed(self, job: Job) -> None:
         """Send the first tokens of a computed prompt, if any are sampled."""
-        job = self._jobs[key]
         job.computed = time.perf_counter()
         first = pb.FirstTokens(
             sequence=job.outgoing.sequence,
@@ -265,10 +244,6 @@ class PrefillSession:
         self._fail(job.outgoing.sequence, code, message)
         self.end(key)
 
-    def refuse(self, key: str, fault: RuntimeFault) -> None:
-        """End a sequence that the engine refused."""
-        self.fail(key, fault_to_code(fault), str(fault))
-
     def end(self, key: str) -> None:
         """End a sequence and free its pages, slots and lease. Idempotent."""
         job = self._jobs.pop(key, None)
@@ -276,9 +251,8 @@ class PrefillSession:
             return
         job.expiry.cancel()
         job.end_span()
-        self._own.discard(key)
         self._sender.close(key)
-        self._engine.submit(Cancel(key))
+        self._worker.engine.submit(Cancel(key))
 
     def _fail(self, sequence: int, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         error = error_pb2.Error(code=code, message=message)

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.v1 import request_pb2
 from runtime.kv.cache import CacheLayout, PlaneGroup
 from runtime.pages.plan import PagePlan
 from runtime.pages.sent import SentTokens
-from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 
@@ -24,27 +22,6 @@ class SegmentPlan:
 
     extent: Extent
     pages: tuple[int, ...]
-
-
-def sent_tokens(
-    request: request_pb2.Request, plan: PagePlan, kv_eviction: float, first: int = 0
-) -> SentTokens:
-    """Return which tokens of a request are computed and sent by a prefill worker.
-
-    Args:
-        kv_eviction: fraction of the prompt tokens to evict.
-        first: position of the first token to send.
-
-    Raises:
-        ValueError: tokens cannot be sent from ``first``; see `SentTokens`.
-    """
-    return SentTokens.of(
-        plan,
-        known=count_tokens(request.tokens),
-        prompt_tokens=request.prompt_tokens,
-        kv_eviction=kv_eviction,
-        first=first,
-    )
 
 
 def plan_segments(

@@ -18,10 +18,8 @@ from contextlib import suppress
 from functools import partial
 
 import codec
-from headrace.v1 import error_pb2, request_pb2
+from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.kv.cache import CacheLayout
-from runtime.pages.sent import SentTokens
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.errors import (
     ForeignSegment,
@@ -34,7 +32,7 @@ from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landing_slots import LandingSlots
 from services.transfer.local_endpoint import Endpoints
-from services.transfer.manifest import Coverage, sent_tokens
+from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, PullContext
@@ -58,7 +56,6 @@ class Receiver:
         credits_per_sequence: maximum number of segments of one sequence in flight on a rank.
         read_timeout_s: seconds without the end of any READ from a peer after which its READs are
             overdue.
-        kv_eviction: fraction of the prompt tokens that prefill workers evict.
 
     Attributes:
         landing: landing slots of each rank.
@@ -72,7 +69,6 @@ class Receiver:
         credits_per_sequence: int,
         read_timeout_s: float,
         metrics: TransferMetrics,
-        kv_eviction: float = 0.0,
     ) -> None:
         self._endpoints = endpoints
         self.landing = [
@@ -80,21 +76,11 @@ class Receiver:
             for rank, endpoint in enumerate(endpoints)
         ]
         self._clients = clients
-        self._kv_eviction = kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
         announced = AnnouncedSegments(on_waiting=endpoints[0].agent.wake)
         endpoints[0].agent.listen(announced)
         self._pulls = PullContext(read_timeout_s, announced)
-
-    @property
-    def layout(self) -> CacheLayout:
-        """Layout of the cache of the first rank."""
-        return self._endpoints[0].layout
-
-    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        """Return which tokens of a request a prefill worker sends by default, from the first."""
-        return sent_tokens(request, self.layout.plan, self._kv_eviction)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -310,7 +296,7 @@ class Receiver:
         Args:
             pages: indices of the pages within the sequence.
         """
-        group = self.layout.groups[extent.plane_group].page_group
+        group = self._endpoints[0].layout.groups[extent.plane_group].page_group
         return fetch.reserved.result().page_tables[group][pages.start : pages.stop]
 
     async def _pull(

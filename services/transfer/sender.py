@@ -19,16 +19,15 @@ from functools import partial
 
 import structlog
 
-from headrace.v1 import error_pb2, request_pb2
+from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
-from runtime.pages.sent import SentTokens
 from services.transfer.codec_calls import Timed
 from services.transfer.endpoint import EncodedSegment, KVEndpoint
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
 from services.transfer.lease import LeaseTable
-from services.transfer.manifest import SegmentPlan, plan_segments, sent_tokens
+from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, WireMode
@@ -51,7 +50,6 @@ class Sender:
         epoch: epoch of this worker, 32 hex digits; part of every frame.
         lease_s: seconds without progress of a reader after which the leases of its sequences with
             unacknowledged segments expire.
-        kv_eviction: fraction of the prompt tokens that the engine evicts.
     """
 
     def __init__(
@@ -62,13 +60,11 @@ class Sender:
         epoch: str,
         lease_s: float,
         metrics: TransferMetrics,
-        kv_eviction: float = 0.0,
     ) -> None:
         self._endpoints = endpoints
         self._slots = [SharedSlots(endpoint.readable.slots) for endpoint in endpoints]
         self.policy = policy
         self._epoch = epoch
-        self._kv_eviction = kv_eviction
         self._leases = LeaseTable(lease_s)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics
@@ -83,10 +79,6 @@ class Sender:
     def slots_in_use(self) -> int:
         """Number of slots with a segment that is being encoded or not acknowledged."""
         return sum(slots.in_use for slots in self._slots)
-
-    def sent_tokens(self, request: request_pb2.Request, first: int = 0) -> SentTokens:
-        """Return which tokens of a request are sent from ``first``; see `manifest.sent_tokens`."""
-        return sent_tokens(request, self._endpoints[0].layout.plan, self._kv_eviction, first)
 
     def open(self, outgoing: Outgoing) -> None:
         """Register a sequence, before its chunks are added."""

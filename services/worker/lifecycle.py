@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from headrace.v1 import request_pb2
 from runtime.engine import StepOutput
 from runtime.pages.sent import SentTokens
 from services.common.addresses import bracketed
@@ -22,6 +23,7 @@ from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes
 from services.common.secret_files import reloading
 from services.common.signals import stop_on_signals
+from services.common.token_ids import count_tokens
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
@@ -118,6 +120,20 @@ class Worker(ABC):
         if affected := self.self_test.observe(output):
             self.metrics.not_finite.inc(affected)
         self._deliver(output)
+
+    def sent_tokens(self, request: request_pb2.Request, first: int = 0) -> SentTokens:
+        """Return which tokens of a request a prefill worker computes, and sends from ``first``.
+
+        Raises:
+            ValueError: tokens cannot be sent from ``first``; see `SentTokens`.
+        """
+        return SentTokens.of(
+            self.engine.page_plan,
+            known=count_tokens(request.tokens),
+            prompt_tokens=request.prompt_tokens,
+            kv_eviction=self.identity.compatibility.kv_eviction,
+            first=first,
+        )
 
     def digest(
         self, page_tables: Sequence[Sequence[int]], sent: SentTokens

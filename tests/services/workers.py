@@ -319,7 +319,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0, *, first_token:
     request = message_of(tokens)
     reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
     pages = tuple(range(first_page, first_page - (-tokens // PAGE_SIZE)))
-    sent = prefill.worker.sender.sent_tokens(request, first_token)
+    sent = prefill.worker.sent_tokens(request, first_token)
     reserved.set_result(Reserved(key, (pages,) * len(sent.plan.groups)))
     return Fetch(
         key=key,

@@ -113,9 +113,9 @@ async def test_computation_announced_twice_fails_the_fetch(site: Site) -> None:
     prefill, decode = await site.prefill(started=False), await site.decode()
     fetching = asyncio.create_task(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)))
     await until(lambda: prefill.worker.sender.active == 1)
-    (key,) = prefill.worker.jobs
+    (job,) = prefill.worker.jobs.values()
     for _ in range(2):
-        prefill.worker._session_of(key).computing(key)
+        job.session.computing(job)
     with pytest.raises(FetchFailed, match="announced twice"):
         await asyncio.wait_for(fetching, LIMIT_S)
 

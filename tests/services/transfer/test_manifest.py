@@ -7,16 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.v1 import request_pb2
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import pages_for
 from runtime.pages.sent import SentTokens
-from services.common.token_ids import pack_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
-from services.transfer.manifest import Coverage, SegmentPlan, plan_segments, sent_tokens
+from services.transfer.manifest import Coverage, SegmentPlan, plan_segments
 
 PAGE, HEADS = 16, 4
 WIDE = Plane("k", torch.bfloat16, (HEADS, PAGE, 8))
@@ -265,7 +263,8 @@ def test_sequence_is_complete_with_all_kv_heads() -> None:
 def test_first_tokens_are_sampled_where_all_known_tokens_are_computed(
     known: int, prompt: int, eviction: float, computed: int, kept: int
 ) -> None:
-    request = request_pb2.Request(tokens=pack_tokens(range(known)), prompt_tokens=prompt)
-    sent = sent_tokens(request, layout_of(1).plan, eviction)
+    sent = SentTokens.of(
+        layout_of(1).plan, known=known, prompt_tokens=prompt, kv_eviction=eviction, first=0
+    )
     assert (sent.computed, sent.kept) == (computed, kept)
     assert sent.samples_first is (computed == known)

@@ -2,13 +2,15 @@
 
 import asyncio
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.announced import AnnouncedSegments
-from services.transfer.errors import BadAddress
+from services.transfer.errors import BadAddress, PeerRefused
 from services.transfer.fetch import FetchFailed
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.prefill_client import Subscription
@@ -192,10 +194,13 @@ async def test_decode_workers_memory_is_not_offered_to_prefill_workers(site: Sit
 async def test_second_session_of_an_agent_keeps_its_notifications(site: Site) -> None:
     """The decode worker reconnected, but the end of its earlier session is noticed later."""
     prefill, decode = await site.prefill(), await site.decode()
-    hello = pb.Hello(endpoints=[decode.worker.endpoints[0].connection])
-    await prefill.worker._connect(hello)
-    await prefill.worker._connect(hello)
-    prefill.worker._disconnect(hello)
-    times = await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
-    assert times.segments == 4
-    assert prefill.worker._reader_agents[decode.agent.name] == 2
+    reader = decode.worker.endpoints[0].connection
+    earlier: Any = SimpleNamespace(peer="decode", agent=reader.agent_name)
+    await prefill.worker._connect("decode", reader)
+    prefill.worker._sessions.append(earlier)
+    assert (await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
+    prefill.worker._sessions.remove(earlier)
+    prefill.worker._forget(earlier)
+    adding = prefill.agent.add_peer(reader.agent_name, reader.agent_metadata)
+    with pytest.raises(PeerRefused, match="added already"):
+        adding.result(LIMIT_S)

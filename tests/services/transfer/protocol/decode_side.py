@@ -10,6 +10,7 @@ import codec
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
+from runtime.pages.sent import SentTokens
 from services.common.token_ids import pack_tokens
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
@@ -100,15 +101,15 @@ class DecodeSide:
         self._loop = StepLoop()  # type: ignore[abstract]
         self._memory = _Landing(self, bounds.slots)
         self.agent = Agent(f"decode-{epoch}", slab_of(bounds.slots))
-        endpoint = LocalEndpoint(
+        self._endpoint = LocalEndpoint(
             cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
             Codecs(bounds.layers, self._memory),
             slab_of(bounds.slots),
             self.agent,
         )
-        self._clients = Clients(endpoint, epoch, bounds.sender_slots)
+        self._clients = Clients(self._endpoint, epoch, bounds.sender_slots)
         self._receiver = Receiver(
-            (endpoint,),
+            (self._endpoint,),
             self._clients,
             credits_per_sequence=2,
             read_timeout_s=1.0,
@@ -192,7 +193,7 @@ class DecodeSide:
             prefill=decode_pb2.WorkerAddress(worker_id="prefill", epoch=epoch, address=""),
             request=request,
             reserved=self._loop.create_future(),
-            sent=self._receiver.sent_tokens(request),
+            sent=SentTokens.whole(self._endpoint.layout.plan, self._bounds.chunks),
             on_first=_goes_on,
             on_verified=partial(self._check_verified, number),
             deadline_s=DEADLINE_S,

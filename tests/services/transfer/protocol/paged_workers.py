@@ -109,15 +109,10 @@ class _Fetching:
 class _Receiver:
     """A receiver whose transfers are not divided into segments."""
 
-    bounds: PageBounds
     worker: int
-    layout: Any = field(default_factory=lambda: SimpleNamespace(plan=PagePlan(PAGE_SIZE)))
     sent: list[tuple[str, str]] = field(default_factory=list)
     fetching: dict[str, _Fetching] = field(default_factory=dict)
     numbers: int = 0
-
-    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
-        return SentTokens.whole(self.layout.plan, self.bounds.prompt)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         self.numbers += 1
@@ -151,7 +146,7 @@ class PagedDecode:
         self._failed = ""
         self._loop = StepLoop()  # type: ignore[abstract]
         self._thread = Thread(bounds.decode_pages)
-        self._receiver = _Receiver(bounds, number)
+        self._receiver = _Receiver(number)
         self._sessions: dict[str, StreamSession] = {}
         worker = SimpleNamespace(
             engine=self._thread,
@@ -159,6 +154,7 @@ class PagedDecode:
             metrics=IGNORE,
             draining=False,
             report_admitted=lambda placement_id: None,
+            sent_tokens=lambda request: SentTokens.whole(PagePlan(PAGE_SIZE), bounds.prompt),
             sizes=SimpleNamespace(max_running=SLOTS),
         )
         settings = SimpleNamespace(colocated=False, kv_digest=False)

@@ -11,6 +11,7 @@ import codec
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import SampledToken
 from runtime.engine import Add, Cancel, Computed
+from runtime.pages.sent import SentTokens
 from services.prefill.session import Job, PrefillSession
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
@@ -121,6 +122,15 @@ class PrefillSide:
             slab_of(bounds.sender_slots),
             self._agent,
         )
+        plan = endpoint.layout.plan
+        self._worker: Any = SimpleNamespace(
+            engine=self._engine,
+            identity=SimpleNamespace(model=SimpleNamespace(context_length=1 << 20)),
+            sizes=SimpleNamespace(limits=SimpleNamespace(max_running=100, max_waiting=0)),
+            draining=False,
+            sent_tokens=lambda request, first: SentTokens.whole(plan, request.prompt_tokens),
+            report_admitted=IGNORE,
+        )
         self._sender = Sender(
             (endpoint,),
             IGNORE,
@@ -158,7 +168,7 @@ class PrefillSide:
                 if run := self._runs.get(name):  # else its first message was lost
                     run.cancel()
             case "start of a prompt", key:
-                self._session_of(key).computing(key)
+                self._jobs[key].session.computing(self._jobs[key])
                 self._chunks_done[key] = 0
             case "chunk", key:
                 self._compute(key)
@@ -177,19 +187,12 @@ class PrefillSide:
 
     def _open(self, name: str, agent: str) -> None:
         """Begin the session of a decode worker, as `PrefillWorker.Session` does."""
+        hello = pb.Hello(
+            worker_id="decode", slot_bytes=SLOT_BYTES, endpoints=[pb.Endpoint(agent_name=agent)]
+        )
+        routes = (Route(0, 0, range(1)),)
         self._sessions[name] = PrefillSession(
-            name,
-            "decode",
-            agent,
-            cast(Any, self._engine),
-            self._sender,
-            self._jobs,
-            context_length=1 << 20,
-            slot_bytes=SLOT_BYTES,
-            routes=(Route(0, 0, range(1)),),
-            max_sequences=100,
-            is_draining=bool,
-            on_admitted=IGNORE,
+            name, hello, routes, self._worker, self._sender, self._jobs
         )
         stream = self._streams[name] = Stream()
         run = self._loop.create_task(self._sessions[name].run(stream))
@@ -208,7 +211,7 @@ class PrefillSide:
         self._chunks_done[key] += 1
         is_last = chunk + 1 == self._chunks
         if is_last:
-            self._session_of(key).sampled(key, SampledToken(0, 0, 7))
+            self._jobs[key].session.sampled(self._jobs[key], SampledToken(0, 0, 7))
             self._engine.waiting.remove(key)
             del self._chunks_done[key]
         page = PAGES * int(self._jobs[key].request.tokens[0]) + chunk
@@ -228,9 +231,6 @@ class PrefillSide:
     @property
     def _pauses(self) -> list[asyncio.TimerHandle]:
         return [timer for timer in self._loop.timers if timer.when() < LEASE_S]
-
-    def _session_of(self, key: str) -> PrefillSession:
-        return self._sessions[key.partition("/")[0]]
 
     def _outputs(self) -> tuple[tuple[Any, ...], ...]:
         outputs: list[tuple[Any, ...]] = []
