@@ -77,7 +77,7 @@ class FetchedStreams(StreamService):
 
         A transfer that may write to them is cancelled first.
         """
-        if stream.transfer is None or stream.decoding:
+        if stream.transfer is None or stream.decoding_since:
             super()._free(stream)
         elif stream.transfer is not asyncio.current_task():
             stream.transfer.cancel()
@@ -146,7 +146,6 @@ class FetchedStreams(StreamService):
             if stream.key in self.streams:
                 digest = self._digest(reserved.result(), sent)  # runs before the next step
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
-                stream.decoding = True
                 stream.start_decoding()
                 stages = stream.stages
                 stages.queue = times.queue

@@ -34,7 +34,7 @@ class FetchFailed(Exception):
 
     @property
     def reason(self) -> str:
-        """Name of the error code."""
+        """Name of the error code, for the span of the fetch."""
         return error_reason(self.code)
 
 
@@ -74,6 +74,8 @@ class Fetch:
 @dataclass
 class FetchTimes:
     """Duration of each stage of one fetch, in seconds, and the number and sizes of its segments.
+
+    Only segments that were read, verified and decoded count.
 
     Attributes:
         reads: from the start of the first READ to the end of the last one.
@@ -138,8 +140,7 @@ class FetchProgress:
     Attributes:
         coverages: what has arrived on each rank.
         expected: total number of segments, once it is known.
-        announced: segments announced so far.
-        verified: segments that were read, verified and decoded.
+        pulls: tasks of the segments announced so far.
         computing: whether the start of the computation was announced.
         started: whether the first tokens have arrived.
         ended: whether the sequence ended with its first tokens.
@@ -149,8 +150,7 @@ class FetchProgress:
     coverages: Sequence[Coverage]
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
-    announced: int = 0
-    verified: int = 0
+    pulls: list["asyncio.Task[None]"] = field(default_factory=list)
     computing: bool = False
     started: bool = False
     ended: bool = False
@@ -164,4 +164,4 @@ class FetchProgress:
     @property
     def complete(self) -> bool:
         """Whether the first tokens have arrived and, if KV is needed, all segments."""
-        return self.ended or (self.started and self.expected == self.verified)
+        return self.ended or (self.started and self.expected == self.times.segments)

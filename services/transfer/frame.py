@@ -99,24 +99,16 @@ class FrameHeader:
         """Write the header to the start of ``buffer``, ``[n]`` uint8 on any device.
 
         On a GPU it is written in stream order.
-
-        Raises:
-            FrameError: the buffer is too short, or a field does not fit its width.
         """
-        if buffer.numel() < HEADER_BYTES:
-            raise FrameError(f"a header of {HEADER_BYTES} bytes does not fit {buffer.numel()}")
-        try:
-            packed = bytearray(
-                _LAYOUT.pack(
-                    *(_MAGIC, VERSION, HEADER_BYTES, 0, self.attempt, self.epoch, self.request),
-                    *(self.index, self.first_token, self.num_tokens),
-                    *(self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads),
-                    *(self.plane_group, self.rank, 0),
-                    self.generation,
-                )
+        packed = bytearray(
+            _LAYOUT.pack(
+                *(_MAGIC, VERSION, HEADER_BYTES, 0, self.attempt, self.epoch, self.request),
+                *(self.index, self.first_token, self.num_tokens),
+                *(self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads),
+                *(self.plane_group, self.rank, 0),
+                self.generation,
             )
-        except struct.error as error:
-            raise FrameError(f"{self} does not fit a header: {error}") from error
+        )
         packed[_CRC] = zlib.crc32(packed).to_bytes(4, "little")
         header = torch.frombuffer(packed, dtype=torch.uint8)
         buffer[:HEADER_BYTES].copy_(header, non_blocking=True)

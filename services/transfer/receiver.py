@@ -166,7 +166,6 @@ class Receiver:
         group: asyncio.TaskGroup,
     ) -> None:
         """Process events, and pull segments in tasks of ``group``, until the fetch is complete."""
-        pulls: list[asyncio.Task[None]] = []
         while not progress.complete:
             try:
                 event = await subscription.next_event()
@@ -177,22 +176,12 @@ class Receiver:
             if event is None or progress.complete:  # completed while the event was queued
                 continue
             if event.WhichOneof("event") == "segment":
-                self._check_announced(event.segment, fetch, progress)
-                pulls.append(self._start_pull(event.segment, fetch, subscription, progress, group))
+                self._start_pull(event.segment, fetch, subscription, progress, group)
             else:
                 self._apply(event, fetch, subscription, progress)
         if progress.ended:
-            for task in pulls:
+            for task in progress.pulls:
                 task.cancel()
-
-    def _check_announced(self, segment: pb.Segment, fetch: Fetch, progress: FetchProgress) -> None:
-        if segment.index != progress.announced or segment.index == progress.expected:
-            raise FetchFailed(
-                error_pb2.ERROR_CODE_INTEGRITY,
-                f"segment {segment.index} announced after {progress.announced} segments",
-                fetch.prefill.worker_id,
-            )
-        progress.announced += 1
 
     def _apply(
         self,
@@ -222,10 +211,10 @@ class Receiver:
             case "done":
                 if progress.expected is not None:
                     raise ForeignSegment("the number of segments was announced twice")
-                if event.done.segments < progress.announced:
+                announced = len(progress.pulls)
+                if event.done.segments < announced:
                     raise ForeignSegment(
-                        f"{event.done.segments} segments in total, but {progress.announced} were "
-                        "announced"
+                        f"{event.done.segments} segments in total, but {announced} were announced"
                     )
                 evicted = fetch.sent.evicted
                 if event.done.evicted_tokens != evicted:
@@ -264,8 +253,15 @@ class Receiver:
         subscription: Subscription,
         progress: FetchProgress,
         group: asyncio.TaskGroup,
-    ) -> "asyncio.Task[None]":
+    ) -> None:
         """Assign a landing slot to an announced segment, and read it as soon as it is ready."""
+        announced = len(progress.pulls)
+        if segment.index != announced or segment.index == progress.expected:
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INTEGRITY,
+                f"segment {segment.index} announced after {announced} segments",
+                fetch.prefill.worker_id,
+            )
         welcome = subscription.client.welcome
         sender = _rank_of(welcome, segment.rank)
         if segment.slot >= sender.slots:
@@ -288,7 +284,7 @@ class Receiver:
 
         task = group.create_task(self._pull(pull, fetch, subscription, progress))
         task.add_done_callback(free)
-        return task
+        progress.pulls.append(task)
 
     def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
         """Return the ids of the pages into which a segment is decoded.
@@ -314,7 +310,6 @@ class Receiver:
             raise
         ready, read = pulled.ready, pulled.read
         progress.times.add(ready, read.seconds, pulled.decode_s, pulled.ended)
-        progress.verified += 1
         self._check_verified(fetch, progress)
         if progress.reported:
             await asyncio.sleep(_LAUNCH_S)

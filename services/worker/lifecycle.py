@@ -43,6 +43,7 @@ class Worker(ABC):
         endpoints: endpoints of KV transfers.
         fault: future that fails when the engine or the transfer fails; the process must then end.
         draining: whether new work is refused.
+        registrar: reports admitted placements; None until the worker registers.
         decodes: whether a prefill worker also decodes; see `Registration.decodes`.
         overflow_tokens: see `Registration.overflow_tokens`.
     """
@@ -56,12 +57,13 @@ class Worker(ABC):
         self.sizes = loaded.rank.sizes
         self.metrics = WorkerMetrics()
         self.transfers = TransferMetrics(self.metrics.registry)
+        model = loaded.rank.executor.model
         self.metrics.info.labels(
             self.identity.worker_id,
             self.identity.model.name,
             self.identity.compatibility.kv_format,
-            loaded.matmul,
-            loaded.attention,
+            model.matmul,
+            model.kv_format.kernels,
             self.identity.compatibility.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
@@ -69,7 +71,7 @@ class Worker(ABC):
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
         self.endpoints = endpoints
         self.draining = False
-        self._registrar: Registrar | None = None
+        self.registrar: Registrar | None = None
 
         def transfer_died(thread: "Future[None]") -> None:
             if error := thread.exception():
@@ -143,14 +145,10 @@ class Worker(ABC):
             lambda _: "/".join(each.digest(page_tables, sent) for each in self.endpoints)
         )
 
-    def set_registrar(self, registrar: Registrar) -> None:
-        """Report admitted placements through ``registrar`` from now on."""
-        self._registrar = registrar
-
     def report_admitted(self, placement_id: str) -> None:
         """Report a placement whose command was submitted; see `Registrar.admit`."""
-        if self._registrar is not None:
-            self._registrar.admit(placement_id)
+        if self.registrar is not None:
+            self.registrar.admit(placement_id)
 
     def observe(self) -> None:
         """Set the gauges, and repeat a failed self-test; called periodically."""
@@ -235,7 +233,7 @@ async def _start(
         token=settings.token,
         tls=settings.tls,
     )
-    worker.set_registrar(registrar)
+    worker.registrar = registrar
     worker.metrics.secrets.observe(settings.secret_files, settings.token_check)
     worker.engine.start()
     await server.start()

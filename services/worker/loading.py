@@ -99,15 +99,12 @@ class Loaded:
         engine: schedules the steps of all ranks.
         rank: the first rank, which the process of the engine runs.
         weight_bytes: size of the model's weights.
-        matmul, attention: implementations of the matmuls and of attention, for metrics.
     """
 
     engine: Engine
     rank: LoadedRank
     identity: Identity
     weight_bytes: int
-    matmul: str
-    attention: str
 
 
 def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
@@ -124,7 +121,14 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         path = resolve_model(settings.model)
         model, model_hash = load_model(path, settings, device)
         sizes = _sizes(model, settings)
-        options = _options(model, settings, sizes, decodes=decodes)
+        options = EngineOptions(
+            pages=_kv_pages(model, settings, sizes),
+            limits=sizes.limits,
+            kv_eviction=settings.kv_eviction,
+            replay=model.replayable,
+            decodes=decodes,
+            by_layer=settings.decode_graphs == "layer",
+        )
         executor = LocalExecutor(model, options)
         engine = Engine(executor)
         codebooks, codebook_id = _codebooks(settings, model)
@@ -159,8 +163,6 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         LoadedRank(executor, codebooks, sizes, device),
         identity,
         weight_bytes=model.weight_bytes,
-        matmul=model.matmul,
-        attention=model.kv_format.kernels,
     )
 
 
@@ -198,20 +200,6 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
         )
     log.info("sizes", **asdict(sizes.limits), slots=sizes.slots, slot_bytes=sizes.slot_bytes)
     return sizes
-
-
-def _options(
-    model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool
-) -> EngineOptions:
-    """Return the options of the engine, with the pages of `_kv_pages`."""
-    return EngineOptions(
-        pages=_kv_pages(model, settings, sizes),
-        limits=sizes.limits,
-        kv_eviction=settings.kv_eviction,
-        replay=model.replayable,
-        decodes=decodes,
-        by_layer=settings.decode_graphs == "layer",
-    )
 
 
 def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> PageCount:

@@ -19,8 +19,8 @@ from services.common.grpc_server import MessageStream, next_message
 from services.common.tracing import NO_SPAN, Span
 from services.worker.step_outbox import StepOutbox
 from services.worker.wire import (
+    FINISH_REASONS,
     deadline_from_message,
-    finish_to_message,
     request_from_message,
     request_span,
     token_to_message,
@@ -46,13 +46,13 @@ class Stream:
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
         early: timeout scope that can cancel a fetch which began before its pages were reserved;
             None for other fetches.
-        decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
         began: receipt of the gateway's message, in seconds of `time.perf_counter`.
         computing_since: start of the prompt's first chunk, on the same clock, if this worker
             computes the prompt; 0 until then.
-        decoding_since: start of decoding, on the same clock; 0 until then.
+        decoding_since: start of decoding, on the same clock; 0 until then. If the KV is fetched, it
+            is complete then, and nothing writes to the pages any more.
     """
 
     number: int
@@ -67,7 +67,6 @@ class Stream:
     reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
     early: asyncio.Timeout | None = None
-    decoding: bool = False
     deadline_s: float = 0.0
     expiry: asyncio.TimerHandle | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -212,7 +211,7 @@ class StreamSession:
             return
         stream.unfinished.discard(choice)
         delta = self._delta(stream.number)
-        delta.ended.append(pb.ChoiceEnd(choice=choice, reason=finish_to_message(reason)))
+        delta.ended.append(pb.ChoiceEnd(choice=choice, reason=FINISH_REASONS[reason]))
         if not stream.unfinished:
             if stream.decoding_since:
                 stream.stages.decode = time.perf_counter() - stream.decoding_since

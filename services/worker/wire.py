@@ -16,10 +16,11 @@ from services.common.messages import MAX_CHOICES, MAX_DEADLINE_S, PLACEMENT_ID
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import MAX_TEXT_CHARS, Attributes, Span, message_headers, resume
 
-_FINISH = {
+FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+"""Finish reasons of messages."""
 
 
 def request_from_message(key: str, message: request_pb2.Request) -> Request:
@@ -124,11 +125,6 @@ def token_from_message(
         logprob=message.logprob if with_logprobs else None,
         top=tuple((t.token, t.logprob) for t in message.top),
     )
-
-
-def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
-    """Return the message's enum value of a finish reason."""
-    return _FINISH[reason]
 
 
 def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":

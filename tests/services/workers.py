@@ -126,8 +126,6 @@ def _load(
         LoadedRank(executor_of(engine), books if codebooks else {}, sizes, "cpu"),
         identity,
         weight_bytes=1 << 20,
-        matmul=tiny.matmul,
-        attention=tiny.kv_format.kernels,
     )
 
 

@@ -49,7 +49,7 @@ class Workers:
         self.admitted: dict[str, list[str]] = {}
         for worker in (prefill.worker, *(decode.worker for decode in decodes)):
             admitted = self.admitted[worker.identity.worker_id] = []
-            worker._registrar = SimpleNamespace(admit=admitted.append)  # type: ignore[assignment]
+            worker.registrar = SimpleNamespace(admit=admitted.append)  # type: ignore[assignment]
 
     async def open(self, decode: Decode, placement_id: str = "placement") -> None:
         """Open a stream, and wait until the decode worker has done what it can do."""

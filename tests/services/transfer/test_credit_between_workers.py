@@ -88,7 +88,7 @@ async def test_worker_info_names_model_kv_format_and_kernels(site: Site) -> None
         "model": prefill.loaded.identity.model.name,
         "kv_format": "dense",
         "matmul": "packed",
-        "attention": prefill.loaded.attention,
+        "attention": prefill.loaded.rank.executor.model.kv_format.kernels,
         "kernel_plan": prefill.loaded.identity.compatibility.kernel_plan_hash,
     }
     value = prefill.worker.metrics.registry.get_sample_value

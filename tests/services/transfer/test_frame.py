@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-from typing import Any
 
 import pytest
 import torch
@@ -120,14 +119,3 @@ def test_header_has_the_documented_bytes() -> None:
 def test_malformed_epoch_is_refused(epoch: str) -> None:
     with pytest.raises(FrameError):
         describe(epoch=epoch)
-
-
-@pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"generation": 2**64}])
-def test_field_wider_than_its_slot_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(FrameError):
-        packed(dataclasses.replace(describe(), **change))
-
-
-def test_short_buffer_is_refused() -> None:
-    with pytest.raises(FrameError):
-        packed(describe(), HEADER_BYTES - 1)

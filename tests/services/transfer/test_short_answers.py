@@ -55,7 +55,7 @@ async def test_event_after_the_last_segment_is_ignored(
         progress: FetchProgress,
     ) -> None:
         def put_late_event() -> None:
-            if progress.started and progress.expected == progress.verified + 1:
+            if progress.started and progress.expected == progress.times.segments + 1:
                 error = error_pb2.Error(code=error_pb2.ERROR_CODE_LEASE_EXPIRED, message="late")
                 events = {
                     "done": pb.PrefillEvent(done=pb.PrefillDone(segments=progress.expected)),

@@ -106,7 +106,7 @@ def _count_twice(add: Callable[..., Any]) -> Callable[..., Any]:
 
 def _join_announced(_: object) -> property:
     def mutated(self: FetchProgress) -> bool:
-        return self.ended or (self.started and self.expected == self.announced)
+        return self.ended or (self.started and self.expected == len(self.pulls))
 
     return property(mutated)
 
@@ -126,7 +126,8 @@ def _decode_always(_: object) -> Callable[..., Any]:
 
 
 def _forget_to_share(_: object) -> Callable[..., Any]:
-    def mutated(self: LandingSlots, key: str) -> None:
+    def mutated(self: LandingSlots, slot: SlotRef, key: str) -> None:
+        self._slots.release(slot)
         self._credits.freed(key)
 
     return mutated
@@ -219,7 +220,7 @@ BUGS = (
     Bug(
         "no credit for a slot that becomes free",
         LandingSlots,
-        "_freed",
+        "_free",
         _forget_to_share,
         "deadlock: sequences [0] never end",
         Bounds(sequences=1, slots=2),

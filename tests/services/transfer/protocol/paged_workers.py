@@ -232,7 +232,7 @@ class PagedDecode:
             (key, s.reserved is not None and s.reserved.done(), s.early is None, s.transfer is None)
             for key, s in self._service.streams.items()
         ]
-        decoding = [(s.decoding, len(s.first)) for s in self._service.streams.values()]
+        decoding = [(s.decoding_since > 0, len(s.first)) for s in self._service.streams.values()]
         fetching = [
             (name, each.fetch.key, each.computed.done(), each.ended.done())
             for name, each in self._receiver.fetching.items()
