@@ -97,8 +97,7 @@ class FetchedStreams(StreamService):
             stream.session.fail(stream, failure.code, failure.message, failure.worker_id)
         except Exception as error:
             log.exception("fetch failed unexpectedly", **stream.log_fields)
-            code, me = error_pb2.ERROR_CODE_INTERNAL, self._worker.identity.worker_id
-            stream.session.fail(stream, code, f"fetch failed: {error!r}", me)
+            self._fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}")
 
     async def _reserve_and_fetch(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
         """Reserve pages and fetch the prompt's KV, in the order that the class describes.
@@ -147,11 +146,8 @@ class FetchedStreams(StreamService):
                 digest = self._digest(reserved.result(), sent)  # runs before the next step
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
                 stream.start_decoding()
-                stages = stream.stages
-                stages.queue = times.queue
-                stages.prefill = times.prefill
-                stages.transfer = times.transfer
-                stages.verify = times.decode_kv
+                stream.stages.transfer = times.transfer
+                stream.stages.verify = times.decode_kv
 
         with stream.span.child("fetch_kv", Kind.CLIENT, attributes) as span:
             fetch = Fetch(
@@ -192,6 +188,8 @@ class FetchedStreams(StreamService):
         Raises:
             ForeignSegment: a token is malformed; none is sent then.
         """
+        stream.stages.queue = message.queue_s
+        stream.stages.prefill = message.prefill_s
         if stream.first:
             return False
         request, model = stream.request, self._worker.identity.model
@@ -207,8 +205,6 @@ class FetchedStreams(StreamService):
             ]
         except InvalidRequest as error:
             raise ForeignSegment(f"malformed first tokens: {error}") from error
-        stream.stages.queue = message.queue_s
-        stream.stages.prefill = message.prefill_s
         for token in stream.first:
             stream.session.push(stream, token)
             self._worker.metrics.generation_tokens.inc()

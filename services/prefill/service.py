@@ -76,8 +76,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     ) -> None:
         """Serve one decode worker, from the handshake to the end of its session."""
         hello, routes = await self._shake_hands(context)
-        name = uuid.uuid4().hex[:12]
-        session = PrefillSession(name, hello, routes, self, self.sender, self.jobs)
+        session = PrefillSession(uuid.uuid4().hex[:12], hello, routes, self, self.sender, self.jobs)
         is_connected = any(other.agent == session.agent for other in self._sessions)
         self._sessions.append(session)
         log.info("decode session opened", worker=hello.worker_id, epoch=hello.epoch)

@@ -142,8 +142,7 @@ class PrefillSession:
                 try:
                     self._start(command.start)
                 except InvalidRequest as error:
-                    sequence = command.start.sequence
-                    self._fail(sequence, error_pb2.ERROR_CODE_INVALID, str(error))
+                    self._fail(command.start.sequence, error_pb2.ERROR_CODE_INVALID, str(error))
             case "credit":
                 credit = command.credit
                 self._sender.credit(self._key(credit.sequence), credit.rank, credit.segments)
@@ -255,6 +254,7 @@ class PrefillSession:
         self._worker.engine.submit(Cancel(key))
 
     def _fail(self, sequence: int, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
-        error = error_pb2.Error(code=code, message=message)
-        failed = pb.PrefillFailed(sequence=sequence, error=error)
+        failed = pb.PrefillFailed(
+            sequence=sequence, error=error_pb2.Error(code=code, message=message)
+        )
         self._outbox.put_nowait(pb.PrefillEvent(failed=failed))

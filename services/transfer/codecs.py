@@ -74,9 +74,17 @@ class SegmentCodecs:
             *(extent.first_kv_head, extent.num_kv_heads, mode),
         )
         found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = codec.paged(*self._planes(tensors, extent, mode))
-        return found
+        if found is not None:
+            return found
+        group = self.layout.groups[extent.plane_group]
+        whole = group_tensors(tensors, group, extent.first_layer, extent.num_layers)
+        first = extent.first_kv_head - self._first_kv_head
+        planes = [plane[:, first : first + extent.num_kv_heads] for plane in whole]
+        books = self._books_of(extent)
+        if mode is WireMode.RAW:
+            books = [None] * len(books)
+        self._kept[key] = codec.paged(planes, books)
+        return self._kept[key]
 
     def max_frame_bytes(
         self, group: int, layers: int, tokens: int, kv_heads: int | None = None
@@ -96,9 +104,8 @@ class SegmentCodecs:
     @property
     def min_slot_bytes(self) -> int:
         """Minimum slot size in bytes: one page of one layer of any plane group fits."""
-        page_size = self.layout.page_size
         groups = range(len(self.layout.groups))
-        return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
+        return max(self.max_frame_bytes(group, 1, self.layout.page_size) for group in groups)
 
     def raw_bytes(self, extent: Extent) -> int:
         """Return the bytes of a segment's KV in the pages."""
@@ -116,18 +123,6 @@ class SegmentCodecs:
         dim = self.layout.groups[extent.plane_group].dim
         elements = len(books) * extent.num_kv_heads * extent.num_tokens * dim
         return Escapes(elements, found, sum(b.escape_rate for b in books) / max(1, len(books)))
-
-    def _planes(
-        self, tensors: Sequence[Tensor], extent: Extent, mode: WireMode
-    ) -> tuple[list[Tensor], list[codec.Codebook | None]]:
-        group = self.layout.groups[extent.plane_group]
-        first = extent.first_kv_head - self._first_kv_head
-        heads = slice(first, first + extent.num_kv_heads)
-        whole = group_tensors(tensors, group, extent.first_layer, extent.num_layers)
-        books = self._books_of(extent)
-        if mode is WireMode.RAW:
-            books = [None] * len(books)
-        return [plane[:, heads] for plane in whole], books
 
     def _books_of(self, extent: Extent) -> list[codec.Codebook | None]:
         layers = slice(extent.first_layer, extent.first_layer + extent.num_layers)

@@ -106,8 +106,7 @@ class LocalEndpoint(KVEndpoint):
         )
         mode = WireMode.RAW if segment.raw else WireMode.SPLITZIP
         encoder = self.codecs.of(self.cache.tensors, Extent.of(segment), mode)
-        job = CodecJob(encoder, self._encode, payload, prepare, finish)
-        return self.agent.run_codec(job)
+        return self.agent.run_codec(CodecJob(encoder, self._encode, payload, prepare, finish))
 
     def read(
         self, sender: pb.Endpoint, offset: int, slot: int, length: int, *, deadline_s: float

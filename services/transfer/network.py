@@ -116,8 +116,10 @@ def check_listeners(opened: Iterable[Listener], environment: Mapping[str, str]) 
     low, _, high = environment.get("UCX_TCP_PORT_RANGE", "0").partition("-")
     for address, port in opened:
         if allowed is not None and ipaddress.ip_address(address) not in allowed:
-            devices = environment["UCX_NET_DEVICES"]
-            raise SettingsError(f"KV transfers listen on {shown}, but UCX_NET_DEVICES is {devices}")
+            raise SettingsError(
+                f"KV transfers listen on {shown}, but UCX_NET_DEVICES is "
+                f"{environment['UCX_NET_DEVICES']}"
+            )
         if low.isdecimal() and int(low) and not int(low) <= port <= int(high or low):
             raise SettingsError(f"KV transfers listen on {shown}, but their ports are {low}-{high}")
     if allowed is None and any(not ipaddress.ip_address(a).is_loopback for a, _ in opened):

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,10 +209,8 @@ class NixlAgent:
         peer = self._peers.get(peer_name)
         if peer is None or peer.removals:
             return
-        try:
+        with suppress(*self._faults):
             self._nixl.genNotif(peer_name, message, self._ucx)
-        except self._faults:
-            return
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return the received notifications, each with the name of its sender."""
@@ -322,10 +321,9 @@ class NixlAgent:
         return self._api.nixlXferDList(self._memory[kind], [region])
 
     def _release(self, handle: int) -> None:
-        try:
+        # If the transport cannot cancel it, NIXL frees it with the agent.
+        with suppress(*self._faults):
             self._nixl.releaseXferReq(handle)
-        except self._faults:  # the transport cannot cancel it; NIXL frees it with the agent
-            return
 
     def _explain(self, error: Exception, peer: str) -> TransferError:
         if isinstance(error, self._api.nixlRemoteDisconnectError):

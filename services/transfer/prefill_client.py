@@ -44,23 +44,21 @@ class Subscription:
         self._request = request
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
 
-    def send_start(
-        self, deadline_s: float, sent: SentTokens, trace: Mapping[str, str] | None = None
-    ) -> None:
+    def send_start(self, deadline_s: float, sent: SentTokens, trace: Mapping[str, str]) -> None:
         """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds.
 
         Args:
             sent: tokens and pages to send.
-            trace: headers of the span whose child the prefill worker's span will be.
+            trace: headers of the span whose child the prefill worker's span will be; may be empty.
         """
-        command = pb.PrefillCommand()
-        command.start.sequence = self._sequence
-        command.start.deadline_s = deadline_s
-        command.start.first_token = sent.first
-        command.start.request.CopyFrom(self._request)
-        if trace:
-            command.start.trace.CopyFrom(request_pb2.TraceContext(**trace))
-        self.client.send(command)
+        start = pb.StartPrefill(
+            sequence=self._sequence,
+            request=self._request,
+            deadline_s=deadline_s,
+            first_token=sent.first,
+            trace=request_pb2.TraceContext(**trace) if trace else None,
+        )
+        self.client.send(pb.PrefillCommand(start=start))
 
     def credit(self, rank: int, segments: int) -> None:
         """Grant credits for a number of further segments to a rank of this worker."""
@@ -75,8 +73,7 @@ class Subscription:
 
     def release(self) -> None:
         """End the lease."""
-        end = pb.ReleaseLease(sequence=self._sequence)
-        self.client.send(pb.PrefillCommand(release=end))
+        self.client.send(pb.PrefillCommand(release=pb.ReleaseLease(sequence=self._sequence)))
 
     def put(self, event: pb.PrefillEvent | FetchFailed | None) -> None:
         """Queue an event, or None to wake the reader of events."""

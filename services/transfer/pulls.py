@@ -104,15 +104,14 @@ class Pull:
         return self._pulls.announced.discard(self._sender.agent_name, self._segment)
 
     def _read(self, ready: pb.SegmentReady, slot: SlotRef) -> None:
-        endpoint, welcome = self._endpoint, self._welcome
-        if not HEADER_BYTES < ready.length <= endpoint.slot_bytes:
+        if not HEADER_BYTES < ready.length <= self._endpoint.slot_bytes:
             raise ForeignSegment(f"a segment of {ready.length} bytes does not fit a slot")
-        reading = endpoint.read(
+        reading = self._endpoint.read(
             self._sender,
-            self._segment.slot * welcome.slot_bytes,
+            self._segment.slot * self._welcome.slot_bytes,
             slot.slot,
             ready.length,
-            deadline_s=self._pulls.deadline_s(welcome),
+            deadline_s=self._pulls.deadline_s(self._welcome),
         )
 
         def decode(reading: "Future[ReadDone]") -> None:

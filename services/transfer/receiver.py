@@ -111,11 +111,10 @@ class Receiver:
         prefill worker that has stopped cannot hold that many slots, but several can.
         """
         for landing in self.landing:
-            slots, overdue = landing.slots, landing.overdue
-            if overdue > single_share(slots):
+            if landing.overdue > single_share(landing.slots):
                 return (
-                    f"{overdue} of {slots} landing slots are held by prefill workers that do not "
-                    "answer"
+                    f"{landing.overdue} of {landing.slots} landing slots are held by prefill "
+                    "workers that do not answer"
                 )
         return None
 
@@ -225,8 +224,9 @@ class Receiver:
                 self._check_verified(fetch, progress)
             case "failed":
                 error = event.failed.error
-                blamed = error.worker_id or fetch.prefill.worker_id
-                raise FetchFailed(error.code, error.message, blamed)
+                raise FetchFailed(
+                    error.code, error.message, error.worker_id or fetch.prefill.worker_id
+                )
 
     def _join(self, fetch: Fetch) -> None:
         """Queue a sequence that has pages for landing slots; if the fetch has ended, do nothing."""

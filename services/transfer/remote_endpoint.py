@@ -123,8 +123,13 @@ class RemoteEndpoint(KVEndpoint):
         notify: str,
         is_wanted: Callable[[], bool],
     ) -> "Future[Timed[EncodedSegment] | None]":
-        options = {"after": after, "notify": notify, "is_wanted": _always}
-        return self._call("encode", segment, header, tuple(pages), only_if=is_wanted, **options)
+        return self._call(
+            *("encode", segment, header, tuple(pages)),
+            only_if=is_wanted,
+            after=after,
+            notify=notify,
+            is_wanted=_always,
+        )
 
     def read(
         self, sender: pb.Endpoint, offset: int, slot: int, length: int, *, deadline_s: float
@@ -145,9 +150,11 @@ class RemoteEndpoint(KVEndpoint):
         after: int | None,
         is_wanted: Callable[[], bool],
     ) -> "Future[Timed[None] | None]":
-        options = {"after": after, "is_wanted": _always}
         return self._call(
-            "decode", segment, ready, expected, slot, tuple(pages), only_if=is_wanted, **options
+            *("decode", segment, ready, expected, slot, tuple(pages)),
+            only_if=is_wanted,
+            after=after,
+            is_wanted=_always,
         )
 
     def codec_idle(self) -> "Future[None]":

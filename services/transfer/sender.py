@@ -133,8 +133,6 @@ class Sender:
         if outgoing is None:
             return
         outgoing.closed = True
-        for planned in outgoing.planned:
-            planned.clear()
         for sent in outgoing.unacknowledged.values():
             if not sent.encoding:  # else `_settle` releases the slot
                 self._slots[sent.rank].release(sent.ref)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -197,10 +198,8 @@ class EngineThread:
             log.error("engine thread did not end", waited_s=STOP_S)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop is closed because the process is ending
             self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            return  # the loop is closed because the process is ending
 
     def _measure(self) -> EngineLoad:
         engine = self._engine

@@ -78,8 +78,11 @@ class LoadedRank:
     @cached_property
     def codecs(self) -> SegmentCodecs:
         """Codecs of the cache. Creating one waits for the device, so all users share these."""
-        layout, first = self.executor.cache.layout, self.executor.shape.config.first_kv_head
-        return SegmentCodecs(layout, self.codebooks, first_kv_head=first)
+        return SegmentCodecs(
+            self.executor.cache.layout,
+            self.codebooks,
+            first_kv_head=self.executor.shape.config.first_kv_head,
+        )
 
     def new_endpoint(self, agent: TransferAgent) -> LocalEndpoint:
         """Allocate the slab for KV transfers on the device, and register it with an agent.

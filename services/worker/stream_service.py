@@ -44,15 +44,13 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         start, session = stream.start, stream.session
         me = self._worker.identity
         if start.epoch != me.epoch:
-            code, message = error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker has restarted"
-            session.fail(stream, code, message, me.worker_id)
+            self._fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker has restarted")
             return
         if self._worker.draining:
-            code, message = error_pb2.ERROR_CODE_DRAINING, "this worker is draining"
-            session.fail(stream, code, message, me.worker_id)
+            self._fail(stream, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
             return
         if refusal := self._refusal(stream):
-            session.fail(stream, error_pb2.ERROR_CODE_INVALID, refusal, me.worker_id)
+            self._fail(stream, error_pb2.ERROR_CODE_INVALID, refusal)
             return
         stream.expiry = asyncio.get_running_loop().call_later(
             stream.deadline_s,
@@ -87,20 +85,15 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
 
     def end_all(self) -> None:
         """End every stream with DRAINING."""
-        worker_id = self._worker.identity.worker_id
         for stream in list(self.streams.values()):
-            stream.session.fail(
-                stream, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down", worker_id
-            )
+            self._fail(stream, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down")
 
     def deliver(self, output: StepOutput) -> None:
         """Pass a step's output to the streams that are still open."""
         self._mark_stages(output)
         for key, fault in output.refused:
             if stream := self.streams.get(key):
-                message = str(fault)
-                worker_id = self._worker.identity.worker_id
-                stream.session.fail(stream, fault_to_code(fault), message, worker_id)
+                self._fail(stream, fault_to_code(fault), str(fault))
         delivered = 0
         for key, token in output.tokens:
             if stream := self.streams.get(key):
@@ -126,6 +119,10 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
             stream = self.streams.get(chunk.id)
             if chunk.samples and stream and stream.reserved is None and not stream.decoding_since:
                 stream.start_decoding()
+
+    def _fail(self, stream: Stream, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
+        """End a stream with an error of this worker."""
+        stream.session.fail(stream, code, message, self._worker.identity.worker_id)
 
     def _refusal(self, stream: Stream) -> str | None:
         """Return the reason why this service cannot take a stream, if there is one."""
