@@ -143,7 +143,8 @@ class FetchedStreams(StreamService):
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
             if stream.key in self.streams:
-                digest = self._digest(reserved.result(), sent)  # runs before the next step
+                if self._settings.kv_digest:  # runs before the next step
+                    digest = self._worker.digest(reserved.result().page_tables, sent)
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
                 stream.start_decoding()
                 stream.stages.transfer = times.transfer
@@ -213,19 +214,17 @@ class FetchedStreams(StreamService):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    def _digest(self, reserved: Reserved, sent: SentTokens) -> "asyncio.Future[str] | None":
-        """Start to compute the digest of the pages that were sent, if that is enabled."""
-        if not self._settings.kv_digest:
-            return None
-        return self._worker.digest(reserved.page_tables, sent)
-
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._worker.sent_tokens(stream.start.request)
 
     def _record(self, stream: Stream, times: FetchTimes, digest: str | None) -> None:
-        for stage in ("queue", "prefill", "transfer"):
-            self._worker.metrics.stages.labels(stage).observe(getattr(times, stage))
-        self._worker.metrics.stages.labels("verify").observe(times.decode_kv)
+        for stage, seconds in (
+            ("queue", stream.stages.queue),
+            ("prefill", stream.stages.prefill),
+            ("transfer", times.transfer),
+            ("verify", times.decode_kv),
+        ):
+            self._worker.metrics.stages.labels(stage).observe(seconds)
         log.debug(
             "kv arrived",
             **stream.log_fields,

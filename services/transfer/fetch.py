@@ -1,7 +1,6 @@
 """State of one fetch: a sequence whose prompt another worker computes."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,6 @@ from runtime.engine import Reserved
 from runtime.pages.sent import SentTokens
 from services.common.error_codes import error_reason
 from services.common.tracing import NO_SPAN, Span
-from services.transfer.errors import ForeignSegment
 from services.transfer.interval import Interval
 from services.transfer.manifest import Coverage
 
@@ -82,8 +80,6 @@ class FetchTimes:
         decodes: from the start of the first codec decode to the end of the last one.
     """
 
-    queue: float = 0.0
-    prefill: float = 0.0
     transfer: float = 0.0
     decode_kv: float = 0.0
     segments: int = 0
@@ -91,17 +87,6 @@ class FetchTimes:
     raw_bytes: int = 0
     reads: Interval = field(default_factory=Interval)
     decodes: Interval = field(default_factory=Interval)
-
-    def start(self, first: pb.FirstTokens) -> None:
-        """Record the times before the first tokens.
-
-        Raises:
-            ForeignSegment: a time is negative or not finite.
-        """
-        if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):
-            raise ForeignSegment(f"implausible times: {first.queue_s} s, {first.prefill_s} s")
-        self.queue = first.queue_s
-        self.prefill = first.prefill_s
 
     def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float, ended: float) -> None:
         """Add the times and sizes of one segment.

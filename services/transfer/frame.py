@@ -30,13 +30,14 @@ header is little-endian and 96 bytes long, so that the payload stays aligned to 
 import hashlib
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Self
 
 import torch
 
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
+from services.transfer.extent import Extent
 
 HEADER_BYTES = 96
 VERSION = 4
@@ -59,14 +60,7 @@ class FrameHeader:
     request: bytes
     attempt: int
     index: int
-    first_token: int
-    num_tokens: int
-    first_layer: int
-    num_layers: int
-    first_kv_head: int
-    num_kv_heads: int
-    plane_group: int
-    rank: int
+    extent: Extent
     generation: int
 
     @classmethod
@@ -84,14 +78,7 @@ class FrameHeader:
             request=hashlib.sha256(request_id.encode()).digest()[:16],
             attempt=attempt,
             index=segment.index,
-            first_token=segment.first_token,
-            num_tokens=segment.num_tokens,
-            first_layer=segment.first_layer,
-            num_layers=segment.num_layers,
-            first_kv_head=segment.first_kv_head,
-            num_kv_heads=segment.num_kv_heads,
-            plane_group=segment.plane_group,
-            rank=segment.rank,
+            extent=Extent.of(segment),
             generation=segment.generation,
         )
 
@@ -103,10 +90,7 @@ class FrameHeader:
         packed = bytearray(
             _LAYOUT.pack(
                 *(_MAGIC, VERSION, HEADER_BYTES, 0, self.attempt, self.epoch, self.request),
-                *(self.index, self.first_token, self.num_tokens),
-                *(self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads),
-                *(self.plane_group, self.rank, 0),
-                self.generation,
+                *(self.index, *astuple(self.extent), 0, self.generation),
             )
         )
         packed[_CRC] = zlib.crc32(packed).to_bytes(4, "little")
@@ -134,17 +118,14 @@ class FrameHeader:
                 f"expected version {VERSION} and {HEADER_BYTES} bytes"
             )
         packed[_CRC] = bytes(4)
-        zero = numbers.pop(9)
+        index, *extent, zero, generation = numbers
         if zlib.crc32(packed) != crc or zero:
             raise CorruptFrame("the frame's header is damaged")
-        return cls(epoch, request, attempt, *numbers)
+        return cls(epoch, request, attempt, index, Extent(*extent), generation)
 
 
 _STALE = ("epoch", "generation", "attempt")
-_FOREIGN = (
-    *("request", "index", "first_token", "num_tokens", "first_layer", "num_layers"),
-    *("first_kv_head", "num_kv_heads", "plane_group", "rank"),
-)
+_FOREIGN = ("request", "index", *(field.name for field in fields(Extent)))
 
 
 def verify(expected: FrameHeader, found: FrameHeader) -> None:
@@ -157,11 +138,18 @@ def verify(expected: FrameHeader, found: FrameHeader) -> None:
         StaleSegment: epoch, slot generation or attempt differ.
         ForeignSegment: any other field differs.
     """
-    for fields, error in ((_STALE, StaleSegment), (_FOREIGN, ForeignSegment)):
-        for name in fields:
-            want, have = getattr(expected, name), getattr(found, name)
-            if want != have:
-                raise error(f"{name} is {_show(have)}, but the manifest has {_show(want)}")
+    want, have = _values(expected), _values(found)
+    for names, error in ((_STALE, StaleSegment), (_FOREIGN, ForeignSegment)):
+        for name in names:
+            if want[name] != have[name]:
+                raise error(
+                    f"{name} is {_show(have[name])}, but the manifest has {_show(want[name])}"
+                )
+
+
+def _values(header: FrameHeader) -> dict[str, int | bytes]:
+    """Return the fields of a header and of its extent, by name."""
+    return {**vars(header), **vars(header.extent)}
 
 
 def _epoch_bytes(epoch: str) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.transfer.credit import CreditPool
-from services.transfer.errors import CreditError, ReadTimeout
+from services.transfer.errors import ReadTimeout
 from services.transfer.slab import SlotPool, SlotRef
 
 
@@ -60,10 +60,7 @@ class LandingSlots:
             CreditError: the sequence has no credit.
         """
         self._credits.land(key)
-        slot = self._slots.acquire()
-        if slot is None:
-            raise CreditError("the sequence has a credit, but no landing slot is free")
-        return slot
+        return self._slots.acquire()  # there is a free slot for every credit
 
     def free_after(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
         """Release a slot and its credit as soon as nothing can touch the slot.

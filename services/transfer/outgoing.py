@@ -22,7 +22,7 @@ class SentSegment:
     Attributes:
         rank: the sender's rank, whose slab has the slot.
         ready: message to the reader that the segment is encoded; None until the end of the encode
-            is processed on the event loop.
+            is processed on the event loop. Until then, the slot may be written to.
         timing: the reader's measurements; None until the acknowledgement, which may arrive before
             ``ready`` is set.
     """
@@ -32,11 +32,6 @@ class SentSegment:
     mode: WireMode
     ready: pb.SegmentReady | None = None
     timing: pb.SegmentTiming | None = None
-
-    @property
-    def encoding(self) -> bool:
-        """Whether the encode has not ended, so that the slot may be written to."""
-        return self.ready is None
 
 
 @dataclass
@@ -104,7 +99,7 @@ class Outgoing:
     @property
     def readable(self) -> bool:
         """Whether segments are encoded that the reader has not acknowledged."""
-        return any(not sent.encoding for sent in self.unacknowledged.values())
+        return any(sent.ready is not None for sent in self.unacknowledged.values())
 
     def announce_if_complete(self) -> None:
         """If the last segment has been announced, emit the number of segments."""

@@ -262,7 +262,7 @@ class LinkPolicy:
         wire = link.speed.value
         speeds = self._speeds(link)
         if wire is None or not all(speed.measured for speed in speeds.values()):
-            return self._await_probes(link)
+            return self._explore(link, 0.0, 0.0)  # probes may have been cancelled
         seconds = {
             mode: transfer_seconds(speed, wire, nbytes, segments) / segments
             for mode, speed in speeds.items()
@@ -274,19 +274,12 @@ class LinkPolicy:
         alone = transfer_seconds(speeds[link.choice.other], wire, nbytes, segments=1)
         return self._explore(link, seconds[link.choice], alone)
 
-    def _await_probes(self, link: _Link) -> WireMode:
-        """Return the mode of the next segment while probes have not been measured yet.
-
-        This is the chosen mode, or the other mode at intervals, to replace cancelled probes.
-        """
-        link.since_other += 1
-        if link.since_other < EXPLORE_EVERY:
-            return link.choice
-        link.since_other = 0
-        return link.choice.other
-
     def _explore(self, link: _Link, chosen_s: float, other_s: float) -> WireMode:
-        """Return the other mode if exploring is due and affordable, otherwise the chosen mode."""
+        """Return the other mode if exploring is due and affordable, otherwise the chosen mode.
+
+        Args:
+            chosen_s, other_s: predicted seconds of the segment in each mode; 0 if unknown.
+        """
         link.since_other += 1
         link.allowance_s += EXPLORE_SHARE * chosen_s
         if link.since_other < EXPLORE_EVERY or other_s - chosen_s > link.allowance_s:

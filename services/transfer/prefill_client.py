@@ -71,10 +71,6 @@ class Subscription:
         done = pb.Acknowledge(sequence=self._sequence, index=index, timing=timing)
         self.client.send(pb.PrefillCommand(acknowledge=done))
 
-    def release(self) -> None:
-        """End the lease."""
-        self.client.send(pb.PrefillCommand(release=pb.ReleaseLease(sequence=self._sequence)))
-
     def put(self, event: pb.PrefillEvent | FetchFailed | None) -> None:
         """Queue an event, or None to wake the reader of events."""
         self._events.put_nowait(event)
@@ -119,6 +115,8 @@ class PrefillClient:
     def subscribe(self, request: request_pb2.Request) -> Iterator[Subscription]:
         """Add a sequence to the session; it receives events until the block ends.
 
+        The end of the block ends its lease.
+
         Raises:
             FetchFailed: the session has ended.
         """
@@ -130,6 +128,7 @@ class PrefillClient:
             yield subscription
         finally:
             del self._subscriptions[sequence]
+            self.send(pb.PrefillCommand(release=pb.ReleaseLease(sequence=sequence)))
 
     def send(self, command: pb.PrefillCommand) -> None:
         """Queue a command; it is dropped if the session has ended."""

@@ -17,12 +17,6 @@ from services.transfer.frame import HEADER_BYTES, FrameHeader
 from services.transfer.nixl_agent import ReadDone
 from services.transfer.slab import SlotRef
 
-_LEASE_SHARE = 0.75
-"""Share of the lease time after which READs are overdue.
-
-The rest allows for a lease whose timer started before the READ.
-"""
-
 
 @dataclass(frozen=True)
 class Pulled:
@@ -51,6 +45,7 @@ class Pull:
         endpoint: endpoint of the reader's rank.
         sender: endpoint of the rank that sends the segment.
         pages: the reader's pages for the segment's tokens.
+        deadline_s: seconds without the end of a READ from the peer after which the READ is overdue.
 
     Attributes:
         done: settles when neither a READ nor a decode touches the landing slot any more, except
@@ -62,21 +57,24 @@ class Pull:
 
     def __init__(
         self,
-        pulls: "PullContext",
+        announced: AnnouncedSegments,
         endpoint: KVEndpoint,
         sender: pb.Endpoint,
         segment: pb.Segment,
         pages: Sequence[int],
         fetch: Fetch,
         welcome: pb.Welcome,
+        *,
+        deadline_s: float,
     ) -> None:
-        self._pulls = pulls
+        self._announced = announced
         self._endpoint = endpoint
         self._sender = sender
         self._segment = segment
         self._pages = pages
         self._fetch = fetch
         self._welcome = welcome
+        self._deadline_s = deadline_s
         endpoint.prepare_decode(Extent.of(segment))
         self._pages_free = fetch.reserved.result().ready
         self._expected = FrameHeader.of(
@@ -97,11 +95,11 @@ class Pull:
             except Exception as error:  # noqa: BLE001 - raised again where the pull is awaited
                 self._pulled.set_exception(error)
 
-        self._pulls.announced.add(self._sender.agent_name, self._segment, read)
+        self._announced.add(self._sender.agent_name, self._segment, read)
 
     def cancel(self) -> bool:
         """Give up a segment that is not ready; return False if its READ was started already."""
-        return self._pulls.announced.discard(self._sender.agent_name, self._segment)
+        return self._announced.discard(self._sender.agent_name, self._segment)
 
     def _read(self, ready: pb.SegmentReady, slot: SlotRef) -> None:
         if not HEADER_BYTES < ready.length <= self._endpoint.slot_bytes:
@@ -111,7 +109,7 @@ class Pull:
             self._segment.slot * self._welcome.slot_bytes,
             slot.slot,
             ready.length,
-            deadline_s=self._pulls.deadline_s(self._welcome),
+            deadline_s=self._deadline_s,
         )
 
         def decode(reading: "Future[ReadDone]") -> None:
@@ -147,23 +145,3 @@ class Pull:
 
     def _is_wanted(self) -> bool:
         return not self._fetch.closed  # else the pages may soon belong to another sequence
-
-
-@dataclass(frozen=True)
-class PullContext:
-    """Settings and resources of all pulls of a receiver.
-
-    Attributes:
-        read_timeout_s: maximum time after which a READ is overdue, seconds; see `deadline_s`.
-    """
-
-    read_timeout_s: float
-    announced: AnnouncedSegments
-
-    def deadline_s(self, welcome: pb.Welcome) -> float:
-        """Return the seconds after which READs from a peer are overdue if none of them ends.
-
-        READs are overdue before the sender's lease expires. Otherwise the sender could reuse a slot
-        during a READ, and a slow link would look like damaged data.
-        """
-        return min(self.read_timeout_s, _LEASE_SHARE * welcome.lease_s)

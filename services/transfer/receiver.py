@@ -14,6 +14,7 @@ cache from all ranks of the sender that have them.
 """
 
 import asyncio
+import math
 from contextlib import suppress
 from functools import partial
 
@@ -35,12 +36,18 @@ from services.transfer.local_endpoint import Endpoints
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
-from services.transfer.pulls import Pull, PullContext
+from services.transfer.pulls import Pull
 from services.transfer.shares import single_share
 
 _LAUNCH_S = 1.5e-3
 """Delay of the acknowledgement when the KV of a sequence is complete, in seconds, so that the
 engine's thread gets the interpreter lock to launch the first step."""
+
+_LEASE_SHARE = 0.75
+"""Share of the lease time after which READs are overdue.
+
+The rest allows for a lease whose timer started before the READ.
+"""
 
 _REASON_S = 0.5
 """Seconds to wait for the sender's reason after a segment failed verification. If the lease expired
@@ -59,6 +66,7 @@ class Receiver:
 
     Attributes:
         landing: landing slots of each rank.
+        announced: announced segments that are not ready yet.
     """
 
     def __init__(
@@ -78,9 +86,9 @@ class Receiver:
         self._clients = clients
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
-        announced = AnnouncedSegments(on_waiting=endpoints[0].agent.wake)
-        endpoints[0].agent.listen(announced)
-        self._pulls = PullContext(read_timeout_s, announced)
+        self._read_timeout_s = read_timeout_s
+        self.announced = AnnouncedSegments(on_waiting=endpoints[0].agent.wake)
+        endpoints[0].agent.listen(self.announced)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -120,10 +128,9 @@ class Receiver:
 
     def set_gauges(self) -> None:
         """Set the gauges of the landing slots."""
-        held = sum(landing.held for landing in self.landing)
-        quarantined = sum(landing.quarantined for landing in self.landing)
-        self._metrics.landing_slots.labels("held").set(held)
-        self._metrics.landing_slots.labels("quarantined").set(quarantined)
+        gauge = self._metrics.landing_slots
+        gauge.labels("held").set(sum(landing.held for landing in self.landing))
+        gauge.labels("quarantined").set(sum(landing.quarantined for landing in self.landing))
 
     async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
         coverages = [
@@ -146,7 +153,6 @@ class Receiver:
                 for landing in self.landing:
                     landing.leave(fetch.key)
                 del self._subscriptions[fetch.key]
-                subscription.release()
         if not progress.ended and not progress.covered:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_INTEGRITY,
@@ -196,17 +202,21 @@ class Receiver:
                 progress.computing = True
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
-                progress.times.start(event.first_tokens)
-                choices = sorted(token.choice for token in event.first_tokens.tokens)
+                first = event.first_tokens
+                if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):
+                    raise ForeignSegment(
+                        f"implausible times: {first.queue_s} s, {first.prefill_s} s"
+                    )
+                choices = sorted(token.choice for token in first.tokens)
                 expected = fetch.request.choices if fetch.sent.samples_first else 0
                 if progress.started or choices != list(range(expected)):
                     raise ForeignSegment(f"unexpected first tokens, of choices {choices}")
                 progress.started = True
-                progress.ended = fetch.on_first(event.first_tokens)
+                progress.ended = fetch.on_first(first)
                 self._check_verified(fetch, progress)
             case "ready":
                 sender = _rank_of(subscription.client.welcome, event.ready.rank)
-                self._pulls.announced.ready(sender.agent_name, event.ready)
+                self.announced.ready(sender.agent_name, event.ready)
             case "done":
                 if progress.expected is not None:
                     raise ForeignSegment("the number of segments was announced twice")
@@ -275,7 +285,13 @@ class Receiver:
         pages = progress.coverages[rank].add(extent)
         endpoint, landing = self._endpoints[rank], self.landing[rank]
         target = self._target(fetch, extent, pages)
-        pull = Pull(self._pulls, endpoint, sender, segment, target, fetch, welcome)
+        # READs are overdue before the sender's lease expires. Otherwise the sender could reuse a
+        # slot during a READ, and a slow link would look like damaged data.
+        deadline_s = min(self._read_timeout_s, _LEASE_SHARE * welcome.lease_s)
+        pull = Pull(
+            *(self.announced, endpoint, sender, segment, target, fetch, welcome),
+            deadline_s=deadline_s,
+        )
         slot = landing.land(fetch.key)
         pull.start(slot)
 

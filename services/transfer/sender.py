@@ -134,10 +134,10 @@ class Sender:
             return
         outgoing.closed = True
         for sent in outgoing.unacknowledged.values():
-            if not sent.encoding:  # else `_settle` releases the slot
+            if sent.ready is not None:  # else `_settle` releases the slot
                 self._slots[sent.rank].release(sent.ref)
         outgoing.unacknowledged = {
-            index: sent for index, sent in outgoing.unacknowledged.items() if sent.encoding
+            index: sent for index, sent in outgoing.unacknowledged.items() if sent.ready is None
         }
         self._leases.release(key)
         self._metrics.leases.set(self._leases.active)

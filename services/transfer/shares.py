@@ -50,9 +50,8 @@ class SharedSlots:
         if not may_take(self._held[reader], self._pool.free):
             return None
         ref = self._pool.acquire()
-        if ref is not None:
-            self._readers[ref] = reader
-            self._held[reader] += 1
+        self._readers[ref] = reader
+        self._held[reader] += 1
         return ref
 
     def release(self, ref: SlotRef) -> None:

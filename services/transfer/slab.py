@@ -114,10 +114,10 @@ class SlotPool:
         """Number of held slots."""
         return len(self._held)
 
-    def acquire(self) -> SlotRef | None:
-        """Return a free slot with its next generation, or None if no slot is free."""
+    def acquire(self) -> SlotRef:
+        """Return a free slot with its next generation. Raises SlotError if no slot is free."""
         if not self._free:
-            return None
+            raise SlotError("no slot is free")
         slot = self._free.popleft()
         self._generations[slot] += 1
         ref = SlotRef(slot, self._generations[slot])

@@ -23,9 +23,6 @@ class StepOutbox:
         self.deltas: dict[int, pb.StreamDelta] = {}
         self._tokens = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.deltas)
-
     def delta(self, stream_id: int) -> pb.StreamDelta:
         """Return the unsent delta of a stream. Tokens are added by `add`."""
         delta = self.deltas.get(stream_id)

@@ -161,7 +161,7 @@ class StreamSession:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.outbox:
+            while self.outbox.deltas:
                 await context.write(self.outbox.take())
 
     def _delta(self, number: int) -> pb.StreamDelta:

@@ -1,6 +1,7 @@
 """A READ that is slower than its lease ends with LEASE_EXPIRED, not with INTEGRITY."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -13,7 +14,6 @@ from headrace.v1 import prefill_pb2 as pb
 from services.transfer import receiver
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.prefill_client import PrefillClient
-from services.transfer.pulls import PullContext
 from tests.services.workers import LIMIT_S, Site, open_stream, output_of, until
 
 
@@ -79,8 +79,8 @@ async def test_segment_of_an_expired_lease_is_no_integrity_failure(
 
     monkeypatch.setattr(PrefillClient, "_dispatch", delay)
     prefill = await site.prefill(lease_s=0.01)
-    monkeypatch.setattr(PullContext, "deadline_s", lambda *_: LIMIT_S)
-    late, other = await site.decode(LateReads), await site.decode()
+    monkeypatch.setattr(receiver, "_LEASE_SHARE", math.inf)
+    late, other = await site.decode(LateReads, read_timeout_s=LIMIT_S), await site.decode()
     agent, sender = late.agent, prefill.worker.sender
     assert isinstance(agent, LateReads)
     stream = open_stream(late, prefill, 1, 100)

@@ -66,9 +66,16 @@ async def test_pages_before_the_first_token_are_neither_sent_nor_written_to(
 
 async def test_prompt_of_which_all_pages_are_there_sends_first_tokens_alone(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode()
-    times = await decode.worker.receiver.fetch(fetch_of(prefill, 96, first_token=96))
-    assert times.segments == 0
-    assert times.prefill > 0
+    fetch = fetch_of(prefill, 96, first_token=96)
+    received: list[pb.FirstTokens] = []
+
+    def on_first(first: pb.FirstTokens) -> bool:
+        received.append(first)
+        return False
+
+    fetch.on_first = on_first
+    assert (await decode.worker.receiver.fetch(fetch)).segments == 0
+    assert [first.prefill_s > 0 for first in received] == [True]
     await until(lambda: prefill.worker.idle)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
+from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 
 u32 = st.integers(0, 2**32 - 1)
@@ -20,17 +21,11 @@ headers = st.builds(
     request=st.binary(min_size=16, max_size=16),
     attempt=u32,
     index=u32,
-    first_token=u32,
-    num_tokens=u32,
-    first_layer=u32,
-    num_layers=u32,
-    first_kv_head=u32,
-    num_kv_heads=u32,
-    plane_group=u32,
-    rank=u32,
+    extent=st.builds(Extent, *(u32 for _ in dataclasses.fields(Extent))),
     generation=u64,
 )
-FIELDS = [field.name for field in dataclasses.fields(FrameHeader)]
+EXTENT = [field.name for field in dataclasses.fields(Extent)]
+FIELDS = ["epoch", "request", "attempt", "index", "generation", *EXTENT]
 STALE = {"epoch", "generation", "attempt"}
 
 
@@ -66,11 +61,21 @@ def test_random_bytes_are_refused(noise: bytes) -> None:
         FrameHeader.unpack(noise)
 
 
+def with_field(header: FrameHeader, other: FrameHeader, name: str) -> FrameHeader:
+    """Return the header with one field of another header, or of its extent."""
+    if name in EXTENT:
+        value = getattr(other.extent, name)
+        return dataclasses.replace(
+            header, extent=dataclasses.replace(header.extent, **{name: value})
+        )
+    return dataclasses.replace(header, **{name: getattr(other, name)})
+
+
 @given(headers, headers, st.sampled_from(FIELDS))
 def test_error_names_the_differing_field(
     header: FrameHeader, other: FrameHeader, name: str
 ) -> None:
-    found = dataclasses.replace(header, **{name: getattr(other, name)})
+    found = with_field(header, other, name)
     if found == header:
         verify(header, found)
         return

@@ -50,8 +50,6 @@ def test_slab_on_a_gpu_is_vram() -> None:
 def test_slot_free_the_longest_is_acquired_first() -> None:
     pool = SlotPool(3)
     first, second = pool.acquire(), pool.acquire()
-    assert first is not None
-    assert second is not None
     pool.release(second)
     pool.release(first)
     order = [pool.acquire(), pool.acquire(), pool.acquire()]
@@ -73,10 +71,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=held)
     def acquire(self) -> SlotRef | None:
-        ref = self.pool.acquire()
-        if ref is None:
-            assert len(self.in_use) == self.SLOTS
+        if len(self.in_use) == self.SLOTS:
+            with pytest.raises(SlotError):
+                self.pool.acquire()
             return None
+        ref = self.pool.acquire()
         self.uses[ref.slot] += 1
         assert ref.generation == self.uses[ref.slot]
         assert ref.slot not in {other.slot for other in self.in_use}

@@ -21,7 +21,7 @@ def test_tokens_that_are_sent_without_computing_their_size_fit_into_a_message() 
         )
         outbox.add((1 << 64) - 1 - number, token)
     step = outbox.take()
-    assert not outbox
+    assert not outbox.deltas
     assert len(step.deltas) == step_outbox._FEW_TOKENS
     assert MAX_BATCH_BYTES / 2 < step.ByteSize() <= MAX_BATCH_BYTES
 
@@ -31,7 +31,7 @@ def test_longer_output_is_divided() -> None:
     for index in range(8 * step_outbox._FEW_TOKENS):
         outbox.add(1, sampling_pb2.Token(index=index, token=LARGEST, logprob=-0.1, top=TOP))
     found: list[int] = []
-    while outbox:
+    while outbox.deltas:
         step = outbox.take()
         assert isinstance(step, pb.DecodeStep)
         assert step.ByteSize() <= 2 * MAX_BATCH_BYTES

@@ -190,7 +190,7 @@ class Replay:
         outcome = await self._outcome(fetching)
         landing = self.receiver.landing[0]
         await _spin(lambda: not landing.held and not landing.quarantined)
-        if landing.held or landing.quarantined or self.receiver._pulls.announced.waiting:
+        if landing.held or landing.quarantined or self.receiver.announced.waiting:
             raise Wrong(f"{outcome}: {landing.held} slots held, {landing.quarantined} quarantined")
         return outcome
 

@@ -225,7 +225,7 @@ class PrefillSide:
             key
             for key, outgoing in self._sender._outgoing.items()
             for sent in outgoing.unacknowledged.values()
-            if sent.ref.slot == slot and sent.encoding
+            if sent.ref.slot == slot and sent.ready is None
         )
 
     @property
