@@ -129,19 +129,17 @@ class TransferAgent:
         Raises:
             TransferUnavailable: the transport refuses the memory.
         """
-        self._call(lambda nixl, future: nixl.register(slab, future)).result()
+        self._run_now(lambda nixl: nixl.register(slab)).result()
 
     @property
     def metadata(self) -> bytes:
         """Data by which peers connect and access all slabs registered so far. Blocks."""
-        future: Future[bytes] = self._call(lambda nixl, future: nixl.metadata(future))
-        return future.result()
+        return self._run_now(NixlAgent.metadata).result()
 
     @property
     def connection_metadata(self) -> bytes:
         """Data by which peers connect, without access to slabs. Blocks."""
-        future: Future[bytes] = self._call(lambda nixl, future: nixl.connection(future))
-        return future.result()
+        return self._run_now(NixlAgent.connection).result()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
         """Make a peer readable. This cancels a removal of the peer that is in progress.
@@ -152,7 +150,7 @@ class TransferAgent:
             PeerRefused: malformed metadata, metadata of another agent, or a known peer.
             PeerLost: the peer does not answer.
         """
-        return self._call(lambda nixl, future: nixl.add_peer(name, metadata, future))
+        return self._run_now(lambda nixl: nixl.add_peer(name, metadata))
 
     def remove_peer(self, name: str) -> "Future[None]":
         """Remove a peer as soon as its running READs have ended; new READs fail. Idempotent."""
@@ -190,12 +188,7 @@ class TransferAgent:
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a short message to a peer. It is lost if the peer cannot be reached."""
-
-        def run(nixl: NixlAgent, future: "Future[None]") -> None:
-            nixl.notify(peer, message)
-            future.set_result(None)
-
-        self._call(run)
+        self._run_now(lambda nixl: nixl.notify(peer, message))
 
     def listen(self, listener: AnnouncedSegments) -> None:
         """Deliver notifications to ``listener``; after it starts to wait, call `wake`."""
@@ -203,7 +196,7 @@ class TransferAgent:
 
     def wake(self) -> None:
         """Make the transfer thread read `AnnouncedSegments.waiting` again."""
-        self._call(lambda _nixl, future: future.set_result(None))
+        self._run_now(lambda _: None)
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         """Run a codec job on the transfer thread. Jobs are started in the order of these requests.
@@ -249,6 +242,10 @@ class TransferAgent:
             self._refuse_commands()
             self._commands.put(None)  # ends the thread if it ever resumes
             self._codec_calls.close()
+
+    def _run_now(self, call: Callable[[NixlAgent], T]) -> "Future[T]":
+        """Queue a command whose result is that of a call."""
+        return self._call(lambda nixl, future: future.set_result(call(nixl)))
 
     def _call(self, run: "Callable[[NixlAgent, Future[Any]], None]") -> "Future[Any]":
         """Queue a command. On the transfer thread itself, execute it at once."""

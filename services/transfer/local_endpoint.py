@@ -122,7 +122,7 @@ class LocalEndpoint(KVEndpoint):
         )
 
     def prepare_decode(self, extent: Extent) -> None:
-        self._decoder(extent)
+        self.codecs.of(self.cache.tensors, extent)
 
     def decode(
         self,
@@ -153,7 +153,7 @@ class LocalEndpoint(KVEndpoint):
             ready.checksum,
             segment.raw,
         )
-        decoder = self._decoder(Extent.of(segment))
+        decoder = self.codecs.of(self.cache.tensors, Extent.of(segment))
         return self.agent.run_codec(CodecJob(decoder, self._decode, payload, prepare, finish))
 
     def codec_idle(self) -> "Future[None]":
@@ -172,9 +172,6 @@ class LocalEndpoint(KVEndpoint):
 
     def close(self) -> None:
         self.agent.close()
-
-    def _decoder(self, extent: Extent) -> codec.PagedCodec:
-        return self.codecs.of(self.cache.tensors, extent)
 
     def _encode(
         self, encoder: codec.PagedCodec, payloads: Sequence[codec.EncodeSegment]

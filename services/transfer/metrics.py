@@ -10,8 +10,6 @@ from services.common.metrics import MetricFactory
 from services.transfer.drift import EscapeDrift, Escapes
 from services.transfer.policy import LinkView, WireMode
 
-_KINDS = ("raw", "wire")
-
 
 class KvBytes(NamedTuple):
     """Bytes of KV.
@@ -112,7 +110,7 @@ class TransferMetrics:
 def _byte_counter(make: MetricFactory, name: str, action: str) -> Counter:
     """Return a counter of raw and wire bytes; ``action`` is what the worker did with them."""
     text = f"Bytes of KV that this worker {action}: raw as in the pages, wire as sent."
-    return make.counter(name, text, "kind", values=_KINDS)
+    return make.counter(name, text, "kind", values=("raw", "wire"))
 
 
 class LinkMetrics:

@@ -90,7 +90,7 @@ class _Read:
 class NixlAgent:
     """NIXL's agent with its slabs, peers and running READs. Used on one thread only.
 
-    Every command settles the future it receives, or raises a TransferError.
+    A command that receives a future settles it now or later. Commands may raise a TransferError.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
@@ -107,7 +107,6 @@ class NixlAgent:
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
         )
-        self._unreachable = (nixl.nixlRemoteDisconnectError, nixl.nixlBackendError)
         self._memory = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
         config = nixl.nixlAgentConfig()
         config.useProgThread = True  # serves READs of peers while this process makes no NIXL calls
@@ -125,7 +124,7 @@ class NixlAgent:
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
 
-    def register(self, slab: Slab, future: "Future[None]") -> None:
+    def register(self, slab: Slab) -> None:
         region = (slab.address, slab.nbytes, slab.device_index, "")
         registration = self._api.nixlRegDList(self._memory[slab.memory_kind], [region])
         try:
@@ -133,22 +132,21 @@ class NixlAgent:
         except self._faults as error:
             raise TransferUnavailable(f"cannot register {slab.nbytes} bytes: {error}") from error
         self._slabs.append((slab, registration))
-        future.set_result(None)
 
-    def metadata(self, future: "Future[bytes]") -> None:
-        future.set_result(self._nixl.getLocalMD())
+    def metadata(self) -> bytes:
+        return bytes(self._nixl.getLocalMD())
 
-    def connection(self, future: "Future[bytes]") -> None:
+    def connection(self) -> bytes:
         no_memory = self._api.nixlRegDList(self._memory["DRAM"], [])
-        future.set_result(self._nixl.getLocalPartialMD(no_memory, True, self._ucx))
+        return bytes(self._nixl.getLocalPartialMD(no_memory, True, self._ucx))
 
-    def add_peer(self, name: str, metadata: bytes, future: "Future[None]") -> None:
+    def add_peer(self, name: str, metadata: bytes) -> None:
         peer = self._peers.get(name)
         if peer is not None and not peer.removals:
             raise PeerRefused(f"peer {name} was added already")
         try:
             found = self._nixl.loadRemoteMD(metadata).decode(errors="replace")
-        except self._unreachable as error:
+        except (self._api.nixlRemoteDisconnectError, self._api.nixlBackendError) as error:
             raise PeerLost(f"peer {name} cannot be reached") from error
         except self._faults as error:
             raise PeerRefused(f"invalid metadata of peer {name}: {error}") from error
@@ -160,7 +158,6 @@ class NixlAgent:
             self._peers[name] = _Peer()
         else:  # NIXL has added to what it knew, and running READs continue
             _settle(peer.removals)
-        future.set_result(None)
 
     def remove_peer(self, name: str, future: "Future[None]") -> None:
         peer = self._peers.get(name)

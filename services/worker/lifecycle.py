@@ -100,8 +100,10 @@ class Worker(ABC):
     @property
     def stalled_s(self) -> dict[str, float]:
         """Seconds since each thread made progress in its current step, by name; 0 without work."""
-        transfer_s = max(endpoint.busy_s for endpoint in self.endpoints)
-        return {"engine": self.engine.stalled_s, "transfer": transfer_s}
+        return {
+            "engine": self.engine.stalled_s,
+            "transfer": max(endpoint.busy_s for endpoint in self.endpoints),
+        }
 
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has made no progress for longer than ``limit_s``, or None."""

@@ -90,8 +90,12 @@ class LoadedRank:
         Raises:
             TransferUnavailable: the transport refuses the memory.
         """
-        slab = Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
-        return LocalEndpoint(self.executor.cache, self.codecs, slab, agent)
+        return LocalEndpoint(
+            self.executor.cache,
+            self.codecs,
+            Slab(self.sizes.slots, self.sizes.slot_bytes, self.device),
+            agent,
+        )
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,7 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
         CodecError: the codec does not support the planes of the cache.
         SettingsError: a slot does not hold one page of a layer.
     """
-    on_gpu = model.device.type == "cuda"
-    memory = torch.cuda.mem_get_info(model.device)[1] if on_gpu else 0
+    memory = 0 if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[1]
     codecs = SegmentCodecs(model.layout, {})
     sizes = WorkerSizes.of(settings, codecs, gpu_bytes=memory)
     if sizes.slot_bytes < codecs.min_slot_bytes:

@@ -45,12 +45,11 @@ class WorkerSizes:
         Args:
             gpu_bytes: memory of the GPU; 0 on a CPU.
         """
-        slots = settings.slots
         running = 64
         step = 512
         slot = 4 << 20
         if gpu_bytes:
-            slot = _slot_bytes(codecs, slots, gpu_bytes)
+            slot = _slot_bytes(codecs, settings.slots, gpu_bytes)
             running = settings.gpu_batch
             step = 1024
         step = _given(settings.step_tokens, step)
@@ -60,7 +59,7 @@ class WorkerSizes:
             step_tokens=step,
             chunk_tokens=_given(settings.chunk_tokens, min(step, 1024) // 16 * 16),
         )
-        return cls(limits, slots, slot_bytes=_given(settings.slot_bytes, slot))
+        return cls(limits, settings.slots, slot_bytes=_given(settings.slot_bytes, slot))
 
 
 def _given(setting: int | Literal["auto"], chosen: int) -> int:
