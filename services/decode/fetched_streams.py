@@ -106,7 +106,7 @@ class FetchedStreams(StreamService):
             FetchFailed: the KV did not arrive.
         """
         is_early = self._has_room()
-        sent = self._sent_tokens(stream)
+        sent = self._worker.sent_tokens(stream.start.request)
         self._submit(stream, Reserve(stream.request))
         if is_early:
             stream.early = asyncio.timeout(None)
@@ -175,11 +175,16 @@ class FetchedStreams(StreamService):
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
-        lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
+        lengths = [
+            len(s.request.tokens) - self._worker.sent_tokens(s.start.request).evicted
+            for s in waiting
+        ]
         need = PageCount.total(map(self._worker.engine.page_plan.received, lengths))
-        fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.limits.max_running
-        fits = fits and need.times(2).fits(load.pages_free)
-        return fits and load.waiting == 0
+        return (
+            load.waiting == 0
+            and 2 * (load.running + len(waiting)) <= self._worker.sizes.limits.max_running
+            and need.times(2).fits(load.pages_free)
+        )
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them.
@@ -213,9 +218,6 @@ class FetchedStreams(StreamService):
             if reason := stream.ends_with(token, model.context_length):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
-
-    def _sent_tokens(self, stream: Stream) -> SentTokens:
-        return self._worker.sent_tokens(stream.start.request)
 
     def _record(self, stream: Stream, times: FetchTimes, digest: str | None) -> None:
         for stage, seconds in (

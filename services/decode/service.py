@@ -88,9 +88,8 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     has two thirds of the bytes of the weights. Evicted tokens and windows do not count.
     """
     if settings.overflow_tokens == "auto" and loaded.rank.device != "cpu":
-        compatibility = loaded.identity.compatibility
-        page_bytes = loaded.rank.executor.cache.layout.page_bytes
-        per_token = (1 - compatibility.kv_eviction) * token_bytes(page_bytes)
+        stored = token_bytes(loaded.rank.executor.cache.layout.page_bytes)
+        per_token = (1 - loaded.identity.compatibility.kv_eviction) * stored
         most = 2 * loaded.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
         return min(int(most), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None

@@ -148,8 +148,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         readers = list(map(heads_of, hello.endpoints))
         if not readers:
             readers = [range(max(heads.stop for heads in senders))]
-        groups = self.endpoints[0].layout.groups
-        return routes_between(senders, readers, is_whole=any(group.is_block for group in groups))
+        is_whole = any(group.is_block for group in self.endpoints[0].layout.groups)
+        return routes_between(senders, readers, is_whole=is_whole)
 
     async def _connect(self, worker_id: str, reader: pb.Endpoint) -> None:
         """Connect to a decode worker's agent. On failure, that worker gets no notifications."""

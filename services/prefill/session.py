@@ -68,15 +68,15 @@ class Job:
 
     def end_span(self) -> None:
         """Record a child span for each stage that was reached, then end the span."""
-        outgoing, encodes = self.outgoing, self.outgoing.encodes
+        span, encodes = self.outgoing.span, self.outgoing.encodes
         if self.computing_since:
-            outgoing.span.record("queue", self.accepted, self.computing_since)
+            span.record("queue", self.accepted, self.computing_since)
         if self.computed:
-            outgoing.span.record("prefill", self.computing_since, self.computed)
+            span.record("prefill", self.computing_since, self.computed)
         if encodes.end > encodes.start:
-            segments = {"headrace.kv.segments": outgoing.issued}
-            outgoing.span.record("encode", encodes.start, encodes.end, segments)
-        outgoing.span.end()
+            segments = {"headrace.kv.segments": self.outgoing.issued}
+            span.record("encode", encodes.start, encodes.end, segments)
+        span.end()
 
 
 class PrefillSession:
@@ -171,8 +171,11 @@ class PrefillSession:
             return
         limits = self._worker.sizes.limits
         if len(self._jobs) >= limits.max_running + limits.max_waiting:
-            full = f"the prefill worker is full: {len(self._jobs)} sequences"
-            self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, full)
+            self._fail(
+                start.sequence,
+                error_pb2.ERROR_CODE_OVERLOADED,
+                f"the prefill worker is full: {len(self._jobs)} sequences",
+            )
             return
         request = request_from_message(key, message)
         try:

@@ -98,8 +98,9 @@ class SegmentCodecs:
         tensors = layers * max(map(len, self.layout.groups[group].members))
         if kv_heads is None:
             kv_heads = self.layout.kv_heads
-        shape = (tensors, kv_heads, dim, tokens, self.layout.page_size)
-        return HEADER_BYTES + codec.max_segment_bytes(*shape, self._elements[group])
+        return HEADER_BYTES + codec.max_segment_bytes(
+            tensors, kv_heads, dim, tokens, self.layout.page_size, self._elements[group]
+        )
 
     @property
     def min_slot_bytes(self) -> int:

@@ -135,10 +135,9 @@ class Coverage:
             layout.kv_heads,
         )
         self._arrived = np.zeros(shape, dtype=np.bool_)
-        counts = [sum(map(len, ranges)) for ranges in self._sent]
-        layers = map(sum, self._present)
         self._missing = layout.kv_heads * sum(
-            count * present for count, present in zip(counts, layers, strict=True)
+            sum(map(len, ranges)) * sum(present)
+            for ranges, present in zip(self._sent, self._present, strict=True)
         )
 
     @property

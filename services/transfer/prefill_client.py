@@ -67,8 +67,11 @@ class Subscription:
 
     def acknowledge(self, index: int, read_s: float, decode_s: float) -> None:
         """Acknowledge a decoded segment, with the seconds of `pb.SegmentTiming`."""
-        timing = pb.SegmentTiming(read_s=read_s, decode_s=decode_s)
-        done = pb.Acknowledge(sequence=self._sequence, index=index, timing=timing)
+        done = pb.Acknowledge(
+            sequence=self._sequence,
+            index=index,
+            timing=pb.SegmentTiming(read_s=read_s, decode_s=decode_s),
+        )
         self.client.send(pb.PrefillCommand(acknowledge=done))
 
     def put(self, event: pb.PrefillEvent | FetchFailed | None) -> None:

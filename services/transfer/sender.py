@@ -135,7 +135,7 @@ class Sender:
         outgoing.closed = True
         for sent in outgoing.unacknowledged.values():
             if sent.ready is not None:  # else `_settle` releases the slot
-                self._slots[sent.rank].release(sent.ref)
+                self._slots[sent.rank].release(sent.ref, outgoing.reader)
         outgoing.unacknowledged = {
             index: sent for index, sent in outgoing.unacknowledged.items() if sent.ready is None
         }
@@ -167,7 +167,6 @@ class Sender:
     def _plans(self, outgoing: Outgoing, route: Route, chunk: Computed) -> Sequence[SegmentPlan]:
         """Cut the KV heads of a route and the tokens of a chunk into segments."""
         endpoint = self._endpoints[route.sender]
-        kv_heads = len(route.kv_heads)
         return list(
             plan_segments(
                 endpoint.layout,
@@ -176,7 +175,7 @@ class Sender:
                 page_tables=chunk.page_tables,
                 sent=outgoing.sent,
                 capacity=min(outgoing.slot_bytes, endpoint.slot_bytes),
-                bound=partial(endpoint.codecs.max_frame_bytes, kv_heads=kv_heads),
+                bound=partial(endpoint.codecs.max_frame_bytes, kv_heads=len(route.kv_heads)),
                 rank=route.sender,
                 kv_heads=route.kv_heads,
             )
@@ -193,7 +192,7 @@ class Sender:
         """Free the slot of an acknowledged segment."""
         del outgoing.unacknowledged[index]
         self.policy.arrived(outgoing.peer, sent.mode, ready.raw_bytes, ready.length, timing)
-        self._slots[sent.rank].release(sent.ref)
+        self._slots[sent.rank].release(sent.ref, outgoing.reader)
         self._leases.progressed(outgoing.reader, time.monotonic())
         if not outgoing.readable:
             self._leases.pause(outgoing.key)
@@ -249,10 +248,9 @@ class Sender:
         task.add_done_callback(self._tasks.discard)
 
     def _mode_of(self, outgoing: Outgoing, endpoint: KVEndpoint, extent: Extent) -> WireMode:
-        codecs = endpoint.codecs
-        if not codecs.is_coded(extent.plane_group):
+        if not endpoint.codecs.is_coded(extent.plane_group):
             return WireMode.RAW
-        raw_bytes = codecs.raw_bytes(extent)
+        raw_bytes = endpoint.codecs.raw_bytes(extent)
         return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding + 1)
 
     async def _settle(
@@ -274,7 +272,7 @@ class Sender:
             self._record(outgoing, sent, extent, encoded)
         if encoded is None or outgoing.closed:
             del outgoing.unacknowledged[index]
-            self._slots[sent.rank].release(sent.ref)
+            self._slots[sent.rank].release(sent.ref, outgoing.reader)
             self._pump()
             if error is not None and not outgoing.closed:
                 outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")

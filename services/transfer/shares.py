@@ -38,7 +38,6 @@ class SharedSlots:
     def __init__(self, slots: int) -> None:
         self._pool = SlotPool(slots)
         self._held: Counter[str] = Counter()
-        self._readers: dict[SlotRef, str] = {}
 
     @property
     def in_use(self) -> int:
@@ -49,15 +48,12 @@ class SharedSlots:
         """Return a free slot for a reader, or None if there is none within its share."""
         if not may_take(self._held[reader], self._pool.free):
             return None
-        ref = self._pool.acquire()
-        self._readers[ref] = reader
         self._held[reader] += 1
-        return ref
+        return self._pool.acquire()
 
-    def release(self, ref: SlotRef) -> None:
-        """Free a slot. Raises SlotError unless ``ref`` is held."""
+    def release(self, ref: SlotRef, reader: str) -> None:
+        """Free a slot of a reader. Raises SlotError unless ``ref`` is held."""
         self._pool.release(ref)
-        reader = self._readers.pop(ref)
         self._held[reader] -= 1
         if not self._held[reader]:
             del self._held[reader]

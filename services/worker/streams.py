@@ -178,13 +178,19 @@ class StreamSession:
             request = request_from_message(key, start.request)
             deadline_s = deadline_from_message(start.deadline_s)
         except InvalidRequest as error:
-            refusal = error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
-            self._delta(start.stream).error.CopyFrom(refusal)
+            self._delta(start.stream).error.CopyFrom(
+                error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
+            )
             return
-        choices = set(range(request.choices))
-        span = request_span("Decode/StartStream", start)
         stream = Stream(
-            start.stream, key, self, start, request, choices, span, deadline_s=deadline_s
+            number=start.stream,
+            key=key,
+            session=self,
+            start=start,
+            request=request,
+            unfinished=set(range(request.choices)),
+            span=request_span("Decode/StartStream", start),
+            deadline_s=deadline_s,
         )
         self.streams[start.stream] = stream
         self._open(stream)

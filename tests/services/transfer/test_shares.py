@@ -37,11 +37,11 @@ def test_released_slot_can_be_acquired_again() -> None:
     shared = SharedSlots(4)
     first = take_all(shared, "a")
     for ref in first:
-        shared.release(ref)
+        shared.release(ref, "a")
     assert shared.in_use == 0
     assert len(take_all(shared, "b")) == 3
     with pytest.raises(SlotError):
-        shared.release(first[0])
+        shared.release(first[0], "a")
 
 
 @given(
@@ -61,7 +61,7 @@ def test_reader_without_a_slot_always_gets_a_free_one(
             assert (ref is not None) == (free > 0 and (not held or held + 1 <= 3 * (free - 1)))
             refs[reader] += [ref] if ref else []
         elif held:
-            shared.release(refs[reader].pop(0))
+            shared.release(refs[reader].pop(0), reader)
         counts = Counter({reader: len(own) for reader, own in refs.items()})
         assert shared.in_use == counts.total()
         assert max(counts.values()) <= max(1, 3 * slots // 4)

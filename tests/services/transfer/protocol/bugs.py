@@ -54,7 +54,7 @@ def _free_encoded(settle: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         await settle(self, outgoing, index, sent, *rest)
         if index in outgoing.unacknowledged:
-            self._slots[sent.rank].release(sent.ref)
+            self._slots[sent.rank].release(sent.ref, outgoing.reader)
             self._slots[sent.rank] = cast(Any, _Lenient(self._slots[sent.rank]))
             self._pump()
 
@@ -70,10 +70,10 @@ class _Lenient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._slots, name)
 
-    def release(self, ref: SlotRef) -> None:
+    def release(self, ref: SlotRef, reader: str) -> None:
         """Free a slot if it is held."""
-        if ref in self._slots._readers:
-            self._slots.release(ref)
+        if self._slots._pool._held.get(ref.slot) == ref:
+            self._slots.release(ref, reader)
 
 
 def _grant_twice(grants: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +145,8 @@ def _reserve_late(reserve_and_fetch: Callable[..., Any]) -> Callable[..., Any]:
             self._submit(stream, Reserve(stream.request))
 
         with patch.object(stream.session, "push", reserve):
-            await self._fetch_kv(stream, reserved, self._sent_tokens(stream))
+            sent = self._worker.sent_tokens(stream.start.request)
+            await self._fetch_kv(stream, reserved, sent)
 
     return mutated
 
