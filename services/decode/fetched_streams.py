@@ -138,7 +138,6 @@ class FetchedStreams(StreamService):
             FetchFailed: the KV did not arrive.
         """
         digest: asyncio.Future[str] | None = None
-        attributes = {"headrace.prefill_worker": stream.start.prefill.worker_id}
 
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
@@ -150,7 +149,11 @@ class FetchedStreams(StreamService):
                 stream.stages.transfer = times.transfer
                 stream.stages.verify = times.decode_kv
 
-        with stream.span.child("fetch_kv", Kind.CLIENT, attributes) as span:
+        with stream.span.child(
+            "fetch_kv",
+            Kind.CLIENT,
+            {"headrace.prefill_worker": stream.start.prefill.worker_id},
+        ) as span:
             fetch = Fetch(
                 key=stream.key,
                 prefill=stream.start.prefill,

@@ -107,5 +107,6 @@ async def serve(settings: DecodeSettings) -> None:
         worker = DecodeWorker(settings, loaded, endpoints)
         server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
         decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
-        role = Role.COLOCATED if settings.colocated else Role.DECODE
-        await run_worker(worker, server, settings, role)
+        await run_worker(
+            worker, server, settings, Role.COLOCATED if settings.colocated else Role.DECODE
+        )

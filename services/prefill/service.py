@@ -195,13 +195,12 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:
             return
-        fields = job.outgoing.log_fields
 
         def log_digest(digest: "asyncio.Future[str]") -> None:
             if not digest.cancelled() and (error := digest.exception()):
-                log.error("KV digest failed", **fields, error=repr(error))
+                log.error("KV digest failed", **job.outgoing.log_fields, error=repr(error))
             elif not digest.cancelled():
-                log.info("kv computed", **fields, digest=digest.result())
+                log.info("kv computed", **job.outgoing.log_fields, digest=digest.result())
 
         self.digest(job.page_tables, job.outgoing.sent).add_done_callback(log_digest)
 

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
+_PR_SET_TIMERSLACK = 29
 CLOSE_S = 10.0
 """Maximum time to shut NIXL down, after the grace period, in seconds."""
 _MIN_NAP_S = 20e-6
@@ -181,9 +182,10 @@ class TransferAgent:
             PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
             ReadTimeout: the transport may write to ``local`` until `ReadTimeout.drained` is done.
         """
-        remote = (remote_address, length, device)
         return self._call(
-            lambda nixl, future: nixl.read(peer, remote, kind, local, deadline_s, future)
+            lambda nixl, future: nixl.read(
+                peer, (remote_address, length, device), kind, local, deadline_s, future
+            )
         )
 
     def notify(self, peer: str, message: bytes) -> None:
@@ -333,8 +335,7 @@ class TransferAgent:
 def _sleep_precisely() -> None:
     """Let this thread's short pauses end on time; by default, Linux adds up to 50 microseconds."""
     if sys.platform == "linux":
-        set_timer_slack, one_nanosecond = 29, 1
-        ctypes.CDLL(None).prctl(set_timer_slack, one_nanosecond, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # one nanosecond
 
 
 def _poll_delay(since_s: float) -> float:

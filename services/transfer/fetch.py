@@ -111,11 +111,12 @@ class FetchTimes:
             "headrace.kv.wire_bytes": self.wire_bytes,
             "headrace.kv.raw_bytes": self.raw_bytes,
         }
-        reads, decodes = self.reads, self.decodes
         # The busy time is the sum over all segments, which may overlap.
         busy = "headrace.busy_seconds"
-        span.record("transfer", reads.start, reads.end, {**sizes, busy: self.transfer})
-        span.record("decode_kv", decodes.start, decodes.end, {**sizes, busy: self.decode_kv})
+        span.record("transfer", self.reads.start, self.reads.end, {**sizes, busy: self.transfer})
+        span.record(
+            "decode_kv", self.decodes.start, self.decodes.end, {**sizes, busy: self.decode_kv}
+        )
 
 
 @dataclass

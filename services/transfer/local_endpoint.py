@@ -101,7 +101,7 @@ class LocalEndpoint(KVEndpoint):
         payload = codec.EncodeSegment(
             tuple(pages),
             segment.num_tokens,
-            self.slab.offset(segment.slot) + HEADER_BYTES,
+            segment.slot * self.slot_bytes + HEADER_BYTES,
             self.slot_bytes - HEADER_BYTES,
         )
         mode = WireMode.RAW if segment.raw else WireMode.SPLITZIP
@@ -148,7 +148,7 @@ class LocalEndpoint(KVEndpoint):
         payload = codec.DecodeSegment(
             tuple(pages),
             segment.num_tokens,
-            self.slab.offset(slot) + HEADER_BYTES,
+            slot * self.slot_bytes + HEADER_BYTES,
             ready.length - HEADER_BYTES,
             ready.checksum,
             segment.raw,

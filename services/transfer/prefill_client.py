@@ -1,7 +1,7 @@
 """A decode worker's sessions with prefill workers: one session for each worker."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,6 @@ from grpc import aio
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
-from runtime.pages.sent import SentTokens
 from services.common.grpc_server import (
     PING_TIMEOUT_S,
     MessageStream,
@@ -27,7 +26,7 @@ from services.common.grpc_server import (
 from services.common.tls import MutualTls
 from services.transfer.endpoint import KVEndpoint
 from services.transfer.errors import PeerRefused, TransferError
-from services.transfer.fetch import FetchFailed
+from services.transfer.fetch import Fetch, FetchFailed
 from services.transfer.routes import heads_of, routes_between
 
 log = structlog.get_logger()
@@ -36,26 +35,19 @@ log = structlog.get_logger()
 class Subscription:
     """Commands and events of one sequence of a session, which `client` holds."""
 
-    def __init__(
-        self, client: "PrefillClient", sequence: int, request: request_pb2.Request
-    ) -> None:
+    def __init__(self, client: "PrefillClient", sequence: int) -> None:
         self.client = client
         self._sequence = sequence
-        self._request = request
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
 
-    def send_start(self, deadline_s: float, sent: SentTokens, trace: Mapping[str, str]) -> None:
-        """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds.
-
-        Args:
-            sent: tokens and pages to send.
-            trace: headers of the span whose child the prefill worker's span will be; may be empty.
-        """
+    def send_start(self, fetch: Fetch, deadline_s: float) -> None:
+        """Request a prefill, to be ended by the prefill worker after ``deadline_s`` seconds."""
+        trace = fetch.span.headers
         start = pb.StartPrefill(
             sequence=self._sequence,
-            request=self._request,
+            request=fetch.request,
             deadline_s=deadline_s,
-            first_token=sent.first,
+            first_token=fetch.sent.first,
             trace=request_pb2.TraceContext(**trace) if trace else None,
         )
         self.client.send(pb.PrefillCommand(start=start))
@@ -115,7 +107,7 @@ class PrefillClient:
         self._call: MessageStream | None = None
 
     @contextmanager
-    def subscribe(self, request: request_pb2.Request) -> Iterator[Subscription]:
+    def subscribe(self) -> Iterator[Subscription]:
         """Add a sequence to the session; it receives events until the block ends.
 
         The end of the block ends its lease.
@@ -126,7 +118,7 @@ class PrefillClient:
         if not self.alive:
             raise self._lost()
         sequence = next(self._sequences)
-        subscription = self._subscriptions[sequence] = Subscription(self, sequence, request)
+        subscription = self._subscriptions[sequence] = Subscription(self, sequence)
         try:
             yield subscription
         finally:

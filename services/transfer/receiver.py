@@ -138,10 +138,10 @@ class Receiver:
             for endpoint in self._endpoints
         ]
         progress = FetchProgress(coverages)
-        with client.subscribe(fetch.request) as subscription:
+        with client.subscribe() as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start(deadline_s, fetch.sent, fetch.span.headers)
+                subscription.send_start(fetch, deadline_s)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -283,8 +283,9 @@ class Receiver:
         extent = Extent.of(segment)
         rank = segment.reader_rank
         pages = progress.coverages[rank].add(extent)
+        page_group = self._endpoints[0].layout.groups[extent.plane_group].page_group
+        target = fetch.reserved.result().page_tables[page_group][pages.start : pages.stop]
         endpoint, landing = self._endpoints[rank], self.landing[rank]
-        target = self._target(fetch, extent, pages)
         # READs are overdue before the sender's lease expires. Otherwise the sender could reuse a
         # slot during a READ, and a slow link would look like damaged data.
         deadline_s = min(self._read_timeout_s, _LEASE_SHARE * welcome.lease_s)
@@ -301,15 +302,6 @@ class Receiver:
         task = group.create_task(self._pull(pull, fetch, subscription, progress))
         task.add_done_callback(free)
         progress.pulls.append(task)
-
-    def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
-        """Return the ids of the pages into which a segment is decoded.
-
-        Args:
-            pages: indices of the pages within the sequence.
-        """
-        group = self._endpoints[0].layout.groups[extent.plane_group].page_group
-        return fetch.reserved.result().page_tables[group][pages.start : pages.stop]
 
     async def _pull(
         self, pull: Pull, fetch: Fetch, subscription: Subscription, progress: FetchProgress

@@ -161,8 +161,7 @@ class RemoteEndpoint(KVEndpoint):
         return self._call("codec_idle")
 
     def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
-        digest: str = self._call("digest", page_tables, sent).result()
-        return digest
+        return str(self._call("digest", page_tables, sent).result())
 
     def close(self) -> None:
         with self._lock, suppress(OSError):

@@ -290,15 +290,15 @@ class Sender:
         self, outgoing: Outgoing, sent: SentSegment, extent: Extent, encoded: Timed[EncodedSegment]
     ) -> None:
         """Record the times and sizes of an encode."""
-        result, ready = encoded.value, encoded.value.ready
+        ready = encoded.value.ready
         codecs = self._endpoints[sent.rank].codecs
-        outgoing.encodes.add(result.start, result.end)
+        outgoing.encodes.add(encoded.value.start, encoded.value.end)
         self.policy.encoded(sent.mode, ready.raw_bytes, ready.length, encoded.seconds)
         self._metrics.encoded(
             sent.mode,
             ready.raw_bytes,
             ready.length,
-            codecs.escapes(extent, result.escapes),
+            codecs.escapes(extent, encoded.value.escapes),
             ready.encode_s,
             raw_is_faster=self.policy.found_raw_faster(outgoing.peer)
             and codecs.is_coded(extent.plane_group),

@@ -66,10 +66,6 @@ class Slab:
         """Index of the GPU; 0 for host memory."""
         return max(self.buffer.get_device(), 0)
 
-    def offset(self, slot: int) -> int:
-        """Return the offset of a slot in the buffer, in bytes."""
-        return slot * self.slot_bytes
-
     def view(self, slot: int, length: int) -> torch.Tensor:
         """Return the first ``length`` bytes of a slot, ``[length]`` uint8, without copying.
 

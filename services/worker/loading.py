@@ -237,13 +237,12 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
 
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
-    free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     plan, pages = engine.executor.shape.plan, engine.scheduler.pages.total
     log.info(
         "kv pages",
         pages=plan.by_name(pages),
         kv_tokens=plan.max_tokens(pages),
-        memory_left_bytes=free,
+        memory_left_bytes=None if device == "cpu" else torch.cuda.mem_get_info(device)[0],
     )
 
 
@@ -262,6 +261,7 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     loaded = codec.Codebooks.load(Path(settings.codebooks))
     books = {(layer, name): book for layer, name, book in loaded}
     if not SegmentCodecs(model.layout, books).has_codebooks:
-        name = model.kv_format.name
-        raise SettingsError(f"{settings.codebooks} has no codebook for KV format {name}")
+        raise SettingsError(
+            f"{settings.codebooks} has no codebook for KV format {model.kv_format.name}"
+        )
     return books, loaded.id

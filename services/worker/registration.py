@@ -42,9 +42,8 @@ class Registrar:
         self._engine = engine
         self._routers = routers
         self._transfers = transfers
-        headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(
-            headers=headers,
+            headers={"authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(2.0),
             trust_env=False,
             verify=tls.client_context if tls else True,

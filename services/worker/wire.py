@@ -69,8 +69,9 @@ def _sampling_from_message(request: request_pb2.Request) -> SamplingParams:
         if field.name in present or not field.has_presence:
             value = getattr(message, field.name)
             values[field.name] = dict(value) if isinstance(value, Mapping) else value
-    suppressed = request.stop_token_ids if message.min_tokens else ()
-    return SamplingParams(**values, suppressed=frozenset(suppressed))
+    return SamplingParams(
+        **values, suppressed=frozenset(request.stop_token_ids if message.min_tokens else ())
+    )
 
 
 def token_to_message(token: SampledToken) -> pb.Token:
