@@ -33,7 +33,11 @@ log = structlog.get_logger()
 
 
 class Subscription:
-    """Commands and events of one sequence of a session, which `client` holds."""
+    """Commands and events of one sequence of a session.
+
+    Attributes:
+        client: the session.
+    """
 
     def __init__(self, client: "PrefillClient", sequence: int) -> None:
         self.client = client

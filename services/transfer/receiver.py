@@ -288,10 +288,15 @@ class Receiver:
         endpoint, landing = self._endpoints[rank], self.landing[rank]
         # READs are overdue before the sender's lease expires. Otherwise the sender could reuse a
         # slot during a READ, and a slow link would look like damaged data.
-        deadline_s = min(self._read_timeout_s, _LEASE_SHARE * welcome.lease_s)
         pull = Pull(
-            *(self.announced, endpoint, sender, segment, target, fetch, welcome),
-            deadline_s=deadline_s,
+            self.announced,
+            endpoint,
+            sender,
+            segment,
+            target,
+            fetch,
+            welcome,
+            deadline_s=min(self._read_timeout_s, _LEASE_SHARE * welcome.lease_s),
         )
         slot = landing.land(fetch.key)
         pull.start(slot)

@@ -67,8 +67,9 @@ def warm_up_codec(rank: LoadedRank, slab: Slab) -> int:
 def _kinds_of_segments(rank: LoadedRank, slot_bytes: int) -> list[SegmentPlan]:
     """Return the longest segment for each pair of a plane group and a number of layers."""
     layout, codecs = rank.executor.cache.layout, rank.codecs
-    total = rank.executor.shape.options.pages
-    pages = min(layout.plan.full(rank.sizes.limits.chunk_tokens), *total)
+    pages = min(
+        layout.plan.full(rank.sizes.limits.chunk_tokens), *rank.executor.shape.options.pages
+    )
     longest: dict[tuple[int, int], SegmentPlan] = {}
     for count in range(1, pages + 1):
         for lacking in (0, 1, layout.page_size - 1):

@@ -94,8 +94,10 @@ class Worker(ABC):
     def page_bytes(self) -> dict[str, int]:
         """Bytes of a page of each page group, by name, on all ranks together."""
         sizes = zip(*(each.layout.page_bytes.groups for each in self.endpoints), strict=True)
-        groups = self.engine.page_plan.groups
-        return {group.name: sum(each) for group, each in zip(groups, sizes, strict=True)}
+        return {
+            group.name: sum(each)
+            for group, each in zip(self.engine.page_plan.groups, sizes, strict=True)
+        }
 
     @property
     def stalled_s(self) -> dict[str, float]:

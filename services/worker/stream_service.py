@@ -41,7 +41,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
 
     def open(self, stream: Stream) -> None:
         """Check a new stream and admit it, or end it with an error."""
-        start, session = stream.start, stream.session
+        start = stream.start
         me = self._worker.identity
         if start.epoch != me.epoch:
             self._fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker has restarted")
@@ -54,7 +54,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
             return
         stream.expiry = asyncio.get_running_loop().call_later(
             stream.deadline_s,
-            session.fail,
+            stream.session.fail,
             stream,
             error_pb2.ERROR_CODE_DEADLINE,
             "the request's deadline passed",
