@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.kv import groups
 from runtime.kv.cache import CacheLayout, PagedCache
-from runtime.kv.compressed import CompressedFormat
+from runtime.kv.compressed import COMPRESSED, FULL_PRECISION, CompressedFormat
 from runtime.kv.dense import DenseFormat
-from runtime.kv.registry import COMPRESSED
+from runtime.kv.registry import COMPRESSED as COMPRESSED_FORMATS
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.build import build_model
 from runtime.models.model import Model
@@ -71,7 +70,7 @@ def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator
     for position in range(PROMPT, END):
         if poison:
             for plane, tensor in zip(model.layout.planes, cache.planes, strict=True):
-                if plane[1].group != groups.COMPRESSED:
+                if plane[1].group != COMPRESSED:
                     tensor[SINK_PAGES : first_recent(position, PAGE)] = torch.nan
         more = [[-1] * SINK_PAGES + stored] * (len(cache.pages) - 1)
         piece = SequenceSlice(tokens[position : position + 1], position, pages, more_pages=more)
@@ -129,12 +128,12 @@ def test_leaving_page_can_be_encoded_before_a_step(length: int, page: int | None
     assert compressed.encoded == expected
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("name", COMPRESSED_FORMATS)
 def test_built_in_formats_have_a_cache_layout(name: str) -> None:
-    compressed = COMPRESSED[name](CONFIG)
+    compressed = COMPRESSED_FORMATS[name](CONFIG)
     planes = windowed_model(compressed).layout.layers[0]
-    assert {plane.group for plane in planes[:2]} == {groups.FULL_PRECISION}
-    assert {plane.group for plane in planes[2:]} == {groups.COMPRESSED}
+    assert {plane.group for plane in planes[:2]} == {FULL_PRECISION}
+    assert {plane.group for plane in planes[2:]} == {COMPRESSED}
     stored = compressed.planes(0, PAGE)
     assert [plane.name for plane in planes[2:]] == [f"{plane.name}_stored" for plane in stored]
 
