@@ -73,8 +73,7 @@ def test_graphs_give_the_tokens_of_their_launches(
     model = created(name, tmp_path)
     assert model.kv_format.graph_safe
     found = played(model, pages, stored)
-    for module in ("decode", "mixed"):
-        monkeypatch.setattr(f"runtime.steps.{module}.capture", lambda run, pool: run)
+    monkeypatch.setattr("runtime.graphs.capture.capture", lambda run, pool: run)
     compare(found, played(model, pages, stored), set())
 
 
@@ -91,6 +90,5 @@ def test_graphs_give_the_tokens_of_their_launches_after_an_eviction(
     exact = played(model, 80, stored)
     assert found.tokens["r8", 0][0] == exact.tokens["r8", 0][0]
     assert found.tokens["r8", 0] != exact.tokens["r8", 0]
-    for module in ("decode", "mixed"):
-        monkeypatch.setattr(f"runtime.steps.{module}.capture", lambda run, pool: run)
+    monkeypatch.setattr("runtime.graphs.capture.capture", lambda run, pool: run)
     compare(found, played(model, 80, stored, 0.5), set())
