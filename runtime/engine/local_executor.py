@@ -35,6 +35,8 @@ class LocalExecutor(Executor):
         self.device = model.device
         plan = model.layout.plan
         pages = options.pages
+        if len(pages) != len(plan.groups):
+            raise ValueError(f"{len(pages)} numbers of pages for {len(plan.groups)} page groups")
         self.cache = model.new_cache(pages.plus(plan.null_pages) if options.replay else pages)
         self.steps: StepReplay | DirectSteps = (
             StepReplay(model, self.cache, options)

@@ -316,7 +316,7 @@ class Scheduler:
         self._waiting.requeue(group)
 
     def _rewind(self, sequences: Iterable[SequenceState]) -> None:
-        """Move the tokens after those that prefill computes to `SequenceState.forced`."""
+        """Move to `SequenceState.forced` the tokens that prefill will not compute."""
         for sequence in sequences:
             known, prompt = len(sequence.tokens), sequence.request.prompt_tokens
             sequence.rewind(self.pages.plan.prefilled(known, prompt, sequence.evicts))

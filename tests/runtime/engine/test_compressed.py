@@ -231,9 +231,11 @@ def test_free_pages_of_all_groups_are_reported(model: Model) -> None:
         ("int4", (4, 0), "at least one page"),
     ],
 )
+@pytest.mark.parametrize("replay", [False, True])
 def test_there_must_be_pages_of_all_groups_of_the_format(
-    name: str, pages: tuple[int, ...], fault: str
+    name: str, pages: tuple[int, ...], fault: str, replay: bool
 ) -> None:
     model = build_model(tiny_checkpoint(), kv_format=name)
+    options = EngineOptions(PageCount(*pages), Limits(4, 4, 64, 64), replay=replay)
     with pytest.raises(ValueError, match=fault):
-        Engine(LocalExecutor(model, EngineOptions(PageCount(*pages), Limits(4, 4, 64, 64))))
+        Engine(LocalExecutor(model, options))
