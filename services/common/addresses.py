@@ -5,6 +5,10 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
+_MAX_IP_LENGTH = 64
+"""Maximum length of the text of an IPv6 address with a zone. Text of clients is not kept if it is
+longer."""
+
 
 def bracketed(host: str) -> str:
     """Return the host as in ``host:port``, with an IPv6 address in brackets."""
@@ -19,14 +23,18 @@ def without_port(host: str) -> str:
     return bare.partition(":")[0] if bare.count(":") == 1 else bare
 
 
-@lru_cache(4096)
 def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
     """Return an IP address without its zone, or None for other text.
 
     The IPv4 address is returned for an IPv4-mapped one, such as ``::ffff:127.0.0.1``.
     """
+    return _parse_ip(text) if len(text) <= _MAX_IP_LENGTH else None
+
+
+@lru_cache(4096)
+def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        address = ip_address(text.partition("%")[0])
+        address = ip_address(text.partition("%")[0] if ":" in text else text)
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
