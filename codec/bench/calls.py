@@ -1,7 +1,7 @@
 """Benchmark of small codec calls on a GPU: their speed, and their time on the host and the device.
 
-Calls follow one another on one CUDA stream, up to six in flight, and every result is read. They
-rotate through 512 MiB of pages, so that the data are not in the L2 cache. Page ids are tuples that
+Calls follow one another on one or two CUDA streams, up to six in flight on each, and every result
+is read. They rotate through 512 MiB of pages, so that the data are not in the L2 cache. Page ids are tuples that
 repeat, as they do for the layer groups of a prompt.
 """
 
@@ -112,7 +112,11 @@ def _row(segments: int, mib: int, streams: int, copied: float) -> CallRow:
 
 
 def _measured(call: Call, streams: int) -> tuple[float, float, float]:
-    """Return microseconds per call: total of back-to-back calls, host time, and device time."""
+    """Return three medians in microseconds per call.
+
+    These are the elapsed time of back-to-back calls, and the host time and the device time of
+    single calls.
+    """
     queues = [torch.cuda.Stream() for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     def run(calls: int) -> float:

@@ -267,7 +267,7 @@ def current_stream_of(device: torch.device) -> int:
 
 @cache
 def graphs_of(device: torch.device, stream: int, shape: PlaneShape) -> Graphs:
-    """Return the graphs for planes of a shape on a CUDA stream, which must be the current one."""
+    """Return the graphs for planes of a shape on the current CUDA stream, given by its handle."""
     return Graphs(shape, device, *_resources_of(device, stream))
 
 

@@ -154,7 +154,7 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """Return the number of parameters of all linears, divided by that of the dense model.
+    """Return the fraction of the dense model's parameters of linears that a checkpoint has.
 
     A V shared by several linears is counted once. Biases are not counted.
     """

@@ -38,7 +38,7 @@ _STAMP = _stamp_of(Path(__file__).parents[1])
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """numba's cache on disk, except that a full disk does not fail the call of a function."""
+    """numba's cache on disk. If it cannot be written, a warning is logged."""
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

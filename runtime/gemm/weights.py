@@ -204,7 +204,7 @@ class _Packer:
     def matrix(
         self, weight: Tensor, bias: Tensor | None = None, inner_column: int = -1
     ) -> PackedMatrix:
-        """Return the matrix with aligned rows, copied only if it is not aligned already."""
+        """Pack a weight and its bias. Rows are padded to lines unless they are aligned already."""
         weight = self.moved(weight)
         aligned = weight.shape[1] % VECTOR_ELEMENTS == 0 and weight.stride(0) % LINE_ELEMENTS == 0
         if not aligned or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:

@@ -61,7 +61,7 @@ class _Line(Generic[_Item]):
     urgencies: list[Any] = field(default_factory=list)
 
     def rank(self, urgency: object) -> _Rank[_Item]:
-        """Return the items with this urgency; create the rank if there is none."""
+        """Return the rank of this urgency; create it if there is none."""
         if (rank := self.ranks.get(urgency)) is None:
             rank = self.ranks[urgency] = _Rank()
             insort(self.urgencies, urgency)

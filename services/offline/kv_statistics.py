@@ -29,7 +29,7 @@ def kv_statistics(
         tokenizer: name or path of the model that has the tokenizer.
         out: folder to write to.
         keep_kv: whether to write the planes in bf16 to ``kv.pt``, for the codec's benchmark.
-        device: auto, cpu or cuda; the codec is measured on the CPU.
+        device: device of the model: auto, cpu or cuda. The codec runs on the CPU.
 
     Raises:
         SettingsError: if matplotlib is missing, before anything is computed.

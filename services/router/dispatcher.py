@@ -109,7 +109,8 @@ class Dispatcher:
     def _admit(self, call: PendingPlacement) -> None:
         """Refuse a queued call that would wait too long.
 
-        If the queue is full, refuse it or the last call of the tenant with the most queued tokens.
+        If the queue is full, refuse the last call of the tenant with the most queued tokens for its
+        weight; if that is the tenant of this call, refuse this call.
         """
         if refusal := self.admission.refusal(self.queue, call):
             self._answer(call, refusal)

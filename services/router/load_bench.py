@@ -1,7 +1,7 @@
 """CPU time of the dispatcher with many workers and a long queue, without HTTP.
 
-Requests are placed and end at a constant rate, and as many arrive, so that the length of the queue
-is constant. Every worker sends four heartbeats in a second. The times of the events are simulated,
+Requests arrive, are placed and end at the same constant rate, so that the length of the queue is
+constant. Every worker sends four heartbeats in a second. The times of the events are simulated,
 and the CPU time of each event is measured. One process handles them in order, so that a heartbeat
 may wait for other events.
 """

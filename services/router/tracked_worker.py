@@ -1,4 +1,4 @@
-"""One epoch of a registered worker: its last heartbeat, and placements that it does not list."""
+"""One epoch of a worker: its last heartbeat, and the placements that no heartbeat has listed."""
 
 from dataclasses import dataclass, field
 from math import ceil

@@ -119,7 +119,7 @@ class TransferAgent:
         started.result()
 
     @property
-    def busy_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since the transfer thread began its current round of calls; 0 while it waits."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since

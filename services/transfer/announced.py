@@ -73,9 +73,9 @@ class AnnouncedSegments:
         self._start(peer, ready, keep=True)
 
     def _start(self, peer: str, ready: pb.SegmentReady, *, keep: bool) -> None:
-        """Start a READ.
+        """Start the READ of a segment if it is announced and was not started yet.
 
-        Store the message if the segment is not announced yet and ``keep`` is true.
+        If it is not announced and ``keep`` is true, store the message.
         """
         key = _key(peer, ready)
         with self._lock:

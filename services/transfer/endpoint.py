@@ -71,7 +71,7 @@ class KVEndpoint(ABC):
 
     @property
     @abstractmethod
-    def busy_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since the transfer thread made progress; 0 while it waits."""
 
     @abstractmethod

@@ -124,7 +124,7 @@ class FetchProgress:
     """Progress of one fetch.
 
     Attributes:
-        coverages: what has arrived on each rank.
+        coverages: for each rank, the KV that the announced segments hold.
         expected: total number of segments, once it is known.
         pulls: tasks of the segments announced so far.
         computing: whether the start of the computation was announced.

@@ -63,8 +63,8 @@ class LocalEndpoint(KVEndpoint):
         )
 
     @property
-    def busy_s(self) -> float:
-        return self.agent.busy_s
+    def stalled_s(self) -> float:
+        return self.agent.stalled_s
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
         return self.agent.add_peer(name, metadata)

@@ -113,7 +113,7 @@ def _segment_shape(
 
 
 class Coverage:
-    """Records which (plane group, page, layer, KV head) cells of a sequence have arrived on a rank.
+    """Records which (plane group, page, layer, KV head) cells of a sequence are announced to a rank.
 
     Args:
         sent: tokens and pages of the sequence that are sent.
@@ -134,7 +134,7 @@ class Coverage:
             len(layout.layers),
             layout.kv_heads,
         )
-        self._arrived = np.zeros(shape, dtype=np.bool_)
+        self._announced = np.zeros(shape, dtype=np.bool_)
         self._missing = layout.kv_heads * sum(
             sum(map(len, ranges)) * sum(present)
             for ranges, present in zip(self._sent, self._present, strict=True)
@@ -142,11 +142,11 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell has arrived."""
+        """Whether every cell is announced."""
         return self._missing == 0
 
     def add(self, extent: Extent) -> range:
-        """Record that the cells of a segment have arrived.
+        """Record that the cells of a segment are announced.
 
         Returns:
             Indices of the segment's pages within the sequence.
@@ -158,14 +158,14 @@ class Coverage:
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)
-        cells = self._arrived[
+        cells = self._announced[
             extent.plane_group,
             pages.start : pages.stop,
             layers.start : layers.stop,
             heads.start : heads.stop,
         ]
         if cells.any():
-            raise ForeignSegment(f"part of {extent} arrived twice")
+            raise ForeignSegment(f"part of {extent} announced twice")
         cells[...] = True
         self._missing -= cells.size
         return pages
@@ -198,7 +198,7 @@ class Coverage:
 
     def _heads(self, extent: Extent) -> range:
         """Return the KV heads of a segment, counted from the first of the rank."""
-        first, count, kv_heads = extent.first_kv_head, extent.num_kv_heads, self._arrived.shape[3]
+        first, count, kv_heads = extent.first_kv_head, extent.num_kv_heads, self._announced.shape[3]
         first -= self._first_kv_head
         if count < 1 or first < 0 or first + count > kv_heads:
             raise ForeignSegment(

@@ -98,13 +98,13 @@ class RemoteEndpoint(KVEndpoint):
         self._thread.start()
 
     @property
-    def busy_s(self) -> float:
-        """`KVEndpoint.busy_s` in the last answer, or the seconds without an answer."""
+    def stalled_s(self) -> float:
+        """`KVEndpoint.stalled_s` in the last answer, or the seconds without an answer."""
         now, probe = time.monotonic(), self._probe
         if probe is not None and not probe.done():
             return now - self._probed_at
         self._probed_at = now
-        self._probe = self._call("busy_s")
+        self._probe = self._call("stalled_s")
         return 0.0 if probe is None or probe.exception() else probe.result()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":

@@ -1,15 +1,14 @@
 """The memory of a worker's KV page pools.
 
-Page groups that hold a window of each sequence (`runtime.pages.sizes`) need pages for the windows
-of a full batch, and for prompts until they are complete. A worker gets as many of these pages as
-its batch needs in addition to one prompt, but at most half of the memory. The prompt has the
-maximum length, or at most `PREEMPTED_TOKENS` on a worker that receives the KV of prompts. On a
-prefill worker, which keeps prompts until they are read, these pages get half of the memory. The
-other groups get the rest.
+Page groups that hold sinks and windows (`runtime.pages.sizes`) need a bounded number of pages: the
+windows of a full batch, and all pages of one prompt until it is complete. They get that many, but
+at most half of the memory. The prompt is assumed to have the maximum length; on a worker that only
+receives KV, at most `PREEMPTED_TOKENS`. A prefill worker keeps many prompts until they are read, so
+these groups get half of its memory. The other groups get the rest.
 
-With a compressed KV format, the number of long sequences that a worker holds therefore grows with
-the compression ratio if its batch is not much larger: windows of unused batch slots are not
-available for them.
+Windows are reserved for every batch slot, used or not. With a compressed KV format, a worker
+therefore holds more long sequences in proportion to the compression ratio only if ``max_running``
+is not much larger than the number of long sequences that fit.
 """
 
 from dataclasses import dataclass

@@ -104,7 +104,7 @@ class Worker(ABC):
         """Seconds since each thread made progress in its current step, by name; 0 without work."""
         return {
             "engine": self.engine.stalled_s,
-            "transfer": max(endpoint.busy_s for endpoint in self.endpoints),
+            "transfer": max(endpoint.stalled_s for endpoint in self.endpoints),
         }
 
     def stalled(self, limit_s: float) -> str | None:

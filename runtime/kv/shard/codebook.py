@@ -49,7 +49,7 @@ def train(values: Tensor, seed: int) -> Tensor:
 
 
 def quantize(values: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest entries and the norms of heads.
+    """Quantize heads: normalize them, and choose the nearest entry for each 4 elements.
 
     Args:
         values: bf16 or fp32 ``[p, kv_heads, n, dim]``.

@@ -164,7 +164,7 @@ def attend4(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """See `runtime.kv.kernels.windowed`."""
+    """`ATTEND` of ``stream4``; see `runtime.kv.kernels.windowed`."""
     k, v, k_norm, v_norm, levels, _ = planes
     q1, q2, q3, q4 = transformed_queries(queries)
     acc1, m, l = no_keys(queries.shape[0], DIM // 4)

@@ -36,7 +36,7 @@ class Agent:
 
     name = "second"
     metadata = connection_metadata = b"metadata"
-    busy_s = 3.0
+    stalled_s = 3.0
 
     def __init__(self) -> None:
         self.fault: Future[None] = Future()
@@ -198,9 +198,9 @@ def test_encode_whose_step_never_comes_fails(encoding_sides: Sides) -> None:
 
 
 def test_busy_time_is_that_of_the_other_process(sides: Sides) -> None:
-    assert sides.remote.busy_s == 0.0
+    assert sides.remote.stalled_s == 0.0
     sides.remote.codec_idle().result(LIMIT_S)
-    assert sides.remote.busy_s == 3.0
+    assert sides.remote.stalled_s == 3.0
 
 
 def test_close_ends_the_other_side_without_a_fault(sides: Sides) -> None:
