@@ -2,8 +2,8 @@
 
 For sweeps, the intervals of ratios are computed from the variation between runs, on logarithms.
 Runs are paired if both sides used the same seeds, because both then sent the same requests; in an
-open loop, also at the same times. A closed loop is not compared with an open one: its load depends on the
-server. For single runs, intervals are computed by resampling the requests
+open loop, also at the same times. A closed loop is not compared with an open one: its load depends
+on the server. For single runs, intervals are computed by resampling the requests
 (`statistics.bootstrap`).
 """
 

@@ -1,8 +1,8 @@
 """Benchmark of small codec calls on a GPU: their speed, and their time on the host and the device.
 
 Calls follow one another on one or two CUDA streams, up to six in flight on each, and every result
-is read. They rotate through 512 MiB of pages, so that the data are not in the L2 cache. Page ids are tuples that
-repeat, as they do for the layer groups of a prompt.
+is read. They rotate through 512 MiB of pages, so that the data are not in the L2 cache. Page ids
+are tuples that repeat, as they do for the layer groups of a prompt.
 """
 
 import statistics

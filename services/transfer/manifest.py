@@ -113,7 +113,7 @@ def _segment_shape(
 
 
 class Coverage:
-    """Records which (plane group, page, layer, KV head) cells of a sequence are announced to a rank.
+    """Records which (plane group, page, layer, KV head) cells of a sequence a rank was announced.
 
     Args:
         sent: tokens and pages of the sequence that are sent.

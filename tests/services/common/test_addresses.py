@@ -1,10 +1,11 @@
-"""Addresses under which a worker is reached."""
+"""Addresses under which processes are reached."""
 
 import socket
 
 import pytest
 
-from services.common.addresses import address_towards, bracketed, is_unspecified
+from services.common import addresses
+from services.common.addresses import address_towards, bracketed, is_unspecified, parse_ip
 from services.prefill.settings import PrefillSettings
 from services.worker import settings as worker_settings
 
@@ -22,6 +23,27 @@ def test_ipv6_addresses_have_brackets(host: str, written: str) -> None:
 def test_unspecified_hosts_are_all_interfaces(host: str) -> None:
     assert is_unspecified(host)
     assert not any(map(is_unspecified, ("127.0.0.1", "::1", "worker-0", "10.0.0.0")))
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("127.0.0.1%eth0", None),
+        ("localhost", None),
+    ],
+)
+def test_zones_are_ignored_only_after_ipv6_addresses(text: str, address: str | None) -> None:
+    parsed = parse_ip(text)
+    assert (None if parsed is None else str(parsed)) == address
+
+
+def test_text_that_is_too_long_for_an_address_is_not_kept() -> None:
+    before = addresses._parse_ip.cache_info()
+    assert parse_ip("1" * 10_000) is None
+    assert addresses._parse_ip.cache_info() == before
 
 
 @pytest.mark.parametrize("url", [UNKNOWN, "http://[", "http://127.0.0.1:99999", "router"])
