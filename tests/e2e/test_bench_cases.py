@@ -68,7 +68,7 @@ def test_replicas_share_the_load_equally(tmp_path: Path) -> None:
     assert row["summary"]["measures"]["tpot"]["p50"] >= 0.9 * ITL_S
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_ends_runs_whose_objectives_are_out_of_reach(tmp_path: Path) -> None:
     with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S)) as server:
         hopeless = Traffic("fixed:16", 30.0, 0.0, ttft_s=TTFT_S / 2, tpot_s=10)
@@ -108,7 +108,7 @@ def test_rate_is_measured_again_after_all_clients_have_hung_up(tmp_path: Path) -
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mixes_keep_the_requests_in_flight(tmp_path: Path) -> None:
     with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S)) as server:
         case = Mixes(("imdb", "pg19"), tokens=40, concurrency=(1, 4), requests=3)

@@ -150,7 +150,7 @@ def document(folder: Path) -> dict[str, Any]:
     return dict(orjson.loads((folder / "comparison.json").read_bytes()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sweeps_of_concurrencies_are_compared(tmp_path: Path) -> None:
     """The servers have two slots."""
     folders = [tmp_path / "slow", tmp_path / "fast"]

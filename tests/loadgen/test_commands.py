@@ -11,7 +11,7 @@ from tests.loadgen.synthetic import Behaviour, Outcome, closed_port, serving
 LENGTHS = ("--input", "fixed:5", "--output", "fixed:8", *ANY_LAG)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_sweeps_are_compared(tmp_path: Path) -> None:
     """The servers have one slot and complete ten and twenty requests per second."""
     folders = []

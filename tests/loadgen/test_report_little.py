@@ -79,6 +79,7 @@ def test_nearly_empty_sweeps_have_a_report() -> None:
     assert "0" in compare_page(comparison_of(one, one) | {"rows": []})
 
 
+@pytest.mark.long
 def test_report_size_is_bounded_for_long_runs(tmp_path: Path) -> None:
     pages = []
     for seconds in (100, 2000):

@@ -111,6 +111,7 @@ def test_attainment_is_shown_for_each_objective() -> None:
     ]
 
 
+@pytest.mark.long
 def test_server_metrics_and_faults_are_shown_if_present() -> None:
     server = {
         "stages": {"prefill": 0.03, "decode & more": 0.01},

@@ -41,7 +41,7 @@ print(made.metadata.shared)
 ON_HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(32, 8, 128, 16), (9, 3, 64, 8)], ids=str)
 def test_kernel_compiles_and_fits_shared_memory(shape: tuple[int, ...]) -> None:
     """``shape``: query heads, KV heads, head dimension, page size."""

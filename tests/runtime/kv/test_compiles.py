@@ -86,6 +86,7 @@ for kernel, programs, heads, warps, stages in (
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -49,6 +49,7 @@ SHARED = 227 * 1024
 """Maximum bytes of shared memory per program on an H100 or H200."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape",
     [(32, 32, 128, 1, 4), (32, 8, 128, 1, 16), (32, 8, 128, 8, 2), (9, 3, 64, 2, 22),

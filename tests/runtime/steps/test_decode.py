@@ -39,6 +39,7 @@ Sent = st.tuples(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(sent=st.lists(Sent, max_size=25), pages=st.integers(4, 16), running=st.integers(1, 9))
 def test_replay_output_equals_output_without_replay(

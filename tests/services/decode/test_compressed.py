@@ -1,5 +1,7 @@
 """A colocated worker with a compressed KV format serves requests."""
 
+import pytest
+
 from headrace.v1 import decode_pb2, error_pb2
 from tests.services.workers import (
     LIMIT_S,
@@ -24,6 +26,7 @@ def start_of(decode: Decode, number: int, max_tokens: int = 40) -> decode_pb2.St
     )
 
 
+@pytest.mark.long
 async def test_colocated_worker_answers_and_its_pages_return(site: Site) -> None:
     worker = (decode := await site.decode(colocated=True, kv_format="int4")).worker
     sessions = [start_stream(worker.service, start_of(decode, number)) for number in range(3)]

@@ -19,6 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_model(tmp_path_factory.mktemp("calibrate") / "model"))
 
 
+@pytest.mark.long
 def test_codebooks_depend_on_the_text(model: str, tmp_path: Path) -> None:
     first, second, out = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "codebooks.json"
     first.write_text(ENGLISH * 300)

@@ -60,6 +60,7 @@ def test_same_seed_repeats_a_run() -> None:
     assert ends(1) == ends(1) != ends(2)
 
 
+@pytest.mark.long
 def test_shortest_queue_reduces_the_tail() -> None:
     rows = {row.policy: row for row in compare("arxiv", range(3), 500, 0.75, 1 / 16)}
     assert rows["random"].to_random == 1.0

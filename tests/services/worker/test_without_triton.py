@@ -32,6 +32,7 @@ for kv_format in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_models_run_on_the_cpu_without_triton() -> None:
     formats = ["dense", *COMPRESSED]
     command = [sys.executable, "-c", _PROGRAM, *formats]
