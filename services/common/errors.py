@@ -17,9 +17,11 @@ ServiceError                     base of the errors that end a request
 SettingsError                    a service cannot start with its settings
 """
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import grpc
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 _OF_STATUS: dict[int, tuple[str, grpc.StatusCode]] = {
     400: ("invalid_request_error", grpc.StatusCode.INVALID_ARGUMENT),
@@ -158,3 +160,13 @@ class InternalFault(ServiceError):
 
 class SettingsError(Exception):
     """A service cannot start with its settings."""
+
+
+def detached(error: _Error) -> _Error:
+    """Return an error without its traceback and without the error that it was raised from.
+
+    Their frames hold the request. An error that the state of a call stores would keep them in
+    memory until a garbage collection.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from services.common.client_limit import ClientLimit
-from services.common.errors import Overloaded
+from services.common.errors import Overloaded, detached
 from services.common.fair_slots import FairSlots
 
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -149,10 +149,8 @@ class CallLimiter(aio.ServerInterceptor):
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
             except aio.AbortError as error:
-                # gRPC stores the error in the call. A traceback would form a reference cycle with
-                # its frames, and keep the request in memory until a garbage collection.
                 request = None
-                raise error.with_traceback(None) from None
+                raise detached(error) from None  # gRPC stores it in the call
             except DecodeError:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded"

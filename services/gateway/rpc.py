@@ -21,6 +21,7 @@ from services.common.errors import (
     InvalidRequest,
     ServiceError,
     TooLarge,
+    detached,
 )
 from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
@@ -137,9 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             try:
                 yield
             except ServiceError as error:
-                # The frames of a traceback hold the request. With `failure`, they would form a
-                # reference cycle, and keep the request in memory until a garbage collection.
-                failure = error.with_traceback(None)
+                failure = detached(error)
             except Exception:
                 failure = InternalFault("internal error")
                 log.exception("unexpected error in a call")

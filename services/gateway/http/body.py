@@ -52,8 +52,9 @@ async def read_body(
             async for chunk in chunks:
                 if len(body) + len(chunk) > limit:
                     raise too_large
-                grow(len(chunk))
-                body += chunk
+                if chunk:  # the last one is empty
+                    grow(len(chunk))
+                    body += chunk
     except ClientDisconnect:
         raise ClientGone("the client disconnected before its request was complete") from None
     except TimeoutError:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import ClientGone, InternalFault, ServiceError
+from services.common.errors import ClientGone, InternalFault, ServiceError, detached
 from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
 from services.gateway.http.other_paths import path_error
@@ -89,7 +89,7 @@ class RequestMiddleware:
 async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler. A `ServiceError` keeps its status; any other exception becomes a 500."""
     expected = error if isinstance(error, ServiceError) else InternalFault("internal error")
-    request.state.error = expected
+    request.state.error = detached(expected)
     return error_response(expected)
 
 

@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import ServiceError
+from services.common.errors import ServiceError, detached
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http.formatting import (
     EventWriter,
@@ -69,7 +69,7 @@ class GenerationResponse(Response):
                 raise
             if self._ended:  # the deadline passed just after the response was complete
                 return
-            scope["state"]["error"] = error
+            scope["state"]["error"] = detached(error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
                     event = format_event(error.body())

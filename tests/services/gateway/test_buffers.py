@@ -1,12 +1,9 @@
 """Memory of request bodies: bounded in total, shared among owners, and returned."""
 
 import asyncio
-import gc
 import json
-import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -19,8 +16,6 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
 from services.common.errors import Overloaded, SettingsError
 from services.gateway.buffers import Buffers
-from services.gateway.prompts import PromptTokenizer
-from services.gateway.rpc import InferenceServicer
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import say, until
@@ -118,43 +113,3 @@ async def test_grpc_messages_use_the_same_memory(open_site: OpenSite) -> None:
     async with asyncio.timeout(20):
         assert [r async for r in stub.Generate(pb.GenerateRequest(text="x" * 6000))]
     assert site.gateway.buffers.held.total() == 0
-
-
-class _Held:
-    """An object in a frame that handles a request. It exists as long as the frame does."""
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-async def test_refused_requests_are_freed_without_a_garbage_collection(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handled: list[weakref.ref[_Held]] = []
-    for owner, name in ((InferenceServicer, "_generate"), (PromptTokenizer, "encode_prompt")):
-        monkeypatch.setattr(owner, name, held_during(getattr(owner, name), handled))
-    text = "hello " * 100_000
-    stub = inference_pb2_grpc.InferenceStub(site.rpc)
-    with without_collections():
-        with pytest.raises(aio.AioRpcError):
-            await stub.Generate(pb.GenerateRequest(text=text)).read()
-        assert (await site.http.post("/v1/completions", json={"prompt": text})).status_code == 400
-        await until(lambda: [held() for held in handled] == [None] * 3, 5)
-
-
-def held_during(call: Any, handled: list[weakref.ref[_Held]]) -> Any:
-    """Return ``call`` with an object in the frame of its caller."""
-
-    async def wrapped(*arguments: Any) -> Any:
-        held = _Held()
-        handled.append(weakref.ref(held))
-        return await call(*arguments)
-
-    return wrapped
