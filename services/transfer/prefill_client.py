@@ -264,6 +264,8 @@ class PrefillClients:
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
             raise
+        for sender in welcome.endpoints:
+            sender.ClearField("agent_metadata")  # READs send the rest to the processes of ranks
         client = PrefillClient(worker, welcome, self._sequences)
         run = asyncio.create_task(self._run(client, call, channel))
         self._runs.add(run)

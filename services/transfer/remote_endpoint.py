@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import structlog
@@ -248,8 +249,13 @@ def serve_endpoint(connection: Connection, endpoint: KVEndpoint) -> None:
     lock = threading.Lock()
 
     def send(answer: _Answer) -> None:
+        try:
+            message = ForkingPickler.dumps(answer)
+        except Exception as error:  # noqa: BLE001 - any error of a class that cannot be pickled
+            what = answer.error or error
+            message = ForkingPickler.dumps(_Answer(answer.number, error=TransferError(repr(what))))
         with lock, suppress(OSError):  # the other process may have closed its end
-            connection.send(answer)
+            connection.send_bytes(message)
 
     connection.send(
         _Description(endpoint.layout, endpoint.slot_bytes, endpoint.readable, endpoint.connection)

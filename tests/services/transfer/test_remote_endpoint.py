@@ -16,7 +16,7 @@ from runtime.kv.cache import PagedCache
 from runtime.pages.plan import PageCount
 from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
-from services.transfer.errors import PeerLost, ReadTimeout, TransferClosed
+from services.transfer.errors import PeerLost, ReadTimeout, TransferClosed, TransferError
 from services.transfer.frame import FrameHeader
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.nixl_agent import ReadDone
@@ -197,7 +197,7 @@ def test_encode_whose_step_never_comes_fails(encoding_sides: Sides) -> None:
         encoding_sides.encode(after=0).result(LIMIT_S)
 
 
-def test_busy_time_is_that_of_the_other_process(sides: Sides) -> None:
+def test_stall_is_that_of_the_other_process(sides: Sides) -> None:
     assert sides.remote.stalled_s == 0.0
     sides.remote.codec_idle().result(LIMIT_S)
     assert sides.remote.stalled_s == 3.0
@@ -217,6 +217,15 @@ def test_close_ends_the_other_side_without_a_fault(sides: Sides) -> None:
 def test_fault_of_the_other_process_is_reported(sides: Sides) -> None:
     sides.agent.fault.set_exception(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
+        sides.remote.fault.result(LIMIT_S)
+
+
+def test_fault_that_cannot_be_pickled_is_reported(sides: Sides) -> None:
+    class Local(BaseException):
+        pass
+
+    sides.agent.fault.set_exception(Local("a bug"))
+    with pytest.raises(TransferError, match="a bug"):
         sides.remote.fault.result(LIMIT_S)
 
 
