@@ -245,7 +245,7 @@ def test_sequence_is_complete_with_all_kv_heads() -> None:
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
     assert not coverage.complete
     overlapping = extent_of(0, PAGE, 0, 1, first_kv_head=1, num_kv_heads=2, rank=1)
-    with pytest.raises(ForeignSegment, match="arrived twice"):
+    with pytest.raises(ForeignSegment, match="announced twice"):
         coverage.add(overlapping)
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=2, num_kv_heads=2, rank=1))
     assert coverage.complete

@@ -206,7 +206,7 @@ async def test_duplicate_head_range_is_refused(whole: PagedCache) -> None:
     reader = Reader()
     rank = await Rank.sending(0, whole)
     reader.pull(rank, rank.segments[0])
-    with pytest.raises(ForeignSegment, match="arrived twice"):
+    with pytest.raises(ForeignSegment, match="announced twice"):
         reader.pull(rank, rank.segments[0])
 
 
@@ -217,7 +217,7 @@ async def test_overlapping_head_range_is_refused(whole: PagedCache) -> None:
     overlapping = pb.Segment()
     overlapping.CopyFrom(second.segments[0])
     overlapping.first_kv_head = 1
-    with pytest.raises(ForeignSegment, match="arrived twice"):
+    with pytest.raises(ForeignSegment, match="announced twice"):
         reader.pull(second, overlapping)
 
 
