@@ -59,7 +59,7 @@ class Pair:
 
 
 C = TypeVar("C", WorkerSnapshot, Pair)
-"""What a policy chooses."""
+"""Choices of a policy: workers, or pairs of workers."""
 
 
 class PolicyName(StrEnum):
