@@ -27,6 +27,10 @@ from services.router.policy import Pair, PolicyName, place
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.roster import Claim, Reason, Roster
 
+FULL_COLLECTION_EVERY = 100
+"""Argument of `freeze_loaded`. A full collection stops a router with 4,096 queued calls for 70 to
+90 ms. Once in ten collections, that delays more than one in a hundred heartbeats."""
+
 
 class Dispatcher:
     """Answers placement requests. Methods take ``now``, in seconds of a monotonic clock.
