@@ -27,10 +27,6 @@ from services.router.policy import Pair, PolicyName, place
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.roster import Claim, Reason, Roster
 
-FULL_COLLECTION_EVERY = 100
-"""Argument of `freeze_loaded`. A full collection stops a router with 4,096 queued calls for 70 to
-90 ms. Once in ten collections, that delays more than one in a hundred heartbeats."""
-
 
 class Dispatcher:
     """Answers placement requests. Methods take ``now``, in seconds of a monotonic clock.
@@ -271,8 +267,8 @@ class Dispatcher:
         )
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> Refusal:
-        # Gateways repeat a refused call without exclusions, so only calls without exclusions need
-        # to wait for workers that have not registered yet.
+        # A call that excludes workers need not wait for others to register: if it is refused, the
+        # gateway repeats it without exclusions.
         starting = not self.is_settled(now) and not request.exclude
         if starting and reason is not Reason.AMBIGUOUS_MODEL:
             return Refusal(

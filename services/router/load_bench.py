@@ -21,7 +21,7 @@ from services.common.memory import freeze_loaded
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import Demand
-from services.router.dispatcher import FULL_COLLECTION_EVERY, Dispatcher
+from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import Pair, PolicyName
 from services.router.queue import PlacementQueue
@@ -105,7 +105,7 @@ class LoadBench:
 
     def run(self, seconds: float) -> Cost:
         """Return the cost over this simulated time."""
-        freeze_loaded(full_collection_every=FULL_COLLECTION_EVERY)  # as the router does
+        freeze_loaded()  # as the router does
         busy_s = idle_at = 0.0
         waits: list[float] = []
         while self._events[0][0] < WARM_UP_S + seconds:

@@ -141,7 +141,6 @@ class Claim:
 class Roster:
     """The registered workers by `Shape`.
 
-
     Attributes:
         version: number of times that a shape was added or removed, got its first usable worker or
             lost its last one.

@@ -16,7 +16,6 @@ from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading
 from services.router.app import build_dispatcher, create_app, failure, not_ready
-from services.router.dispatcher import FULL_COLLECTION_EVERY
 from services.router.server import http_config
 from services.router.settings import RouterSettings
 
@@ -52,7 +51,7 @@ async def serve(settings: RouterSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    freeze_loaded(full_collection_every=FULL_COLLECTION_EVERY)
+    freeze_loaded()
     port = listener.getsockname()[1]
     ports = {"port": port, **operation.ports}
     log.info("ready", host=settings.host, policy=settings.policy.value, **ports)

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
     gc.disable()  # collections run only when a test starts them
     yield
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
     gc.enable()
 
@@ -25,6 +27,24 @@ def collector() -> Iterator[None]:
 class Loaded:
     def __init__(self) -> None:
         self.itself = self
+
+
+def test_many_live_objects_start_no_full_collection() -> None:
+    """Each full collection of the objects of requests in progress would pause all streams."""
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    freeze_loaded()
+    gc.callbacks.append(note)
+    gc.enable()
+    live = [[number] for number in range(300_000)]
+    gc.callbacks.remove(note)
+    assert len(live) == 300_000
+    assert 1 in generations
+    assert 2 not in generations
 
 
 def test_loaded_objects_are_not_collected_again() -> None:
