@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
+from runtime.parallel.partition import Divided
 
 ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
@@ -26,11 +27,6 @@ _BUILT_IN = ("runtime.models.llama:LLAMA",)
 class LinearTensor:
     """One linear of a decoder layer, as a checkpoint stores it.
 
-    If a worker has several ranks, each holds rows of the weight ``[out, inner]``, and computes some
-    heads or features of the MLP from the whole residual stream. The linears that write the residual
-    stream read only these: a rank holds columns of their weights, and computes an addend of their
-    outputs. A factor pair is then divided in V, and has a whole U on each rank.
-
     Attributes:
         name: module name within a decoder layer. The tensors are ``{name}.weight`` ``[out, inner]``
             and optionally ``{name}.bias`` ``[out]``.
@@ -39,6 +35,8 @@ class LinearTensor:
             first.
         writes_residual: whether the output is added to the residual stream. Basis Sharing does not
             share the bases of such linears.
+        divided: what the ranks of a worker divide: the heads or features that are the linear's
+            outputs, or its inputs if it writes the residual stream. None if they cannot.
     """
 
     name: str
@@ -46,6 +44,7 @@ class LinearTensor:
     inner: int
     same_input_as: str = ""
     writes_residual: bool = False
+    divided: Divided | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.parallel.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class FactorPair:
 
     @property
     def rank(self) -> int:
-        return self.v.shape[0]
+        return self.u.shape[1]
 
 
 Linear = Dense | FactorPair
@@ -111,6 +112,8 @@ class Checkpoint:
             exchange KV must have the same one.
         keep: fraction of the linears' parameters that factorization kept; 1.0 if dense.
         factorization: provenance of a factorization; None if dense or converted.
+        partition: the part of the model that this is, see `runtime.checkpoint.slices`; None for a
+            whole model.
     """
 
     config: ModelConfig
@@ -121,6 +124,7 @@ class Checkpoint:
     model_hash: str
     keep: float = 1.0
     factorization: Factorization | None = None
+    partition: Partition | None = None
 
 
 def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:

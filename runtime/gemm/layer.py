@@ -11,8 +11,8 @@ from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights, by_halves
 from runtime.layers.gpu import triton_rms_norm
-from runtime.layers.reduce import Reduce, one_rank
 from runtime.models.llama import LlamaParts
+from runtime.parallel.group import ONE_RANK, RankGroup
 
 _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
 """Epilogue of each group of `PROJECTION_GROUPS`."""
@@ -30,29 +30,23 @@ def packed_parts(
     layer: PackedLayer,
     plan: KernelPlan,
     attention: TritonAttention | None,
-    reduce: Reduce = one_rank,
+    group: RankGroup = ONE_RANK,
 ) -> LlamaParts:
     """Build the parts of one layer over packed weights.
 
     Args:
         attention: attention over KV format `dense`, with heads in the order of `by_halves`; None
             for other formats, whose head norms and prefill attention are not fused.
-        reduce: sum over the ranks of the worker, for projections that write to the residual stream.
+        group: the ranks of the worker.
     """
     qkv, o, gated, down = (
-        PackedProjection(
-            weights,
-            layer,
-            names,
-            epilogue,
-            plan,
-            reduce if epilogue is Epilogue.RESIDUAL else one_rank,
-        )
+        PackedProjection(weights, layer, names, epilogue, plan, group)
         for names, epilogue in zip(PROJECTION_GROUPS, _EPILOGUES, strict=True)
     )
     dim = weights.config.head_dim
     fused_norms = attention is not None and layer.q_norm >= 0
-    factored = plan.forced and layer.outer["q"].inner_column == 0 and not dim & (dim - 1)
+    pair = layer.outer["q"].inner_column == 0 and group.size == 1
+    factored = plan.forced and pair and not dim & (dim - 1)
     return LlamaParts(
         input_norm=packed_norm(weights, layer.input_norm),
         post_norm=packed_norm(weights, layer.post_norm),

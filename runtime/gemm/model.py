@@ -15,11 +15,13 @@ from runtime.gemm.weights import PackedWeights
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import linear_op
-from runtime.layers.reduce import Reduce, one_rank
+from runtime.layers.vocabulary import over_ranks
 from runtime.models.build import build_model
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
+from runtime.parallel.group import ONE_RANK, RankGroup
+from runtime.parallel.partition import Scheme
 
 if TYPE_CHECKING:  # optional: Triton
     from runtime.gemm.ops import GroupedGemm
@@ -34,11 +36,9 @@ class GemmModel(Model):
 
     Attributes:
         weights: the weights that its layers read.
-        reduced: whether outputs of its layers are summed over several ranks.
     """
 
     weights: PackedWeights
-    reduced: bool = False
 
     def grouped_gemms(self) -> "Iterator[GroupedGemm]":
         """Yield the GEMMs for which a kernel plan chooses tiles."""
@@ -57,13 +57,13 @@ def build_gemm_model(
     page_size: int = 16,
     plan: KernelPlan | None = None,
     kv_format: str = "dense",
-    reduce: Reduce = one_rank,
+    group: RankGroup = ONE_RANK,
 ) -> GemmModel:
     """Build a model with bf16 weights from a checkpoint; see also `runtime.models.build`.
 
     Args:
         plan: kernel of each GEMM. If None, `runtime.gemm.plan.default_tile` selects the kernels.
-        reduce: see `build_model`.
+        group: see `build_model`.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -73,8 +73,7 @@ def build_gemm_model(
     from runtime.gemm.layer import packed_norm, packed_parts
 
     config = checkpoint.config
-    device = torch.device(device)
-    dtype = torch.bfloat16
+    device, dtype = torch.device(device), torch.bfloat16
     model_hash = checkpoint.model_hash
     chosen = create_format(kv_format, config, device, dtype, by_halves=True, model_hash=model_hash)
     check_windows(chosen, config)
@@ -82,48 +81,43 @@ def build_gemm_model(
         raise ValueError(reason)
     plan = plan or KernelPlan()
     family = model_family(config)
-    reduced = reduce is not one_rank
-    weights = _packed(checkpoint, plan, device, reduced=reduced)
+    weights = PackedWeights.pack(_multiplied_out(checkpoint, plan), device)
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     fused = TritonAttention(*heads, by_halves=True) if chosen.dense_bf16 else None
+    ends = embedding_op(weights.embedding), linear_op(weights.lm_head.weight)
+    embed, lm_head = over_ranks(*ends, checkpoint.partition, group)
     return GemmModel(
         config=config,
         kv_format=chosen,
         device=device,
         dtype=dtype,
         page_size=page_size,
-        embed=embedding_op(weights.embedding),
+        embed=embed,
         layers=[
             DecoderLayer(
                 family,
                 config,
-                packed_parts(weights, layer, plan, fused, reduce),
+                packed_parts(weights, layer, plan, fused, group),
                 factorized=bool(layer.inner),
             )
             for layer in weights.layers
         ],
         final_norm=packed_norm(weights, weights.final_norm),
-        lm_head=linear_op(weights.lm_head.weight),
+        lm_head=lm_head,
         matmul="gemm",
         weight_bytes=nbytes(checkpoint),
         plan_hash=plan.hash,
+        group=group,
         weights=weights,
-        reduced=reduced,
     )
 
 
-def _packed(
-    checkpoint: Checkpoint, plan: KernelPlan, device: torch.device, *, reduced: bool
-) -> PackedWeights:
-    """Return packed weights.
+def _multiplied_out(checkpoint: Checkpoint, plan: KernelPlan) -> Checkpoint:
+    """Return the checkpoint with the factor pairs multiplied out that the plan names.
 
-    Factor pairs whose outputs are summed over several ranks are not multiplied out. The ranks sum
-    the output of V, which is smaller than that of U V. A sum of whole outputs would also add the
-    bias once for each rank, because all ranks hold it.
+    Ranks of a worker hold parts of U and of V that cannot be multiplied.
     """
-    linears = model_family(checkpoint.config).layout(checkpoint.config).linears.items()
-    summed = {name for name, linear in linears if reduced and linear.writes_residual}
-    return PackedWeights.pack(plan.multiply_out(checkpoint, keep=summed), device)
+    return plan.multiply_out(checkpoint) if checkpoint.partition is None else checkpoint
 
 
 def unsupported_by_gemm(
@@ -135,6 +129,8 @@ def unsupported_by_gemm(
     """
     if reason := _unsupported_family(checkpoint.config):
         return reason
+    if checkpoint.partition is not None and checkpoint.partition.scheme is Scheme.BASE:
+        return "packed layers do not add the whole outputs of linears over several ranks"
     device = torch.device(device)
     if device.type != "cuda":
         return f"the device is {device.type}"
@@ -153,14 +149,14 @@ def build_fastest_model(
     page_size: int = 16,
     plan: KernelPlan | None = None,
     kv_format: str = "dense",
-    reduce: Reduce = one_rank,
+    group: RankGroup = ONE_RANK,
 ) -> Model:
     """Prepare a checkpoint with the fastest kernels that support it, as workers do.
 
     Args:
         dtype: dtype of the computation.
         plan: used only if `unsupported_by_gemm` is None.
-        reduce: see `build_model`.
+        group: see `build_model`.
     """
     if unsupported_by_gemm(checkpoint, device, dtype) is None:
         return build_gemm_model(
@@ -169,7 +165,7 @@ def build_fastest_model(
             page_size=page_size,
             plan=plan,
             kv_format=kv_format,
-            reduce=reduce,
+            group=group,
         )
     return build_model(
         checkpoint,
@@ -177,7 +173,7 @@ def build_fastest_model(
         dtype=dtype,
         page_size=page_size,
         kv_format=kv_format,
-        reduce=reduce,
+        group=group,
     )
 
 

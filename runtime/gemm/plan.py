@@ -7,7 +7,7 @@ only with the same plan, so its hash is part of the handshake.
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -162,20 +162,16 @@ class KernelPlan:
             self.choices[choice] if choice in self.choices else default_tile(name, bucket, shapes)
         )
 
-    def multiply_out(self, checkpoint: Checkpoint, keep: Collection[str] = ()) -> Checkpoint:
-        """Return the checkpoint with the groups in ``dense`` replaced by their products.
-
-        Args:
-            keep: projections that stay factor pairs.
-        """
+    def multiply_out(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the groups in ``dense`` replaced by their products."""
         if not self.dense:
             return checkpoint
-        layers = tuple(self._multiply_out(layer, keep) for layer in checkpoint.layers)
+        layers = tuple(self._multiply_out(layer) for layer in checkpoint.layers)
         return replace(checkpoint, layers=layers)
 
-    def _multiply_out(self, layer: LayerWeights, keep: Collection[str]) -> LayerWeights:
+    def _multiply_out(self, layer: LayerWeights) -> LayerWeights:
         for names in PROJECTION_GROUPS:
-            if names[0] not in keep and group_key(layer, names) in self.dense:
+            if group_key(layer, names) in self.dense:
                 layer = multiplied_out(layer, names)
         return layer
 

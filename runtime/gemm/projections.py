@@ -17,7 +17,7 @@ from runtime.gemm.weights import (
     PackedWeights,
     by_halves,
 )
-from runtime.layers.reduce import Reduce, one_rank
+from runtime.parallel.group import ONE_RANK, RankGroup
 
 
 class PackedProjection:
@@ -27,9 +27,9 @@ class PackedProjection:
 
     Args:
         names: the projections, one entry of `PROJECTION_GROUPS`.
-        reduce: sum over ranks, of the output of V, or of the whole output if it is dense;
-            see `runtime.layers.linear.Projection`. Only for RESIDUAL, whose projections are split
-            by their input. The residual stream is then added after the sum.
+        group: the ranks of the worker, which exchange the output of V as those of
+            `runtime.layers.linear.Projection` do. With RESIDUAL, they add the whole output of a
+            dense matrix instead; the residual stream is then added after the sum.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PackedProjection:
         names: Sequence[str],
         epilogue: Epilogue,
         plan: KernelPlan,
-        reduce: Reduce = one_rank,
+        group: RankGroup = ONE_RANK,
     ) -> None:
         base = weights.lm_head.weight
         inner = layer.inner.get(names[0])
@@ -48,12 +48,13 @@ class PackedProjection:
         whole = layer.stacked.get(names[0])
         if whole is not None and epilogue is Epilogue.PLAIN:
             outer = [PackedMatrix(whole)]
-        self._reduce = reduce
-        self._sums_output = inner is None and reduce is not one_rank
-        # A sum needs contiguous addends.
-        padded = reduce is one_rank
+        self._group = group
+        self._adds = epilogue is Epilogue.RESIDUAL
+        self._adds_output = self._adds and inner is None and group.size > 1
+        # Collectives need contiguous tensors.
+        padded = group.size == 1
         self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=padded)
-        epilogue = Epilogue.PLAIN if self._sums_output else epilogue
+        epilogue = Epilogue.PLAIN if self._adds_output else epilogue
         self._outer = GroupedGemm(base, outer, plan, epilogue, biases, whole)
 
     @property
@@ -63,10 +64,14 @@ class PackedProjection:
 
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Project ``x`` `[n, in]`; with RESIDUAL, add the output to ``hidden`` in place."""
-        if self._sums_output and hidden is not None:
-            return hidden.add_(self._reduce(self._outer(x, x)))
-        inner = x if self._inner is None else self._reduce(self._inner(x, x))
+        if self._adds_output and hidden is not None:
+            return hidden.add_(self._group.all_reduce(self._outer(x, x)))
+        inner = x if self._inner is None else self._exchange(self._inner(x, x))
         return self._outer(x, inner, hidden)
+
+    def _exchange(self, inner: Tensor) -> Tensor:
+        """Return the output of the whole V."""
+        return self._group.all_reduce(inner) if self._adds else self._group.all_gather(inner)
 
 
 class FactoredAttention:

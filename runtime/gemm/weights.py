@@ -17,9 +17,12 @@ from runtime.checkpoint.weights import (
 from runtime.config import ModelConfig
 from runtime.graphs.upload import Uploader
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
+from runtime.parallel.partition import LowRankRows, Partition
 
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Projections grouped by their input. The V matrices of a group's factor pairs are stacked."""
+_WRITE_RESIDUAL = (("o",), ("down",))
+"""Groups whose projections write the residual stream, so that ranks divide their inputs."""
 _HEAD_DIM_MULTIPLE = 16
 """Required divisor of the head dimension: `by_halves` groups eight rows of a head's first half with
 eight of its second."""
@@ -106,7 +109,7 @@ class PackedWeights:
         if reason := unsupported(checkpoint):
             raise ValueError(reason)
         with Uploader(torch.device(device)) as upload:
-            packer = _Packer(upload, config.head_dim)
+            packer = _Packer(upload, config.head_dim, checkpoint.partition)
             layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
             final_norm = packer.vector(checkpoint.final_norm)
             head = packer.matrix(checkpoint.lm_head)
@@ -186,6 +189,7 @@ class _Packer:
 
     upload: Uploader
     head_dim: int
+    partition: Partition | None
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
 
@@ -231,7 +235,8 @@ class _Packer:
         linears = {name: getattr(weights, name) for name in names}
         rows = {name: self._rows(name, linear) for name, linear in linears.items()}
         if any(isinstance(linear, FactorPair) for linear in linears.values()):
-            packed.inner[names[0]] = self.matrix(self._stacked_v(list(linears.values())))
+            stacked = self._stacked_v(list(linears.values()), names in _WRITE_RESIDUAL)
+            packed.inner[names[0]] = self.matrix(stacked)
         elif len(names) > 1:
             whole = self.matrix(torch.cat(list(rows.values()))).weight
             packed.stacked[names[0]] = whole
@@ -248,16 +253,20 @@ class _Packer:
         rows = self.moved(rows)
         return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
-    def _stacked_v(self, linears: Sequence[Linear]) -> Tensor:
-        """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`."""
+    def _stacked_v(self, linears: Sequence[Linear], writes_residual: bool) -> Tensor:
+        """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`.
+
+        If the ranks of a worker divide its rows, return those of this rank.
+        """
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
-        height = sum(round_up(pair.rank) for pair in pairs)
-        self.max_inner = max(self.max_inner, height)
-        size = (height, pairs[0].v.shape[1])
-        device = self.upload.device
-        stacked = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        row = 0
-        for pair in pairs:
-            stacked[row : row + pair.rank] = self.upload(pair.v)
-            row += round_up(pair.rank)
+        rank, size = 0, 1
+        if self.partition is not None and not writes_residual:
+            rank, size = self.partition.rank, self.partition.size
+        low = LowRankRows.of([pair.rank for pair in pairs], rank, size)
+        self.max_inner = max(self.max_inner, low.height)
+        stacked = torch.zeros(
+            low.height, pairs[0].v.shape[1], dtype=torch.bfloat16, device=self.upload.device
+        )
+        for pair, place in zip(pairs, low.places, strict=True):
+            stacked[place : place + len(pair.v)] = self.upload(pair.v)
         return stacked

@@ -8,15 +8,17 @@ compiled loops, which read less memory and whose results are bitwise identical t
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.checkpoint.weights import FactorPair, Linear
+from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
-from runtime.layers.reduce import Reduce, one_rank
 from runtime.layers.stored_weight import StoredWeight
+from runtime.parallel.group import ONE_RANK, RankGroup
+from runtime.parallel.partition import LowRankRows
 
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
 """Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
@@ -105,54 +107,95 @@ SharedOps = dict[tuple[int, ...], LinearOp]
 class Projection:
     """Several linear layers over one input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
-    If all are dense, one matmul multiplies the input by the stacked weights. Otherwise, the first
-    matmul multiplies the input by the stacked V of factor pairs and W of dense layers. The U of
-    each factor pair then multiplies its slice of the result. The factor pairs may have different
-    ranks.
+    The first matmul multiplies the input by the stacked V of factor pairs and W of dense layers.
+    The U of each factor pair then multiplies its slice of the result. The factor pairs may have
+    different ranks.
+
+    The ranks of a worker hold parts of the weights, see `runtime.checkpoint.slices`, and exchange
+    the output of the first matmul: of linears that write the residual stream, each computes an
+    addend; of other factor pairs, each computes some rows of the stacked V.
 
     Args:
         shared: first matmuls of earlier projections. One with the same weights is reused; a new one
             is added.
-        reduce: sum over the ranks of the worker, applied to the output of the first matmul. If the
-            ranks hold columns of the weights (`runtime.checkpoint.family.LinearTensor`), each
-            computes one addend of that output. The bias of a dense layer is then held by one rank
-            only.
+        group: the ranks of the worker.
+        writes_residual: see `runtime.checkpoint.family.LinearTensor`.
     """
 
     def __init__(
         self,
         linears: Sequence[Linear],
         shared: SharedOps | None = None,
-        reduce: Reduce = one_rank,
+        group: RankGroup = ONE_RANK,
+        *,
+        writes_residual: bool = False,
     ) -> None:
-        self._reduce = reduce
-        inner = [
-            linear.v if isinstance(linear, FactorPair) else linear.weight for linear in linears
-        ]
-        biases = [None if isinstance(linear, FactorPair) else linear.bias for linear in linears]
-        self._sizes = [len(weight) for weight in inner]
-        key = tuple(id(part) for part in (*inner, *biases) if part is not None)
-        shared = {} if shared is None else shared
-        if key not in shared:
-            shared[key] = linear_op(torch.cat(inner), _stack(biases, self._sizes))
-        self._first = shared[key]
-        self._second = [
-            linear_op(linear.u, linear.bias) if isinstance(linear, FactorPair) else None
-            for linear in linears
-        ]
-        self._dense = not any(self._second)
+        pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
+        dense = [linear for linear in linears if isinstance(linear, Dense)]
+        self._group = group
+        self._adds = writes_residual
+        self._low: LowRankRows | None = None
+        if pairs and group.size > 1 and not writes_residual:
+            self._low = LowRankRows.of([pair.rank for pair in pairs], group.rank, group.size)
+        self._first = _first_matmul(pairs, dense, self._low, {} if shared is None else shared)
+        ranks = [pair.rank for pair in pairs]
+        pair_starts = iter(accumulate(ranks, initial=0) if self._low is None else self._low.offsets)
+        width = sum(ranks) if self._low is None else self._low.height * group.size
+        dense_starts = accumulate((len(each.weight) for each in dense), initial=width)
+        # First column in the exchanged output, number of columns, and U, of each linear.
+        self._parts: list[tuple[int, int, LinearOp | None]] = []
+        for linear in linears:
+            if isinstance(linear, FactorPair):
+                up = linear_op(linear.u, linear.bias)
+                self._parts.append((next(pair_starts), linear.rank, up))
+            else:
+                self._parts.append((next(dense_starts), len(linear.weight), None))
+        self._is_dense = not pairs
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = self._reduce(self._first(x))
-        if self._dense:
+        inner = self._exchange(self._first(x))
+        if self._is_dense:
             return inner
-        if len(self._second) == 1 and (only := self._second[0]) is not None:
-            return only(inner)
-        slices = torch.split(inner, self._sizes, dim=1)
-        parts = [
-            part if up is None else up(part) for part, up in zip(slices, self._second, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        slices = ((inner[:, start : start + size], up) for start, size, up in self._parts)
+        parts = [part if up is None else up(part) for part, up in slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _exchange(self, inner: Tensor) -> Tensor:
+        """Return the output of the first matmul, of the whole weights where ranks divide them."""
+        if self._adds:
+            return self._group.all_reduce(inner)
+        if self._low is None:
+            return inner
+        low = self._group.all_gather(inner[:, : self._low.height].contiguous())
+        return torch.cat([low, inner[:, self._low.height :]], dim=1)
+
+
+def _first_matmul(
+    pairs: Sequence[FactorPair], dense: Sequence[Dense], low: LowRankRows | None, shared: SharedOps
+) -> LinearOp:
+    """Return the matmul with the stacked V of ``pairs`` and W of ``dense``.
+
+    Args:
+        low: rows of the rank, if the ranks of a worker divide the V.
+    """
+    inner = [pair.v for pair in pairs] + [linear.weight for linear in dense]
+    biases = [None] * len(pairs) + [linear.bias for linear in dense]
+    key = tuple(id(part) for part in (*inner, *biases) if part is not None)
+    if key not in shared:
+        sizes = [len(weight) for weight in inner]
+        if low is not None:
+            inner = [_placed(inner[: len(pairs)], low), *inner[len(pairs) :]]
+            sizes, biases = [low.height, *sizes[len(pairs) :]], [None, *biases[len(pairs) :]]
+        shared[key] = linear_op(torch.cat(inner), _stack(biases, sizes))
+    return shared[key]
+
+
+def _placed(rows: Sequence[Tensor], low: LowRankRows) -> Tensor:
+    """Return a rank's part of the stacked V, in which the rows that it holds have their places."""
+    stack = rows[0].new_zeros(low.height, rows[0].shape[1])
+    for part, place in zip(rows, low.places, strict=True):
+        stack[place : place + len(part)] = part
+    return stack
 
 
 def _stack(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

@@ -37,8 +37,8 @@ def unsupported_by_megakernel(model: Model) -> str | None:
     attends = isinstance(kv_format, WindowedFormat) and kv_format.graph_safe
     if not (kv_format.dense_bf16 or attends):
         return f"the megakernel does not support KV format {kv_format.name}"
-    if model.reduced:
-        return "the megakernel does not sum outputs over several ranks"
+    if model.group.size > 1:
+        return "the megakernel computes on one rank only"
     if model.page_size % 16:
         return f"pages of {model.page_size} tokens: the megakernel needs a multiple of 16"
     from runtime.megakernel.launch import unsupported

@@ -1,6 +1,8 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +12,12 @@ from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
-from runtime.layers.reduce import Reduce, one_rank
+from runtime.layers.vocabulary import over_ranks
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
+from runtime.parallel.group import ONE_RANK, RankGroup
+from runtime.parallel.partition import Scheme
 
 
 def build_model(
@@ -23,7 +27,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     page_size: int = 16,
     kv_format: str = "dense",
-    reduce: Reduce = one_rank,
+    group: RankGroup = ONE_RANK,
 ) -> Model:
     """Prepare a checkpoint to run on one device.
 
@@ -35,8 +39,8 @@ def build_model(
         page_size: token slots of a page.
         kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
             `runtime.kv.registry.create_format`.
-        reduce: sum over the ranks of the worker. With several ranks, ``checkpoint`` has the heads,
-            and the rows or columns of linears (`checkpoint.family.LinearTensor`), of one rank.
+        group: the ranks of the worker; with several, ``checkpoint`` is the part of one rank, see
+            `runtime.checkpoint.slices`.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -46,23 +50,15 @@ def build_model(
     device = torch.device(device)
     chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
     check_windows(chosen, config)
-    shared: SharedOps = {}
     placed: dict[int, Tensor] = {}
     placing = partial(moved, device=device, dtype=dtype, placed=placed)
-    sharing = bool(basis_groups(checkpoint))
     family = model_family(config)
     final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
     lm_head = linear_op(placing(checkpoint.lm_head))
     tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
     embed = embedding_op(placing(checkpoint.embedding), tied)
-    layers: list[DecoderLayer] = []
-    weight_bytes = 0
-    for number, layer in enumerate(checkpoint.layers, 1):
-        layers.append(DecoderLayer.build(family, config, placing(layer), shared, reduce))
-        if not sharing or number == len(checkpoint.layers):
-            weight_bytes += sum(tensor.nbytes for tensor in placed.values())
-            placed.clear()
-            shared.clear()  # its keys are tensor ids, which Python reuses
+    embed, lm_head = over_ranks(embed, lm_head, checkpoint.partition, group)
+    layers, weight_bytes = _layers(checkpoint, placing, placed, group)
     return Model(
         config=config,
         kv_format=chosen,
@@ -75,4 +71,33 @@ def build_model(
         lm_head=lm_head,
         matmul="packed" if uses_packed_layout(device, dtype) else "plain",
         weight_bytes=weight_bytes,
+        group=group,
     )
+
+
+def _layers(
+    checkpoint: Checkpoint,
+    placing: Callable[[Any], Any],
+    placed: dict[int, Tensor],
+    group: RankGroup,
+) -> tuple[list[DecoderLayer], int]:
+    """Build the layers; return them and the bytes of all weights.
+
+    Args:
+        placing: moves the weights of a layer to the device.
+        placed: tensors that ``placing`` has moved, which this function drops.
+    """
+    config, partition = checkpoint.config, checkpoint.partition
+    family = model_family(config)
+    scheme = Scheme.LOW_RANK if partition is None else partition.scheme
+    sharing = bool(basis_groups(checkpoint))
+    shared: SharedOps = {}
+    layers: list[DecoderLayer] = []
+    weight_bytes = 0
+    for number, layer in enumerate(checkpoint.layers, 1):
+        layers.append(DecoderLayer.build(family, config, placing(layer), shared, group, scheme))
+        if not sharing or number == len(checkpoint.layers):
+            weight_bytes += sum(tensor.nbytes for tensor in placed.values())
+            placed.clear()
+            shared.clear()  # its keys are tensor ids, which Python reuses
+    return layers, weight_bytes

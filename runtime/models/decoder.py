@@ -10,9 +10,11 @@ from runtime.attention.base import Batch, MixedBatch
 from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
-from runtime.layers.linear import Projection, SharedOps
-from runtime.layers.reduce import Reduce, one_rank
+from runtime.layers.linear import LinearOp, Projection, SharedOps
+from runtime.layers.summed import SummedProjection
 from runtime.models.family import Gate, LayerParts, ModelFamily
+from runtime.parallel.group import ONE_RANK, RankGroup
+from runtime.parallel.partition import Scheme
 
 
 class ServingBuilder:
@@ -22,7 +24,8 @@ class ServingBuilder:
         weights: weights of the layer, an instance of the family's ``layer_type``.
         shared: packed linear operators, by the ids of the tensors stacked in them. The same dict is
             passed to every layer, so that a basis shared by several layers is packed once.
-        reduce: sum over the ranks of the worker, for linears that are split by their input.
+        group: the ranks of the worker.
+        scheme: how they divide the linears.
     """
 
     def __init__(
@@ -31,22 +34,24 @@ class ServingBuilder:
         config: ModelConfig,
         weights: Any,
         shared: SharedOps,
-        reduce: Reduce = one_rank,
+        group: RankGroup = ONE_RANK,
+        scheme: Scheme = Scheme.LOW_RANK,
     ) -> None:
         self._family = family
         self._config = config
         self._weights = weights
         self._shared = shared
-        self._reduce = reduce
+        self._group = group
+        self._scheme = scheme
         self._linears = family.layout(config).linears
 
     def has(self, field: str) -> bool:
         return getattr(self._weights, field) is not None
 
-    def qkv(self, *fields: str) -> Projection:
+    def qkv(self, *fields: str) -> LinearOp:
         return self._projection(*fields)
 
-    def linear(self, field: str) -> Projection:
+    def linear(self, field: str) -> LinearOp:
         return self._projection(field)
 
     def residual(self, field: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -62,11 +67,13 @@ class ServingBuilder:
         weight = getattr(self._weights, field)
         return self._family.norm.for_serving(weight, self._config.rms_norm_eps)
 
-    def _projection(self, *fields: str) -> Projection:
+    def _projection(self, *fields: str) -> LinearOp:
         linears = [getattr(self._weights, field) for field in fields]
-        # All of them read the same input, so that they are split alike.
-        summed = self._linears[fields[0]].writes_residual
-        return Projection(linears, self._shared, self._reduce if summed else one_rank)
+        if self._scheme is Scheme.BASE:
+            return SummedProjection(linears, self._group)
+        # All of them read the same input, so that they are divided alike.
+        writes_residual = self._linears[fields[0]].writes_residual
+        return Projection(linears, self._shared, self._group, writes_residual=writes_residual)
 
 
 class DecoderLayer:
@@ -92,10 +99,11 @@ class DecoderLayer:
         config: ModelConfig,
         weights: Any,
         shared: SharedOps,
-        reduce: Reduce = one_rank,
+        group: RankGroup = ONE_RANK,
+        scheme: Scheme = Scheme.LOW_RANK,
     ) -> "DecoderLayer":
         """Build a layer from a checkpoint's weights. For the arguments see `ServingBuilder`."""
-        parts = family.parts(ServingBuilder(family, config, weights, shared, reduce))
+        parts = family.parts(ServingBuilder(family, config, weights, shared, group, scheme))
         factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
         return cls(family, config, parts, factorized=factorized)
 

@@ -78,13 +78,23 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         keys = config.num_kv_heads * config.head_dim
         return LayerLayout(
             linears={
-                "q": LinearTensor(PROJECTIONS["q"], queries, hidden),
-                "k": LinearTensor(PROJECTIONS["k"], keys, hidden, same_input_as="q"),
-                "v": LinearTensor(PROJECTIONS["v"], keys, hidden, same_input_as="q"),
-                "o": LinearTensor(PROJECTIONS["o"], hidden, queries, writes_residual=True),
-                "gate": LinearTensor(PROJECTIONS["gate"], inner, hidden),
-                "up": LinearTensor(PROJECTIONS["up"], inner, hidden, same_input_as="gate"),
-                "down": LinearTensor(PROJECTIONS["down"], hidden, inner, writes_residual=True),
+                "q": LinearTensor(PROJECTIONS["q"], queries, hidden, divided="heads"),
+                "k": LinearTensor(
+                    PROJECTIONS["k"], keys, hidden, same_input_as="q", divided="kv_heads"
+                ),
+                "v": LinearTensor(
+                    PROJECTIONS["v"], keys, hidden, same_input_as="q", divided="kv_heads"
+                ),
+                "o": LinearTensor(
+                    PROJECTIONS["o"], hidden, queries, writes_residual=True, divided="heads"
+                ),
+                "gate": LinearTensor(PROJECTIONS["gate"], inner, hidden, divided="features"),
+                "up": LinearTensor(
+                    PROJECTIONS["up"], inner, hidden, same_input_as="gate", divided="features"
+                ),
+                "down": LinearTensor(
+                    PROJECTIONS["down"], hidden, inner, writes_residual=True, divided="features"
+                ),
             },
             vectors={
                 "input_norm": VectorTensor("input_layernorm.weight", hidden),

@@ -14,6 +14,7 @@ from runtime.kv.format import KVFormat
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
 from runtime.pages.plan import PageCount
+from runtime.parallel.group import ONE_RANK, RankGroup
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,6 +33,7 @@ class Model:
         matmul: implementation of the matmuls; logged, and part of `kernel_plan_hash`.
         plan_hash: hash of the plan that chooses the kernel of each matmul; empty without one.
         weight_bytes: bytes of the checkpoint's tensors in the dtype of the computation.
+        group: the ranks of the worker; with several, this is the part of one rank.
         layout: planes of the KV cache.
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
     """
@@ -48,6 +50,7 @@ class Model:
     matmul: str
     weight_bytes: int
     plan_hash: str = ""
+    group: RankGroup = ONE_RANK
     layout: CacheLayout = field(init=False)
     rope: tuple[Tensor, Tensor] = field(init=False)
 

@@ -1,29 +1,29 @@
 """Workers of two ranks on the CPU, each with half of the heads and of the KV.
 
-The linears of attention and of the MLP are split between the ranks. The outputs of those that are
-split by their input are added with an all-reduce of gloo. The first rank of each worker runs in the
-test's process, and every second rank in a process of its own.
+The ranks exchange activations with gloo. The first rank of each worker runs in the test's process,
+and every second rank in a process of its own.
 """
 
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
-from runtime.checkpoint.weights import linears_of
+from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.slices import rank_checkpoint
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape, LocalExecutor
 from runtime.models.build import build_model
-from runtime.models.registry import model_family
+from runtime.parallel.group import DistributedGroup
+from runtime.parallel.partition import Partition
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
 from tests.runtime.tiny import tiny_checkpoint
@@ -33,45 +33,8 @@ LIMIT_S = 120
 
 
 def whole() -> Checkpoint:
-    """Return a model with dense linears and factor pairs, of both kinds of split."""
+    """Return a model with dense linears and factor pairs."""
     return tiny_checkpoint(bias=True, ranks=(None, 12, None, 20, 16, None, None))
-
-
-def part_of(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return the heads of one rank, and its features of the MLP."""
-    config = checkpoint.config
-    linears = model_family(config).layout(config).linears
-
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor.chunk(RANKS)[rank].contiguous()
-
-    def columns(tensor: Tensor) -> Tensor:
-        return tensor.chunk(RANKS, dim=1)[rank].contiguous()
-
-    def own(linear: Linear, writes_residual: bool) -> Linear:
-        match linear, writes_residual:
-            case Dense(weight, bias), False:
-                return Dense(rows(weight), None if bias is None else rows(bias))
-            case FactorPair(u, v, bias), False:
-                return FactorPair(rows(u), v, None if bias is None else rows(bias))
-            case Dense(weight, None), True:
-                return Dense(columns(weight))
-            case FactorPair(u, v, bias), True:
-                return FactorPair(u, columns(v), bias)
-        raise NotImplementedError
-
-    def layer(weights: LayerWeights) -> LayerWeights:
-        parts = {
-            name: own(linear, linears[name].writes_residual) for name, linear in linears_of(weights)
-        }
-        return replace(weights, **parts)  # type: ignore[arg-type]  # all of them are linears
-
-    split = ("num_heads", "num_kv_heads", "intermediate_size")
-    sizes = {name: getattr(config, name) // RANKS for name in split}
-    sizes["first_kv_head"] = rank * sizes["num_kv_heads"]
-    return replace(
-        checkpoint, config=replace(config, **sizes), layers=tuple(map(layer, checkpoint.layers))
-    )
 
 
 def whole_executor(options: EngineOptions) -> LocalExecutor:
@@ -82,11 +45,9 @@ def whole_executor(options: EngineOptions) -> LocalExecutor:
 def _rank_executor(
     options: EngineOptions, rank: int, group: distributed.ProcessGroup
 ) -> LocalExecutor:
-    def all_reduce(addend: Tensor) -> Tensor:
-        distributed.all_reduce(addend, group=group)
-        return addend
-
-    model = build_model(part_of(whole(), rank), reduce=all_reduce)
+    checkpoint = whole()
+    part = rank_checkpoint(checkpoint, Partition.of(checkpoint.config, rank, RANKS))
+    model = build_model(part, group=DistributedGroup(group))
     return LocalExecutor(model, options)
 
 

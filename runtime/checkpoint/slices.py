@@ -1,0 +1,135 @@
+"""The part of a checkpoint that one rank of a worker holds.
+
+Slices are views of the tensors of the whole checkpoint. With memory-mapped tensors and layers on
+demand, only the slices are read, and only one layer is in memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from runtime.checkpoint.family import LayerLayout, family_of
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    FactorPair,
+    LayersOnDemand,
+    Linear,
+    linears_of,
+)
+from runtime.errors import CheckpointError
+from runtime.parallel.partition import LowRankRows, Partition, Scheme, even_part
+
+
+def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
+    """Return the rank's part of a whole checkpoint.
+
+    Raises:
+        CheckpointError: the model family does not say how ranks divide its linears.
+    """
+    config = checkpoint.config
+    family = family_of(config.architecture)
+    layout = family.layout(config)
+    if any(linear.divided is None for linear in layout.linears.values()):
+        raise CheckpointError(f"models of the {family.name} family cannot be divided among ranks")
+    layers = checkpoint.layers
+    on_demand = isinstance(layers, LayersOnDemand)
+    slicer = _Slicer(partition, layout, config.head_dim, None if on_demand else {})
+    tokens = slice(partition.tokens.start, partition.tokens.stop)
+    embedding = checkpoint.embedding[tokens]
+    tied = checkpoint.lm_head is checkpoint.embedding
+    return replace(
+        checkpoint,
+        config=partition.config_of(config),
+        embedding=embedding,
+        layers=LayersOnDemand(lambda index: slicer.layer(layers[index]), len(layers))
+        if on_demand
+        else tuple(map(slicer.layer, layers)),
+        lm_head=embedding if tied else checkpoint.lm_head[tokens],
+        partition=partition,
+    )
+
+
+@dataclass(frozen=True)
+class _Slicer:
+    """Slices the layers of a model.
+
+    Attributes:
+        shared: slices of V by the id of the tensor and the first row, so that layers that share a
+            basis share its slice; None if tensors of earlier layers do not stay in memory.
+    """
+
+    partition: Partition
+    layout: LayerLayout
+    head_dim: int
+    shared: dict[tuple[int, int], Tensor] | None
+
+    def layer(self, weights: Any) -> Any:
+        own = self._summed if self.partition.scheme is Scheme.BASE else self._divided
+        return replace(weights, **own(dict(linears_of(weights))))
+
+    def _summed(self, linears: Mapping[str, Linear]) -> dict[str, Linear]:
+        return {name: self._inner_part(linear) for name, linear in linears.items()}
+
+    def _inner_part(self, linear: Linear) -> Linear:
+        bias = linear.bias if self.partition.rank == 0 else None
+        width = linear.rank if isinstance(linear, FactorPair) else linear.weight.shape[1]
+        part = even_part(width, self.partition.rank, self.partition.size)
+        if isinstance(linear, Dense):
+            return Dense(_columns(linear.weight, part), bias)
+        return FactorPair(_columns(linear.u, part), self._v(linear.v, part), bias)
+
+    def _divided(self, linears: Mapping[str, Linear]) -> dict[str, Linear]:
+        groups: dict[str, dict[str, Linear]] = {}
+        for name, linear in linears.items():
+            groups.setdefault(self.layout.input_of(name), {})[name] = linear
+        parts: dict[str, Linear] = {}
+        for first, group in groups.items():
+            if self.layout.linears[first].writes_residual:
+                parts |= {name: self._input_part(name, linear) for name, linear in group.items()}
+            else:
+                parts |= self._output_parts(group)
+        return parts
+
+    def _input_part(self, name: str, linear: Linear) -> Linear:
+        columns = self._own(name)
+        if isinstance(linear, FactorPair):
+            return replace(linear, v=_columns(linear.v, columns))
+        # The biases of dense linears are added before the sum over ranks.
+        bias = linear.bias if self.partition.rank == 0 else None
+        return Dense(_columns(linear.weight, columns), bias)
+
+    def _output_parts(self, group: Mapping[str, Linear]) -> dict[str, Linear]:
+        pairs = {name: pair for name, pair in group.items() if isinstance(pair, FactorPair)}
+        ranks = [pair.rank for pair in pairs.values()]
+        low = LowRankRows.of(ranks, self.partition.rank, self.partition.size)
+        low_rows = dict(zip(pairs, low.rows, strict=True))
+        parts: dict[str, Linear] = {}
+        for name, linear in group.items():
+            rows = self._own(name)
+            bias = None if linear.bias is None else linear.bias[rows.start : rows.stop]
+            if isinstance(linear, FactorPair):
+                v = self._v(linear.v, low_rows[name])
+                parts[name] = FactorPair(_rows(linear.u, rows), v, bias)
+            else:
+                parts[name] = Dense(_rows(linear.weight, rows), bias)
+        return parts
+
+    def _own(self, name: str) -> range:
+        divided = self.layout.linears[name].divided
+        assert divided is not None  # `rank_checkpoint` has checked it
+        return self.partition.rows(divided, self.head_dim)
+
+    def _v(self, v: Tensor, rows: range) -> Tensor:
+        own = _rows(v, rows)
+        return own if self.shared is None else self.shared.setdefault((id(v), rows.start), own)
+
+
+def _rows(matrix: Tensor, rows: range) -> Tensor:
+    return matrix[rows.start : rows.stop]
+
+
+def _columns(matrix: Tensor, columns: range) -> Tensor:
+    return matrix[:, columns.start : columns.stop]

@@ -1,0 +1,84 @@
+"""Collectives between the ranks of a worker."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, distributed
+
+# torch 2.13 renamed the function; 2.11 has the old name only.
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+class RankGroup(ABC):
+    """The ranks of a worker, seen from one of them.
+
+    All ranks call the same methods in the same order, with tensors of the same shape and dtype. All
+    of them get bitwise identical results. Work on a GPU is launched on the current stream, so that
+    a CUDA graph can capture it.
+
+    Attributes:
+        rank: number of this rank, from 0.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        """Return the sum of the ranks' contiguous tensors. It may overwrite its argument."""
+
+    @abstractmethod
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return the tensors `[n, w]` of all ranks side by side, `[n, size * w]`.
+
+        Args:
+            part: a contiguous tensor.
+        """
+
+
+class OneRank(RankGroup):
+    """The group of a worker of one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        return addend
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return part
+
+
+ONE_RANK = OneRank()
+
+
+class DistributedGroup(RankGroup):
+    """Collectives of `torch.distributed`: NCCL for GPUs, gloo for CPUs.
+
+    Args:
+        group: the group of all ranks of the worker.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        distributed.all_reduce(addend, group=self._group)
+        return addend
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        rows, width = part.shape
+        parts = part.new_empty(self.size * rows, width)
+        _all_gather(parts, part, group=self._group)
+        return side_by_side(parts.view(self.size, rows, width))
+
+
+def side_by_side(parts: Tensor) -> Tensor:
+    """Return `[n, ranks * w]` for the tensors of all ranks, `[ranks, n, w]`."""
+    ranks, rows, width = parts.shape
+    if rows == 1:
+        return parts.view(1, ranks * width)
+    return torch.cat(parts.unbind(), dim=1)

@@ -1,0 +1,66 @@
+"""Layers over packed weights of workers with several ranks, against those of `build_model`."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.gemm.model import build_gemm_model, unsupported_by_gemm
+from runtime.gemm.plan import KernelPlan, group_key
+from runtime.megakernel.decode_step import unsupported_by_megakernel
+from runtime.models.build import build_model
+from runtime.pages.plan import PageCount
+from runtime.parallel.partition import Partition, Scheme
+from tests.runtime.device import DEVICE
+from tests.runtime.rank_threads import ThreadGroup, on_ranks
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
+
+TOKENS = 5
+DENSE: tuple[int | None, ...] = (None,) * 7
+PAIRS: tuple[int | None, ...] = (12, 5, 9, 20, 16, 30, 24)
+MIXED: tuple[int | None, ...] = (None, 12, None, 20, 16, None, 9)
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [DENSE, PAIRS, MIXED], ids=["dense", "pairs", "mixed"])
+def test_ranks_have_the_logits_of_the_whole_model(ranks: Sequence[int | None]) -> None:
+    checkpoint = tiny_checkpoint(bias=True, ranks=ranks)
+    batch = Batch.of([SequenceSlice(range(TOKENS), 0, (0,))], DEVICE)
+    whole = build_model(checkpoint, device=DEVICE)
+    expected = whole.forward(batch, whole.new_cache(PageCount(1)))
+
+    def run(group: ThreadGroup) -> Tensor:
+        part = rank_checkpoint(checkpoint, Partition.of(CONFIG, group.rank, group.size))
+        model = build_gemm_model(part, device=DEVICE, group=group)
+        assert "one rank" in str(unsupported_by_megakernel(model))
+        return model.forward(batch, model.new_cache(PageCount(1)))
+
+    first, second = on_ranks(2, run)
+    assert torch.equal(first, second)
+    # The GEMM kernels compute in bf16, torch in fp32 here.
+    torch.testing.assert_close(first, expected, rtol=0, atol=0.04 * float(expected.abs().max()))
+
+
+def test_factor_pairs_of_several_ranks_are_not_multiplied_out() -> None:
+    checkpoint = tiny_checkpoint(ranks=(8, 8, 8, 20, 16, 16, 30))
+    layer = checkpoint.layers[0]
+    groups = ("q", "k", "v"), ("o",), ("down",)
+    plan = KernelPlan(dense=frozenset(str(group_key(layer, names)) for names in groups))
+
+    def packed(group: ThreadGroup) -> set[str]:
+        part = rank_checkpoint(checkpoint, Partition.of(CONFIG, group.rank, group.size))
+        model = build_gemm_model(part, device="cpu", plan=plan, group=group)
+        return set(model.weights.layers[0].inner)
+
+    whole = build_gemm_model(checkpoint, device="cpu", plan=plan)
+    assert set(whole.weights.layers[0].inner) == {"gate"}
+    assert on_ranks(2, packed) == [{"q", "o", "gate", "down"}] * 2
+
+
+def test_base_scheme_needs_layers_of_torch() -> None:
+    part = rank_checkpoint(tiny_checkpoint(), Partition.of(CONFIG, 0, 2, Scheme.BASE))
+    assert "whole outputs" in str(unsupported_by_gemm(part, "cuda", torch.bfloat16))

@@ -1,0 +1,152 @@
+"""Models of workers with several ranks, which run in threads, against the whole model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import Checkpoint, FactorPair
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.checkpoint.weights import linears_of
+from runtime.config import ModelConfig
+from runtime.models.build import build_model
+from runtime.models.model import Model
+from runtime.pages.plan import PageCount
+from runtime.parallel.partition import Partition, Scheme
+from tests.runtime.rank_threads import ThreadGroup, on_ranks
+from tests.runtime.tiny import CONFIG, prompt_of, tiny_checkpoint
+
+TOLERANCE = 5e-4
+"""Ranks add in another order, in fp32. Logits are up to about 5."""
+PROMPTS = (37, 1, 20)
+PAGES = 12
+
+GQA = replace(CONFIG, num_heads=9, num_kv_heads=3)
+"""As many heads as SmolLM2: two and four ranks do not divide them."""
+MHA = replace(CONFIG, num_heads=4, num_kv_heads=4, tied_embeddings=True)
+ONE_KV_HEAD = replace(CONFIG, num_heads=5, num_kv_heads=1, vocab_size=203, intermediate_size=77)
+
+DENSE = (None,) * 7
+PAIRS = (12, 5, 9, 20, 16, 30, 24)
+MIXED = (None, 12, None, 20, 16, None, None)
+
+
+Collectives = list[tuple[str, tuple[int, ...]]]
+
+
+def logits_of(model: Model) -> Tensor:
+    """Compute the prompts, then one more token of each."""
+    cache = model.new_cache(PageCount(PAGES))
+    tables = [range(at * 4, at * 4 + 4) for at in range(len(PROMPTS))]
+    tokens = [prompt_of(n + 1, vocab=model.config.vocab_size) for n in PROMPTS]
+    prompts = [
+        SequenceSlice(each[:-1], 0, table) for each, table in zip(tokens, tables, strict=True)
+    ]
+    ends = [
+        SequenceSlice(each[-1:], len(each) - 1, table)
+        for each, table in zip(tokens, tables, strict=True)
+    ]
+    found = [model.forward(Batch.of(slices), cache) for slices in (prompts, ends)]
+    return torch.cat(found)
+
+
+def check_equal(checkpoint: Checkpoint, size: int, scheme: Scheme) -> Collectives:
+    """Compare the logits of all ranks with those of the whole model.
+
+    Returns:
+        Name of each collective of a rank, and shape of its argument.
+    """
+    expected = logits_of(build_model(checkpoint))
+
+    def run(group: ThreadGroup) -> tuple[Tensor, Collectives]:
+        partition = Partition.of(checkpoint.config, group.rank, size, scheme)
+        model = build_model(rank_checkpoint(checkpoint, partition), group=group)
+        return logits_of(model), group.calls
+
+    found = on_ranks(size, run)
+    for logits, calls in found:
+        assert calls == found[0][1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+        assert torch.equal(logits, found[0][0]), "all ranks sample from the same logits"
+    return found[0][1]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("config", [GQA, MHA, ONE_KV_HEAD], ids=["gqa", "mha", "one kv head"])
+def test_ranks_have_the_logits_of_the_whole_model(config: ModelConfig, size: int) -> None:
+    checkpoint = tiny_checkpoint(bias=True, head_norms=True, ranks=MIXED, config=config)
+    check_equal(checkpoint, size, Scheme.LOW_RANK)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "scheme"),
+    [
+        pytest.param(DENSE, 2, Scheme.LOW_RANK, id="dense"),
+        pytest.param(PAIRS, 3, Scheme.LOW_RANK, id="pairs"),
+        pytest.param(DENSE, 3, Scheme.BASE, id="dense, base"),
+        pytest.param(MIXED, 2, Scheme.BASE, id="mixed, base"),
+        pytest.param(PAIRS, 4, Scheme.BASE, id="pairs, base"),
+    ],
+)
+def test_schemes_have_the_logits_of_the_whole_model(
+    ranks: Sequence[int | None], size: int, scheme: Scheme
+) -> None:
+    checkpoint = tiny_checkpoint(bias=True, ranks=ranks, config=GQA)
+    check_equal(checkpoint, size, scheme)
+
+
+def test_biases_of_the_residual_stream_are_added_once() -> None:
+    checkpoint = tiny_checkpoint(ranks=MIXED)
+    layers = [
+        replace(
+            layer,
+            **{
+                name: replace(linear, bias=torch.linspace(-1, 1, CONFIG.hidden_size))
+                for name, linear in linears_of(layer)
+                if name in ("o", "down")
+            },
+        )
+        for layer in checkpoint.layers
+    ]
+    for scheme in Scheme:
+        check_equal(replace(checkpoint, layers=tuple(layers)), 2, scheme)
+
+
+def test_layers_that_share_a_basis_share_its_slices() -> None:
+    checkpoint = tiny_checkpoint(ranks=(16, 16, 16, None, None, None, None))
+    first, second = checkpoint.layers
+    shared = replace(second, q=replace(second.q, v=first.q.v))
+    checkpoint = replace(checkpoint, layers=(first, shared))
+    check_equal(checkpoint, 2, Scheme.LOW_RANK)
+    part = rank_checkpoint(checkpoint, Partition.of(CONFIG, 0, 2))
+    pairs = [layer.q for layer in part.layers]
+    assert all(isinstance(pair, FactorPair) for pair in pairs)
+    assert pairs[0].v is pairs[1].v
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param(DENSE, [("all_reduce", 48), ("all_reduce", 48)], id="dense"),
+        pytest.param(
+            PAIRS,  # the padded ranks are 16 + 8 + 16 and 16 + 32
+            [("all_gather", 24), ("all_reduce", 20), ("all_gather", 24), ("all_reduce", 24)],
+            id="pairs",
+        ),
+        pytest.param(
+            MIXED,
+            [("all_gather", 8), ("all_reduce", 20), ("all_gather", 8), ("all_reduce", 48)],
+            id="mixed",
+        ),
+    ],
+)
+def test_factor_pairs_are_exchanged_in_their_low_rank_space(
+    ranks: Sequence[int | None], expected: list[tuple[str, int]]
+) -> None:
+    calls = check_equal(tiny_checkpoint(ranks=ranks), 2, Scheme.LOW_RANK)
+    embedding, *layers = [(name, shape[1]) for name, shape in calls[: 1 + 2 * len(expected)]]
+    assert embedding == ("all_reduce", CONFIG.hidden_size)
+    assert layers == expected * CONFIG.num_layers
