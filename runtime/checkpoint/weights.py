@@ -145,16 +145,23 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int
         placed: results by the id of the original tensor, so that a tensor that is used twice is
             copied once.
     """
+    return mapped(value, lambda tensor: placed.setdefault(id(tensor), tensor.to(device).to(dtype)))
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with ``function`` applied to all tensors.
+
+    Args:
+        value: a tensor, or nested tuples and dataclasses with tensors.
+    """
     if isinstance(value, Tensor):
-        return placed.setdefault(id(value), value.to(device).to(dtype))
+        return function(value)
     if isinstance(value, tuple):
-        return tuple(moved(item, device, dtype, placed) for item in value)
+        return tuple(mapped(item, function) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     values = {field.name: getattr(value, field.name) for field in fields(value)}
-    return replace(
-        value, **{name: moved(item, device, dtype, placed) for name, item in values.items()}
-    )
+    return replace(value, **{name: mapped(item, function) for name, item in values.items()})
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

@@ -118,9 +118,9 @@ def figures(
             piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
             floor = operations(checkpoint, length) / rate
             name = f"{title(shape, keep)}, {length} tokens"
-            variants = {"": _engine_prefill(model, cache, piece)}
+            variants = {"": engine_prefill(model, cache, piece)}
             if by_torch is not None:
-                variants[", backend torch"] = _engine_prefill(by_torch, cache, piece)
+                variants[", backend torch"] = engine_prefill(by_torch, cache, piece)
             if forced:
                 other = partial(kernels.forward, Batch.of([piece], device), cache)
                 variants[", all by our kernels"] = captured(other, device=device)
@@ -133,7 +133,7 @@ def figures(
             yield Figure(f"{name}, materialized and SDPA", took, floor)
 
 
-def _engine_prefill(model: Model, cache: PagedCache, piece: SequenceSlice) -> Callable[[], object]:
+def engine_prefill(model: Model, cache: PagedCache, piece: SequenceSlice) -> Callable[[], object]:
     """Return a function that computes one prompt as an engine does."""
     rows = min(len(piece.tokens), ROWS[-1])
     slots = BatchSlots(1, len(piece.pages), cache.null_pages, model.device)

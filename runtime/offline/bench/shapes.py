@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    FactorPair,
+    LayersOnDemand,
+    LayerWeights,
+    Linear,
+)
 from runtime.config import ModelConfig, RopeConfig
 
 PAGE = 16
@@ -35,15 +42,22 @@ SHAPES = {
 
 
 def random_checkpoint(
-    config: ModelConfig, keep: float, ragged: int = 0, device: str = "cuda"
+    config: ModelConfig,
+    keep: float,
+    ragged: int = 0,
+    device: str = "cuda",
+    *,
+    on_demand: bool = False,
 ) -> Checkpoint:
-    """Build a random bf16 checkpoint.
+    """Build a random bf16 checkpoint, which is the same on each device of a kind.
 
     Args:
         keep: fraction of parameters that factor pairs keep; 1 for dense layers.
         ragged: variation of ranks. Layers cycle through rank - ragged, rank and rank + ragged.
+        on_demand: whether layers are drawn when they are accessed, so that one at a time is in
+            memory.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device)
 
     def random(*shape: int, scale: float) -> Tensor:
         values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
@@ -63,6 +77,7 @@ def random_checkpoint(
     head_norm = ones[: config.head_dim] if config.architecture == "Qwen3ForCausalLM" else None
 
     def layer(number: int) -> LayerWeights:
+        generator.manual_seed(number)
         return LayerWeights(
             input_norm=ones,
             q=linear(heads, hidden, number),
@@ -77,10 +92,12 @@ def random_checkpoint(
             k_norm=head_norm,
         )
 
+    layers = LayersOnDemand(layer, config.num_layers)
+    generator.manual_seed(config.num_layers)
     return Checkpoint(
         config,
         random(config.vocab_size, hidden, scale=1.0),
-        tuple(layer(number) for number in range(config.num_layers)),
+        layers if on_demand else tuple(layers),
         ones,
         random(config.vocab_size, hidden, scale=hidden**-0.5),
         "",

@@ -1,0 +1,344 @@
+"""Models over several ranks: ``python -m runtime.offline.bench tp --help``.
+
+Each rank is a process with a device of its own, which draws its weights there. The floor of a
+decode step is the time to read the rank's weights and KV once, at the measured rate of a copy, and
+that of prefill the time of the rank's floating-point operations at the rate of one large matmul.
+Neither contains communication. Times without communication are those of the same model with
+collectives that return their argument.
+
+Elements are those of a token in all collectives of a layer, by their formula and counted. As in the
+DeInfer paper, an all-reduce counts once in the first number; as on the link, twice in the second.
+"""
+
+import argparse
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint.family import LinearTensor, family_of
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.checkpoint.weights import Checkpoint, FactorPair, LayersOnDemand, mapped
+from runtime.gemm.model import build_fastest_model
+from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
+from runtime.offline.bench.device import (
+    Figure,
+    captured,
+    copy_rate,
+    describe,
+    matmul_rate,
+    milliseconds,
+    show,
+)
+from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
+from runtime.pages.plan import PageCount, pages_for
+from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
+from runtime.parallel.partition import LowRankRows, Partition, Scheme
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of collectives, with an all-reduce counted once and twice."""
+
+    once: int = 0
+    twice: int = 0
+
+    @classmethod
+    def of_sum(cls, count: int) -> Self:
+        """Return the elements of an all-reduce."""
+        return cls(count, 2 * count)
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(self.once + other.once, self.twice + other.twice)
+
+    def __sub__(self, other: "Elements") -> "Elements":
+        return Elements(self.once - other.once, self.twice - other.twice)
+
+
+class CountedGroup(RankGroup):
+    """Counts the elements of collectives, and leaves them out on request.
+
+    Attributes:
+        counted: elements so far.
+        silent: whether collectives return their argument, for times without communication.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self.counted = Elements()
+        self.silent = False
+
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        self.counted += Elements.of_sum(addend.numel())
+        return addend if self.silent else self._group.all_reduce(addend)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        count = part.numel() * self.size
+        self.counted += Elements(count, count)
+        return part.repeat(1, self.size) if self.silent else self._group.all_gather(part)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every rank measures: models of one shape, over ``ranks`` ranks."""
+
+    ranks: int
+    shape: str
+    layers: int
+    keeps: Sequence[float]
+    schemes: Sequence[Scheme]
+    batches: Sequence[tuple[int, int]]
+    prompts: Sequence[int]
+    device: str
+    runs: int
+
+
+class RankBench:
+    """The benchmark of one model, on one rank."""
+
+    def __init__(self, case: Case, group: RankGroup, keep: float, scheme: Scheme | None) -> None:
+        config = SHAPES[case.shape]
+        if case.layers:
+            config = replace(config, num_layers=case.layers)
+        whole = random_checkpoint(config, keep, device=case.device, on_demand=True)
+        self.name = f"{title(case.shape, keep)}, T = {group.size}"
+        part, computed = whole, Elements()
+        if scheme is not None:
+            self.name += f", {scheme}"
+            partition = Partition.of(config, group.rank, group.size, scheme)
+            linears = family_of(config.architecture).layout(config).linears
+            computed = elements_of(whole.layers[0], linears, partition)
+            part = _owned(rank_checkpoint(whole, partition))
+        self._case = case
+        self._group = CountedGroup(group)
+        self._model = build_fastest_model(
+            part,
+            device=case.device,
+            dtype=torch.bfloat16 if case.device == "cuda" else torch.float32,
+            page_size=PAGE,
+            group=self._group,
+        )
+        embedding = part.embedding.numel() * self._model.dtype.itemsize
+        self.bytes_read = self._model.weight_bytes - embedding
+        self._print_sizes(computed)
+
+    def figures(self, copy: float, matmul: float) -> Iterator[Figure]:
+        """Measure decode steps and prompts.
+
+        Args:
+            copy: bandwidth of a copy, in bytes per millisecond.
+            matmul: floating-point operations of a matmul per millisecond.
+        """
+        for batch, context in self._case.batches:
+            yield from self._decode(batch, context, copy)
+        for tokens in self._case.prompts:
+            yield from self._prefill(tokens, matmul)
+
+    def _decode(self, batch: int, context: int, rate: float) -> Iterator[Figure]:
+        model, device = self._model, self._case.device
+        pages = pages_for(context + 1, PAGE)
+        cache = model.new_cache(model.layout.plan.each(batch * pages))
+        inputs = Batch.static(batch, pages, device)
+        inputs.page_table.copy_(torch.arange(batch * pages).view(batch, pages))
+        inputs.positions.fill_(context)
+        inputs.lengths.fill_(context + 1)
+        name = f"{self.name}, decode, batch {batch}, context {context}"
+        kv_read = cache.layout.page_bytes.of(model.layout.plan.received(context + 1))
+        floor = (self.bytes_read + batch * kv_read) / rate
+        ways: dict[str, Callable[[], Tensor]] = {"": partial(model.forward, inputs, cache)}
+        if device == "cuda" and unsupported_by_megakernel(model) is None:
+            ways[", megakernel"] = decode_step(model, inputs, cache)
+        for way, step in ways.items():
+            yield from self._timed(name + way, step, floor)
+
+    def _prefill(self, tokens: int, rate: float) -> Iterator[Figure]:
+        model = self._model
+        pages = pages_for(tokens, PAGE)
+        cache = model.new_cache(PageCount(pages + 1))
+        piece = SequenceSlice([1] * tokens, 0, range(pages))
+        attention = 2 * model.config.num_layers * model.config.num_heads * model.config.head_dim
+        matmuls = 2 * self.bytes_read // model.dtype.itemsize
+        floor = (matmuls * tokens + attention * tokens**2) / rate
+        batch = Batch.of([piece], self._case.device)
+        name = f"{self.name}, prefill, {tokens} tokens"
+        yield from self._timed(name, partial(model.forward, batch, cache), floor)
+
+    def _timed(self, name: str, step: Callable[[], Tensor], floor: float) -> Iterator[Figure]:
+        """Measure a step as a CUDA graph with and without communication, and without a graph."""
+        case, group = self._case, self._group
+        call = captured(step, device=case.device)
+        yield Figure(name, self._milliseconds(call), floor)
+        if group.size > 1:
+            group.silent = True
+            call = captured(step, device=case.device)
+            yield Figure(f"{name}, without communication", self._milliseconds(call), floor)
+            group.silent = False
+        if case.device == "cuda":
+            yield Figure(f"{name}, without a graph", self._milliseconds(step), floor)
+
+    def _milliseconds(self, call: Callable[[], object]) -> float:
+        return milliseconds(call, device=self._case.device, runs=self._case.runs)
+
+    def _print_sizes(self, computed: Elements) -> None:
+        """Print the weights that a rank reads, and the elements that its layers exchange."""
+        print(f"{self.name}: {self.bytes_read / 1e9:.3f} GB of weights read on each rank")
+        group, config = self._group, self._model.config
+        if group.size == 1:
+            return
+        cache = self._model.new_cache(self._model.layout.plan.each(1))
+        inputs = Batch.static(1, 1, self._case.device)
+        inputs.lengths.fill_(1)
+        group.counted = Elements()
+        self._model.forward(inputs, cache)
+        vocabulary = -(-config.vocab_size // group.size) * group.size
+        ends = Elements.of_sum(config.hidden_size) + Elements(vocabulary, vocabulary)
+        counted = group.counted - ends
+        for kind, found, per in (
+            ("computed", computed, 1),
+            ("counted", counted, config.num_layers),
+        ):
+            print(
+                f"{self.name}: {found.once / per:,.0f} elements per token and layer {kind}, "
+                f"{found.twice / per:,.0f} on the link"
+            )
+
+
+def elements_of(layer: Any, linears: Mapping[str, LinearTensor], partition: Partition) -> Elements:
+    """Return the elements that a layer exchanges for each token.
+
+    Args:
+        layer: weights of the whole layer.
+    """
+    if partition.scheme is Scheme.BASE:
+        return Elements.of_sum(sum(linear.out for linear in linears.values()))
+    total = Elements()
+    gathered: dict[str, list[int]] = {}
+    for name, entry in linears.items():
+        linear = getattr(layer, name)
+        rank = linear.rank if isinstance(linear, FactorPair) else None
+        if entry.writes_residual:
+            total += Elements.of_sum(entry.out if rank is None else rank)
+        elif rank is not None:
+            gathered.setdefault(entry.same_input_as or name, []).append(rank)
+    for ranks in gathered.values():
+        height = LowRankRows.of(ranks, partition.rank, partition.size).height * partition.size
+        total += Elements(height, height)
+    return total
+
+
+def _owned(part: Checkpoint) -> Checkpoint:
+    """Return a rank's part whose tensors do not keep those of the whole model in memory."""
+    layers = part.layers
+    return replace(
+        part,
+        embedding=part.embedding.clone(),
+        lm_head=part.lm_head.clone(),
+        layers=LayersOnDemand(lambda at: mapped(layers[at], Tensor.clone), len(layers)),
+    )
+
+
+def figures(case: Case, group: RankGroup) -> Iterator[Figure]:
+    """Measure all models of a case. Every rank calls it, and takes all figures."""
+    copy, matmul = copy_rate(case.device), matmul_rate(case.device)
+    for keep in case.keeps:
+        for scheme in case.schemes if group.size > 1 else [None]:
+            yield from RankBench(case, group, keep, scheme).figures(copy, matmul)
+
+
+def _run_rank(rank: int, case: Case, rendezvous: str, results: Any) -> None:
+    """Run one rank in a process of its own; the first sends its figures."""
+    torch.set_num_threads(1)
+    on_gpu = case.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=case.ranks,
+    )
+    group: RankGroup = ONE_RANK
+    if case.ranks > 1:
+        group = DistributedGroup(distributed.new_group())
+    output = nullcontext() if rank == 0 else redirect_stdout(io.StringIO())
+    with torch.inference_mode(), output:
+        for figure in figures(case, group):
+            if rank == 0:
+                results.put(figure)
+    results.put(None)
+    distributed.destroy_process_group()
+
+
+def over_ranks(case: Case) -> Iterator[Figure]:
+    """Start the ranks of a case and yield the figures of the first.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    context = get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = case, f"{folder}/rendezvous", results
+        ranks = [
+            context.Process(target=_run_rank, args=(rank, *arguments), daemon=True)
+            for rank in range(case.ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        running = case.ranks
+        while running:
+            if results.empty():
+                if any(rank.exitcode for rank in ranks):
+                    raise RuntimeError("a rank failed")
+                time.sleep(0.05)
+            elif (figure := results.get()) is not None:
+                yield figure
+            else:
+                running -= 1
+        for rank in ranks:
+            rank.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench tp")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-70b", help="model")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; 0 for all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.6, 0.4],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
+    parser.add_argument(
+        "--schemes", type=Scheme, nargs="+", default=[*Scheme], help=", ".join(Scheme)
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], help="decoded sequences")
+    parser.add_argument("--context", type=int, default=512, help="their length in tokens")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048], help="prompt lengths")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=20, help="timed runs of each call")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    batches = [(batch, args.context) for batch in args.batch]
+    cases = (
+        Case(
+            ranks, args.shape, args.layers, args.keep, args.schemes, batches, args.tokens,
+            args.device, args.runs,
+        )
+        for ranks in args.ranks
+    )  # fmt: skip
+    show(describe(args.device), chain.from_iterable(map(over_ranks, cases)), args.json)
