@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from runtime.checkpoint.weights import FactorPair, Linear
 from runtime.layers.linear import LinearOp, linear_op
@@ -36,5 +37,8 @@ def _part(linear: Linear) -> tuple[LinearOp, bool]:
     """Return a rank's part of a linear, and whether it reads the whole input."""
     if not isinstance(linear, FactorPair):
         return linear_op(linear.weight, linear.bias), False
-    down, up = linear_op(linear.v), linear_op(linear.u, linear.bias)
+    # GPUs multiply matrices with sizes that are no multiples of 8 several times slower.
+    padding = -linear.rank % 8
+    v, u = functional.pad(linear.v, (0, 0, 0, padding)), functional.pad(linear.u, (0, padding))
+    down, up = linear_op(v), linear_op(u, linear.bias)
     return lambda x: up(down(x)), True

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.family import LinearTensor
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -12,6 +13,7 @@ from runtime.checkpoint.weights import (
     Linear,
 )
 from runtime.config import ModelConfig, RopeConfig
+from runtime.models.llama import LLAMA
 
 PAGE = 16
 """Page size of all GPU benchmarks, in tokens."""
@@ -63,7 +65,8 @@ def random_checkpoint(
         values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
         return values.normal_(0, scale, generator=generator)
 
-    def linear(out: int, inner: int, layer: int) -> Linear:
+    def linear(entry: LinearTensor, layer: int) -> Linear:
+        out, inner = entry.out, entry.inner
         if keep >= 1:
             return Dense(random(out, inner, scale=inner**-0.5))
         rank = int(out * inner * keep / (out + inner)) + ragged * (layer % 3 - 1)
@@ -71,8 +74,8 @@ def random_checkpoint(
             random(out, rank, scale=rank**-0.5), random(rank, inner, scale=inner**-0.5)
         )
 
-    hidden, gated = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    linears = LLAMA.layout(config).linears
     ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     head_norm = ones[: config.head_dim] if config.architecture == "Qwen3ForCausalLM" else None
 
@@ -80,14 +83,8 @@ def random_checkpoint(
         generator.manual_seed(number)
         return LayerWeights(
             input_norm=ones,
-            q=linear(heads, hidden, number),
-            k=linear(kv_heads, hidden, number),
-            v=linear(kv_heads, hidden, number),
-            o=linear(hidden, heads, number),
             post_norm=ones,
-            gate=linear(gated, hidden, number),
-            up=linear(gated, hidden, number),
-            down=linear(hidden, gated, number),
+            **{name: linear(entry, number) for name, entry in linears.items()},
             q_norm=head_norm,
             k_norm=head_norm,
         )
