@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from services.common.addresses import address_towards, bracketed, is_loopback, is_unspecified
 from services.common.settings import ServiceSettings
 from services.transfer.network import TransferNetwork
+from services.transfer.routes import MAX_RANKS
 
 MAX_KV_TOKENS = 1 << 26
 
@@ -80,6 +81,21 @@ class WorkerSettings(ServiceSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda if there is a GPU"
+    )
+    tp: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="number of ranks of this worker, which compute every step together (tensor "
+        "parallelism): one process for each, on a GPU of its own or all on the CPU",
+    )
+    rank_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="with several ranks, time without progress of one of them after which the "
+        "worker ends, seconds; must be longer than any step; on the CPU, time "
+        "in which a step uses the processor does not count",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
