@@ -14,10 +14,14 @@ from services.cli_options import (
     Device,
     GrpcPort,
     Keep,
+    KVEviction,
     KVFormat,
     Model,
     Port,
+    Ranks,
+    RanksOfRole,
     RouterPort,
+    TlsDir,
     TokenizerSource,
 )
 from services.launch import SERVICES, load_settings, run_service
@@ -83,6 +87,9 @@ def up(
     routers: Annotated[int, typer.Option(min=1, max=16, help="number of routers")] = 1,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="number of prefill workers")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="number of decode workers")] = 1,
+    tp: Ranks = 1,
+    prefill_tp: RanksOfRole = None,
+    decode_tp: RanksOfRole = None,
     colocated: Annotated[
         bool, typer.Option(help="start no prefill workers; decode workers also prefill")
     ] = False,
@@ -95,14 +102,8 @@ def up(
     codec: Codec = "auto",
     device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
-    kv_eviction: Annotated[
-        float,
-        typer.Option(min=0, max=0.99, help="fraction of a prompt's tokens whose KV is evicted"),
-    ] = 0.0,
-    tls_dir: Annotated[
-        Path | None,
-        typer.Option(resolve_path=True, help="folder of tls.crt, tls.key, ca.crt, for mutual TLS"),
-    ] = None,
+    kv_eviction: KVEviction = 0.0,
+    tls_dir: TlsDir = None,
     detach: Annotated[
         bool, typer.Option(help="run in the background; return when the deployment is ready")
     ] = False,
@@ -119,6 +120,8 @@ def up(
         routers=routers,
         prefill=prefill,
         decode=decode,
+        prefill_tp=prefill_tp or tp,
+        decode_tp=decode_tp or tp,
         colocated=colocated,
         model=model,
         keep=keep,

@@ -1,5 +1,6 @@
 """Options that several commands of ``headrace`` share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,13 @@ AnyPort = Annotated[
         min=1, max=MAX_PORT, help="HTTP port of a gateway; default: that of the running deployments"
     ),
 ]
+Ranks = Annotated[
+    int, typer.Option(min=1, max=64, help="ranks of each worker: GPUs, or processes on the CPU")
+]
+RanksOfRole = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="ranks of each worker of this role; default: --tp"),
+]
 Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]
@@ -36,6 +44,13 @@ Keep = Annotated[
 Codec = Annotated[str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")]
 KVFormat = Annotated[
     str, typer.Option(help="KV format: a built-in name, name:PATH of a calibration or module:Class")
+]
+KVEviction = Annotated[
+    float, typer.Option(min=0, max=0.99, help="fraction of a prompt's tokens whose KV is evicted")
+]
+TlsDir = Annotated[
+    Path | None,
+    typer.Option(resolve_path=True, help="folder of tls.crt, tls.key, ca.crt, for mutual TLS"),
 ]
 TokenizerSource = Annotated[
     str | None,

@@ -10,6 +10,21 @@ MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
+class WorkerOptions:
+    """Options of one worker.
+
+    Attributes:
+        name: unique name within the deployment.
+        role: prefill or decode.
+        ranks: number of its ranks; on GPUs, each has one of its own.
+    """
+
+    name: str
+    role: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class UpOptions:
     """Options of a deployment on one machine.
 
@@ -22,6 +37,8 @@ class UpOptions:
         routers: number of routers.
         prefill: number of prefill workers.
         decode: number of decode workers.
+        prefill_tp: number of ranks of each prefill worker (tensor parallelism).
+        decode_tp: number of ranks of each decode worker.
         colocated: whether decode workers also prefill; then there are no prefill workers.
         model: name or path of a checkpoint.
         keep: fraction of the parameters to keep in a factorized model; None serves the model
@@ -45,6 +62,8 @@ class UpOptions:
     routers: int = 1
     prefill: int = 1
     decode: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
     colocated: bool = False
     model: str = "smollm2-135m"
     keep: float | None = None
@@ -59,6 +78,19 @@ class UpOptions:
     def router_ports(self) -> list[int]:
         """HTTP port of each router."""
         return [self.router_port + number for number in range(self.routers)]
+
+    @property
+    def workers(self) -> list[WorkerOptions]:
+        """Options of each worker, prefill workers first."""
+        prefill = 0 if self.colocated else self.prefill
+        return [
+            WorkerOptions(f"{role}-{number}", role, ranks)
+            for role, count, ranks in (
+                ("prefill", prefill, self.prefill_tp),
+                ("decode", self.decode, self.decode_tp),
+            )
+            for number in range(count)
+        ]
 
     @property
     def wire_codec(self) -> str:

@@ -6,11 +6,9 @@ from pathlib import Path
 from services.common.addresses import bracketed
 from services.common.tls import TlsFiles
 from services.local.artifacts import Artifacts
-from services.local.options import UpOptions
+from services.local.gpus import WorkerGpus, assign_gpus, visible_gpus
+from services.local.options import UpOptions, WorkerOptions
 from services.local.supervisor import ProcessSpec
-
-GPU_SHARE = 0.9
-"""Fraction of a GPU's memory that all workers on it use together."""
 
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
@@ -24,7 +22,7 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
     common = {
         "HEADRACE_CLUSTER_TOKEN": token,
         **_tls(options.tls_dir),
-        # Several threads per worker are slower if there are more workers than cores.
+        # Several threads per rank are slower if there are more ranks than cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
         # Huge pages for weights make a decode step, which reads all weights, 8 % faster.
@@ -51,21 +49,14 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
         )
         for number in range(options.gateways)
     ]
-    roles = ["prefill"] * (0 if options.colocated else options.prefill)
-    roles += ["decode"] * options.decode
-    gpus = visible_gpus(options.device)
-    for number, role in enumerate(roles):
-        name = f"{role}-{number if role == 'prefill' else number - roles.count('prefill')}"
-        environment = common | _free_health_port(role)
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
-            sharing = len(range(number % len(gpus), len(roles), len(gpus)))
-            share = f"HEADRACE_{role.upper()}_GPU_MEMORY_UTILIZATION"
-            environment[share] = os.environ.get(share, f"{GPU_SHARE / sharing:.3f}")
-        arguments = _worker(options, artifacts, routers, name)
+    workers = options.workers
+    assigned = assign_gpus(visible_gpus(options.device), [worker.ranks for worker in workers])
+    for worker, gpus in zip(workers, assigned, strict=True):
+        arguments = _worker(options, artifacts, routers, worker)
         if options.colocated:
             arguments += ("--colocated",)
-        specs.append(ProcessSpec(name, role, arguments, environment))
+        environment = common | _free_health_port(worker.role) | _gpus(worker.role, gpus)
+        specs.append(ProcessSpec(worker.name, worker.role, arguments, environment))
     return specs
 
 
@@ -77,6 +68,17 @@ def _free_health_port(service: str) -> dict[str, str]:
     """
     name = f"HEADRACE_{service.upper()}_HEALTH_PORT"
     return {name: "0"} if os.environ.get(name) else {}
+
+
+def _gpus(role: str, gpus: WorkerGpus) -> dict[str, str]:
+    """Return the environment that limits a worker to its GPUs and their memory."""
+    if not gpus.names:
+        return {}
+    share = f"HEADRACE_{role.upper()}_GPU_MEMORY_UTILIZATION"
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus.names),
+        share: os.environ.get(share, f"{gpus.share:.3f}"),
+    }
 
 
 def _numbered(service: str, number: int) -> str:
@@ -109,11 +111,12 @@ def _gateway(options: UpOptions, artifacts: Artifacts, routers: list[str]) -> tu
 
 
 def _worker(
-    options: UpOptions, artifacts: Artifacts, routers: list[str], name: str
+    options: UpOptions, artifacts: Artifacts, routers: list[str], worker: WorkerOptions
 ) -> tuple[str, ...]:
     arguments: tuple[str, ...] = (
         *("--host", options.host),
-        *("--worker-id", name),
+        *("--worker-id", worker.name),
+        *("--tp", str(worker.ranks)),
         *(part for url in routers for part in ("--routers", url)),
         *("--model", str(artifacts.checkpoint)),
         *("--served-model-name", artifacts.served_name),
@@ -125,20 +128,3 @@ def _worker(
     if artifacts.codebooks is not None:
         arguments += ("--codebooks", str(artifacts.codebooks))
     return arguments
-
-
-def visible_gpus(device: str) -> list[str]:
-    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or the indices of all GPUs of the machine.
-
-    The NVIDIA driver has one folder for each GPU. Importing torch instead would take seconds.
-
-    Args:
-        device: auto, cpu or cuda; there are no GPUs for cpu.
-    """
-    if device == "cpu":
-        return []
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None:
-        return [name.strip() for name in allowed.split(",") if name.strip()]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return [str(number) for number in range(len(list(folder.iterdir())))] if folder.is_dir() else []

@@ -30,10 +30,11 @@ from services.common.terminal import diagnostics, results
 from services.local.artifacts import Artifacts, is_factorized, prepare
 from services.local.background import READY_TIMEOUT_S, start_in_background
 from services.local.draining import DrainProgress
+from services.local.gpus import assign_gpus, visible_gpus
 from services.local.lock import ProcessIdentity
 from services.local.logs import poll_periodically, tail
 from services.local.options import UpOptions
-from services.local.processes import plan_processes, visible_gpus
+from services.local.processes import plan_processes
 from services.local.progress import StartProgress
 from services.local.state import EXIT_RUNNING, Deployment, DeploymentRunning, exclusive_port
 from services.local.supervisor import (
@@ -58,6 +59,7 @@ def up(options: UpOptions, *, detach: bool) -> int:
         SettingsError, RuntimeFault, OSError: if it cannot start.
     """
     options.check()
+    assign_gpus(visible_gpus(options.device), [worker.ranks for worker in options.workers])
     try:
         if detach:
             return start_in_background(options)

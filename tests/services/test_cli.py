@@ -14,6 +14,7 @@ from services.common.http_server import listen
 from services.local import up as up_module
 from services.local.options import UpOptions
 from services.local.supervisor import EXIT_SETTINGS_ERROR
+from services.transfer.routes import MAX_RANKS
 from tests.ports import free_ports
 
 
@@ -84,6 +85,28 @@ def test_port_moves_the_ports_of_grpc_and_the_router(started: list[UpOptions]) -
         [9000, 9001, 9100],
         [8000, 8001, 8002],
     ]
+
+
+def test_ranks_of_a_role_override_those_of_all_workers(started: list[UpOptions]) -> None:
+    for flags in ((), ("--tp", "4"), ("--tp", "4", "--decode-tp", "2"), ("--prefill-tp", "3")):
+        assert run("up", *flags).exit_code == 0
+    ranks = [(options.prefill_tp, options.decode_tp) for options in started]
+    assert ranks == [(1, 1), (4, 4), (4, 2), (3, 1)]
+
+
+def test_flags_allow_the_maximum_number_of_ranks(started: list[UpOptions]) -> None:
+    assert run("up", "--tp", str(MAX_RANKS)).exit_code == 0
+    for flag in ("--tp", "--prefill-tp", "--decode-tp"):
+        assert f"Invalid value for '{flag}'" in run("up", flag, str(MAX_RANKS + 1)).stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--detach",)])
+def test_too_few_gpus_are_refused_before_the_preparation(
+    port: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    line = refused("up", "--port", port, "--tp", "2", *flags)
+    assert "the workers need 4 GPUs; visible: 3 (0, 1, 2)" in line
 
 
 def test_derived_port_out_of_range_is_refused(port: str) -> None:

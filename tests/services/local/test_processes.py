@@ -10,6 +10,7 @@ from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
 from services.prefill.settings import PrefillSettings
+from services.transfer.routes import MAX_RANKS
 from services.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow
@@ -70,6 +71,36 @@ def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
         if name.endswith("_GPU_MEMORY_UTILIZATION")
     }
     assert shares == {"prefill-0": "0.450", "prefill-1": "0.900", "decode-0": "0.3"}
+
+
+def test_workers_get_the_ranks_and_the_gpus_of_their_role(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,GPU-ab,GPU-cd")
+    options = UpOptions(prefill=2, prefill_tp=1, decode_tp=4)
+    assert gpus_of(options) == {
+        "router": None,
+        "gateway": None,
+        "prefill-0": "4",
+        "prefill-1": "5",
+        "decode-0": "6,7,GPU-ab,GPU-cd",
+    }
+
+
+def test_ranks_on_the_cpu_need_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = UpOptions(device="cpu", prefill_tp=3, decode_tp=MAX_RANKS)
+    found = {}
+    for spec in plan_processes(options, ARTIFACTS, "token"):
+        if spec.service in ("prefill", "decode"):
+            assert "CUDA_VISIBLE_DEVICES" not in spec.environment
+            assert spec.environment["OMP_NUM_THREADS"] == "1"
+            settings = PrefillSettings if spec.service == "prefill" else DecodeSettings
+            loaded = settings.load(list(spec.arguments))
+            assert isinstance(loaded, WorkerSettings)
+            found[spec.name] = loaded.tp
+    assert found == {"prefill-0": 3, "decode-0": MAX_RANKS}
 
 
 def test_workers_get_the_kv_format_and_the_share_of_eviction() -> None:
