@@ -124,7 +124,7 @@ spec:
     - name: shm
       emptyDir:
         medium: Memory
-        sizeLimit: {{ $role.sharedMemory }}
+        sizeLimit: {{ include "headrace.forRanks" (list $role.sharedMemory (include "headrace.ranks" . | int)) }}
     {{- end }}
     {{- if and $rdma $values.rdma.hugepages.amount }}
     - name: hugepages

@@ -10,6 +10,10 @@
 {{- range $layers -}}
 {{- $role = include "headrace.merge" (dict "base" $role "over" . "replaced" (include "headrace.unions" "" | fromJsonArray)) | fromJson -}}
 {{- end -}}
+{{- if include "headrace.needsGpus" (dict "root" .root "role" $role) -}}
+{{- $gpus := dict "nvidia.com/gpu" (include "headrace.ranks" (dict "name" .name "role" $role) | int) -}}
+{{- $_ := set $role "resources" (mustMergeOverwrite $role.resources (dict "limits" $gpus)) -}}
+{{- end -}}
 {{- if and (eq .name "model") (not (include "headrace.prepares" .root)) -}}
 {{- /* A download uses no device. Workers that wait for it may hold all of them. */}}
 {{- $_ := unset $role "resourceClaims" -}}
@@ -22,6 +26,30 @@
 {{- $_ := set $role "resources" $resources -}}
 {{- end -}}
 {{- toJson $role -}}
+{{- end -}}
+
+{{/* Number of ranks of a worker; 1 for other roles: (dict "name" role "role" values). */}}
+{{- define "headrace.ranks" -}}
+{{- has .name (list "prefill" "decode") | ternary (default 1 .role.settings.tp) 1 -}}
+{{- end -}}
+
+{{/* Whether the number of ranks decides the number of GPUs ("true" or empty): it is set, the image and the
+     device are for GPUs, and the values name no GPUs: (dict "root" root "role" values). */}}
+{{- define "headrace.needsGpus" -}}
+{{- $image := mustMergeOverwrite (deepCopy .root.Values.image) .role.image -}}
+{{- $given := (include "headrace.gpus" .role.resources | fromJson).requested -}}
+{{- with .role -}}
+{{- if and (hasKey .settings "tp") (eq $image.flavor "cuda") (ne "cpu" (toString .settings.device)) (not (or $given .resources.claims)) -}}
+true
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity for each of n ranks together: (list quantity n). */}}
+{{- define "headrace.forRanks" -}}
+{{- $number := regexFind "^[0-9.]+" (first . | toString) -}}
+{{- $total := mulf $number (last .) | printf "%.3f" | trimSuffix ".000" -}}
+{{- first . | toString | replace $number $total -}}
 {{- end -}}
 
 {{/* Merge two maps, as JSON: (dict "base" map "over" map "replaced" paths). The maps at these paths are
@@ -219,9 +247,7 @@ kv_format: {{ . }}
       fieldPath: {{ $field }}
 {{- end }}
 - name: OMP_NUM_THREADS
-  valueFrom:
-    resourceFieldRef:
-      resource: limits.cpu
+  {{- include "headrace.threads" . | nindent 2 }}
 {{- range $name, $value := $values.transfer.environment }}
 - name: {{ $name }}
   value: {{ $value | quote }}
@@ -246,6 +272,20 @@ kv_format: {{ . }}
 {{- end }}
 {{- end }}
 {{ include "headrace.cacheEnv" . | trim }}
+{{- end -}}
+
+{{/* Threads of each rank of a worker: its part of the CPU limit. */}}
+{{- define "headrace.threads" -}}
+{{- $ranks := include "headrace.ranks" . | int -}}
+{{- $limit := dig "limits" "cpu" "" .role.resources | toString -}}
+{{- if and (gt $ranks 1) $limit -}}
+{{- $cores := hasSuffix "m" $limit | ternary (divf (trimSuffix "m" $limit) 1000) (float64 $limit) -}}
+value: {{ divf $cores $ranks | floor | int | max 1 | quote }}
+{{- else -}}
+valueFrom:
+  resourceFieldRef:
+    resource: limits.cpu
+{{- end -}}
 {{- end -}}
 
 {{/* Folders for files that processes write; the root file system is read-only. */}}

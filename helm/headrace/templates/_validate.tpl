@@ -128,8 +128,25 @@
 {{- $gpus := (include "headrace.gpus" $role.resources | fromJson).count -}}
 {{- $image := mustMergeOverwrite (deepCopy .root.Values.image) $role.image -}}
 {{- $ours := not (or $image.tag $image.digest) -}}
-{{- if gt (int $gpus) 1 -}}
-{{- $faults = append $faults (printf "%s.resources: a process uses one GPU, not %v" $name $gpus) -}}
+{{- $ranks := include "headrace.ranks" . | int -}}
+{{- if and $gpus (ne (int $gpus) $ranks) -}}
+{{- $why := eq .name "model" | ternary "the Job uses one" (printf "settings.tp is %v: a worker uses one GPU for each rank" $ranks) -}}
+{{- $faults = append $faults (printf "%s.resources: %v GPUs, but %s" $name $gpus $why) -}}
+{{- end -}}
+{{- if gt $ranks 1 -}}
+{{- $range := splitList "-" .root.Values.transfer.ports -}}
+{{- if gt $ranks (sub (last $range | int) (first $range | int) | add1 | int) -}}
+{{- $faults = append $faults (printf "transfer.ports: %s has fewer ports than %s has ranks (%v), each of which needs one" .root.Values.transfer.ports $name $ranks) -}}
+{{- end -}}
+{{- $format := default (toString $role.settings.kv_format) (include "headrace.kvFormat" .root) -}}
+{{- if regexMatch "^(fdc|kvquant|palu|shard)(:|$)" $format -}}
+{{- $faults = append $faults (printf "%s.settings.tp is %v, but KV format %s does not support several ranks" $name $ranks (splitList ":" $format | first)) -}}
+{{- end -}}
+{{- range $resource := keys (default dict $role.resources.limits) | sortAlpha -}}
+{{- if and (include "headrace.isGpu" $resource) (ne $resource "nvidia.com/gpu") -}}
+{{- $faults = append $faults (printf "%s.resources: %s is a part of a GPU; ranks need whole ones, nvidia.com/gpu" $name $resource) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and $gpus (or (eq "cpu" (toString $role.settings.device)) (and $ours (ne $image.flavor "cuda"))) -}}
 {{- $faults = append $faults (printf "%s.resources: the GPU is not used, with image.flavor %s and device %s; GPUs need workers.image.flavor cuda" $name $image.flavor (default "auto" $role.settings.device)) -}}

@@ -78,14 +78,37 @@ REFUSED = {
         "gateway.autoscaling.type=cpu,gateway.resources.requests=null",
         "gateway.resources.requests.cpu",
     ),
-    "two GPUs for a worker": (
+    "two GPUs for a worker of one rank": (
         "workers.image.flavor=cuda,decode.resources.limits.nvidia\\.com/gpu=2",
-        "decode.resources: a process uses one GPU, not 2",
+        "decode.resources: 2 GPUs, but settings.tp is 1",
     ),
+    "one GPU for a worker of two ranks": (
+        "workers.image.flavor=cuda,workers.resources.limits.nvidia\\.com/gpu=1,"
+        "prefill.settings.tp=2",
+        "prefill.resources: 1 GPUs, but settings.tp is 2",
+    ),
+    "MIG instances for a worker of two ranks": (
+        "workers.image.flavor=cuda,decode.resources.limits.nvidia\\.com/mig-3g\\.40gb=2,"
+        "decode.settings.tp=2",
+        "decode.resources: nvidia.com/mig-3g.40gb",
+    ),
+    "calibrated KV format for two ranks": (
+        "decode.settings.tp=2,workers.settings.kv_format=palu:/models/p",
+        "decode.settings.tp is 2, but KV format palu",
+    ),
+    "prepared KV format for two ranks": (
+        "prefill.settings.tp=2,model.claim.enabled=true,model.prepare.kvFormat=fdc",
+        "prefill.settings.tp is 2, but KV format fdc",
+    ),
+    "fewer transfer ports than ranks": (
+        "decode.settings.tp=4,transfer.ports=21000-21002",
+        "transfer.ports: 21000-21002 has fewer ports than decode",
+    ),
+    "no rank": ("workers.settings.tp=0", "tp"),
     "two GPUs for the Job": (
         "model.claim.enabled=true,model.prepare.codebooks=true,workers.image.flavor=cuda,"
         "model.job.resources.limits.nvidia\\.com/gpu=2",
-        "model.job.resources: a process uses one GPU, not 2",
+        "model.job.resources: 2 GPUs, but the Job uses one",
     ),
     "GPU with an image for the CPU": ("workers.resources.limits.nvidia\\.com/gpu=1", "flavor"),
     "GPU with a device setting for the CPU": (

@@ -133,6 +133,75 @@ def test_sidecar_of_the_scenario_meets_the_restricted_standard() -> None:
     assert [found for _, pod in pods for found in restricted_violations(pod)] == []
 
 
+def gpus_of(pod: Manifest) -> dict[str, int]:
+    """Return the GPUs that the main container of a pod requests."""
+    limits = main_container(pod)["resources"].get("limits", {})
+    return {name: amount for name, amount in limits.items() if "nvidia.com" in name}
+
+
+def test_number_of_ranks_sets_gpus_threads_and_shared_memory() -> None:
+    manifests = scenario("several-gpus")
+    for role, ranks in (("prefill", 2), ("decode", 4)):
+        pod = pod_of(manifests, role)
+        variables = {one["name"]: one.get("value") for one in main_container(pod)["env"]}
+        assert variables[f"HEADRACE_{role.upper()}_TP"] == str(ranks)
+        assert variables["OMP_NUM_THREADS"] == str(32 // ranks), "of the CPU limit"
+        assert gpus_of(pod) == {"nvidia.com/gpu": ranks}
+        memory = {"medium": "Memory", "sizeLimit": f"{ranks}Gi"}
+        assert volume(pod, "shm") == {"emptyDir": memory}
+    assert gpus_of(pod_of(manifests, "gateway")) == {}
+
+
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("7", "3"), ("2500m", "1"), ("500m", "1"), ("1.5", "1")]
+)
+def test_each_rank_has_at_least_one_thread(limit: str, threads: str) -> None:
+    manifests = scenario(
+        *("minimal-cpu", "--set", "workers.settings.tp=2"),
+        *("--set-string", f"workers.resources.limits.cpu={limit}"),
+    )
+    for role in ("prefill", "decode"):
+        pod = pod_of(manifests, role)
+        variables = {one["name"]: one.get("value") for one in main_container(pod)["env"]}
+        assert variables["OMP_NUM_THREADS"] == threads
+        assert gpus_of(pod) == {}, "the image is for the CPU"
+
+
+@pytest.mark.parametrize(
+    ("size", "total"), [("512Mi", "1024Mi"), ("1.5Gi", "3Gi"), ("1.25G", "2.500G")]
+)
+def test_shared_memory_is_a_size_for_each_rank(size: str, total: str) -> None:
+    values = ("--set", "workers.settings.tp=2", "--set-string", f"workers.sharedMemory={size}")
+    pod = pod_of(scenario("minimal-cpu", *values), "decode")
+    assert volume(pod, "shm")["emptyDir"]["sizeLimit"] == total
+
+
+def test_gpus_of_the_values_are_kept() -> None:
+    """Of one rank, by any resource; of several, by claims or the same number."""
+    shared = scenario("minimal-cpu", "--set", *one_gpu("workers", "nvidia\\.com/gpu\\.shared", 1))
+    assert gpus_of(pod_of(shared, "decode")) == {"nvidia.com/gpu.shared": 1}
+    same = scenario("several-gpus", "--set", *one_gpu("decode", "nvidia\\.com/gpu", 4))
+    assert gpus_of(pod_of(same, "decode")) == {"nvidia.com/gpu": 4}
+    claims = scenario("model-change", "--set", "workers.settings.tp=2")
+    assert gpus_of(pod_of(claims, "decode")) == {}
+
+
+def one_gpu(section: str, resource: str, count: int) -> tuple[str, ...]:
+    return (f"workers.image.flavor=cuda,{section}.resources.limits.{resource}={count}",)
+
+
+def test_job_of_workers_with_several_ranks_uses_one_gpu() -> None:
+    """The Job that prepares the model computes on one GPU; one that only downloads, on none."""
+    values = (
+        *("--set", "workers.image.flavor=cuda,workers.settings.tp=2"),
+        *("--set", "model.claim.enabled=true,model.fetch.repository=a/b"),
+    )
+    for prepare, expected in (("true", {"nvidia.com/gpu": 1}), ("false", {})):
+        manifests = scenario("minimal-cpu", *values, "--set", f"model.prepare.codebooks={prepare}")
+        assert gpus_of(pod_of(manifests, "model")) == expected
+        assert gpus_of(pod_of(manifests, "prefill")) == {"nvidia.com/gpu": 2}
+
+
 def test_job_that_only_downloads_takes_no_device() -> None:
     """Workers that wait for it may hold all GPUs of the cluster."""
     claims = json.dumps([{"name": "gpu", "resourceClaimName": "g"}])
