@@ -19,6 +19,8 @@ from services.local.lock import ProcessIdentity
 from services.local.logs import POLL_S
 from services.local.state import Deployment, lock_holder, ports_in_use
 
+_SPAWNED = "--multiprocessing-fork"
+"""Argument of every process that multiprocessing spawns."""
 STOP_TIMEOUT_S = 90.0
 """Maximum time to stop a deployment, seconds. The supervisor takes less to stop its processes."""
 
@@ -105,7 +107,9 @@ def _show(port: int, *, as_json: bool) -> int:
     if as_json:
         names = ("port", "grpc_port", "router_port", "model", "kv_format")
         described = {name: getattr(deployment, name) for name in names}
-        print(json.dumps(described | {"processes": deployment.pids}))  # noqa: T201
+        ranks = {name: [rank.pid for rank in _ranks(pid)] for name, pid in deployment.pids.items()}
+        others = {name: pids for name, pids in ranks.items() if pids}
+        print(json.dumps(described | {"processes": deployment.pids, "ranks": others}))  # noqa: T201
         return 0
     console = results()
     model = f": {deployment.model}, KV format {deployment.kv_format}" if deployment.model else ""
@@ -136,16 +140,35 @@ def _describe(running: list[int]) -> str:
 def _processes(deployment: Deployment) -> Table:
     table = Table("process", "pid", "memory", "running")
     for name, pid in sorted(deployment.pids.items()):
-        try:
-            process = psutil.Process(pid)
-            memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
-            identity = ProcessIdentity.of(pid)
-        except psutil.NoSuchProcess:
-            memory = "-"
-            identity = None
-        running = "restarting" if identity is None else f"{identity.age_s:.0f} s"
-        table.add_row(name, str(pid), memory, running)
+        table.add_row(name, *_process(pid))
+        for number, rank in enumerate(_ranks(pid), 1):
+            table.add_row(f"{name}, rank {number}", *_process(rank.pid))
     return table
+
+
+def _process(pid: int) -> tuple[str, str, str]:
+    """Return the process id, the memory and the age of a process, as text."""
+    try:
+        memory = f"{psutil.Process(pid).memory_info().rss / 2**20:.0f} MiB"
+        identity = ProcessIdentity.of(pid)
+    except psutil.NoSuchProcess:
+        memory = "-"
+        identity = None
+    running = "restarting" if identity is None else f"{identity.age_s:.0f} s"
+    return str(pid), memory, running
+
+
+def _ranks(pid: int) -> list[psutil.Process]:
+    """Return the processes of a worker's ranks other than the first, in the order of their start.
+
+    They are its children that multiprocessing has spawned, except the resource tracker.
+    """
+    try:
+        children = psutil.Process(pid).children()
+        ranks = [child for child in children if _SPAWNED in child.cmdline()]
+        return sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
+    except psutil.Error:  # a process has ended meanwhile
+        return []
 
 
 def _workers(deployment: Deployment) -> Table:

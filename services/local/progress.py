@@ -56,7 +56,12 @@ class StartProgress:
 
 
 def _stage_of(event: dict[str, Any]) -> str | None:
-    """Return the stage that begins with an event; None if it begins none."""
+    """Return the stage that begins with an event; None if it begins none.
+
+    Only the first rank of a worker counts: the others pass through the same stages.
+    """
+    if event.get("rank"):
+        return None
     try:
         return _STAGES[event["event"]].format_map(event)
     except (KeyError, TypeError):

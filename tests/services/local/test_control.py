@@ -34,6 +34,24 @@ while True:
 """
 
 
+WITH_RANKS = """
+import json, multiprocessing, subprocess, sys
+from multiprocessing import resource_tracker
+
+context = multiprocessing.get_context("spawn")
+tracker = resource_tracker.ensure_running()
+end = context.Event()
+ranks = [context.Process(target=end.wait) for _ in range(2)]
+for rank in ranks:
+    rank.start()
+other = subprocess.Popen(["sleep", "60"])
+print(json.dumps([rank.pid for rank in ranks]), flush=True)
+sys.stdin.read()
+end.set()
+other.kill()
+"""
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
@@ -119,6 +137,7 @@ def test_status_without_a_port_shows_all_deployments(
         "model": "small",
         "kv_format": "fp8",
         "processes": {"router": supervisors[FIRST].pid},
+        "ranks": {},
     }
     assert f"port {SECOND} is starting (process {supervisors[SECOND].pid})" in shown.err
 
@@ -156,6 +175,31 @@ def test_status_prints_whole_rows_to_stdout_and_errors_to_stderr(
     shown = capsys.readouterr()
     assert "the router does not answer" in shown.err
     assert "small" in shown.out
+
+
+def test_status_shows_the_ranks_of_a_worker(
+    supervisors: dict[int, "subprocess.Popen[str]"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker with two more ranks. A child that multiprocessing has not spawned is none."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WITH_RANKS], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        ranks = json.loads(worker.stdout.readline())
+        saved(supervisors[FIRST], pids={"decode-0": worker.pid}, router_port=1)
+        control.status(FIRST)
+        table = capsys.readouterr().out
+        assert control.status(FIRST, as_json=True) == 0
+        found = json.loads(capsys.readouterr().out)
+        worker.communicate()
+    assert found["processes"] == {"decode-0": worker.pid}
+    assert found["ranks"] == {"decode-0": ranks}
+    rows = [line.split("│")[1:3] for line in table.splitlines() if "decode-0" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["decode-0", str(worker.pid)],
+        ["decode-0, rank 1", str(ranks[0])],
+        ["decode-0, rank 2", str(ranks[1])],
+    ]
 
 
 def test_ctrl_c_in_down_ends_a_deployment_that_drains(

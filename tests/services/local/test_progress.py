@@ -63,6 +63,18 @@ def test_each_new_stage_is_one_line_without_a_terminal(tmp_path: Path) -> None:
     assert "ready:" not in output.getvalue(), "`up --detach` takes this for the end of the start"
 
 
+def test_stages_of_a_worker_are_those_of_its_first_rank(tmp_path: Path) -> None:
+    progress, output = following(tmp_path)
+    for event in ("reading checkpoint", "checkpoint read", "sizes"):
+        write(tmp_path, "decode-0", {"event": event}, {"event": "reading checkpoint", "rank": 1})
+        progress.poll()
+    assert lines(output) == [
+        "decode-0: reading weights",
+        "decode-0: copying weights to the device",
+        "decode-0: warming up",
+    ]
+
+
 def test_other_lines_are_ignored_and_unfinished_lines_are_read_later(tmp_path: Path) -> None:
     progress, output = following(tmp_path)
     write(tmp_path, "decode-0", [], {"event": ["ready"]}, {"event": "warmed up"}, 3)
