@@ -85,7 +85,8 @@ def kv_bytes_for(
             f"{utilization:g} (gpu_memory_utilization) of {_gib(memory.total)}, has allocated "
             f"{_gib(memory.own)}, and needs {_gib(slab)} for transfers and {_gib(other)} for "
             f"graphs and activations; {_gib(memory.free)} are free. Raise "
-            "gpu_memory_utilization, or reduce slots, slot_bytes or max_running"
+            "gpu_memory_utilization, reduce slots, slot_bytes or max_running, or divide the model "
+            "among more GPUs (--tp)"
         )
     return left
 
