@@ -11,6 +11,9 @@ RuntimeFault
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
 ├── EventTimeout          a rank did not launch a step in time
+├── RankTimeout           a rank did not take the messages of the first rank in time
+├── RanksDisagree         ranks of a worker did not compute the same steps or tokens
+├── FirstRankEnded        the first rank of a worker ended without ending the other ranks
 └── InvalidRequest        a request is outside the model's bounds
 """
 
@@ -57,6 +60,18 @@ class NotFinite(RuntimeFault):
 
 class EventTimeout(RuntimeFault):
     """An event was not recorded in time, for example because a rank did not launch its step."""
+
+
+class RankTimeout(RuntimeFault):
+    """A rank did not take the messages of the first rank of its worker in time."""
+
+
+class RanksDisagree(RuntimeFault):
+    """A rank sampled other tokens than the first rank, or lost one of its messages."""
+
+
+class FirstRankEnded(RuntimeFault):
+    """The first rank of a worker ended without ending the other ranks."""
 
 
 class InvalidRequest(RuntimeFault):

@@ -1,5 +1,6 @@
 """Inference engine: scheduling, chunked prefill and continuous batching over a paged KV cache."""
 
+from runtime.engine.channel import RankProgress, StepChannel, StepReader, follow
 from runtime.engine.commands import (
     Add,
     Arrived,
@@ -27,8 +28,12 @@ __all__ = [
     "Executor",
     "ExecutorShape",
     "LocalExecutor",
+    "RankProgress",
     "Ranks",
     "Reserve",
     "Reserved",
+    "StepChannel",
     "StepOutput",
+    "StepReader",
+    "follow",
 ]

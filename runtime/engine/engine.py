@@ -53,7 +53,7 @@ class Engine:
     chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
-        executor: computes the steps; `Ranks` for several devices.
+        executor: computes the steps; `Ranks` on several devices.
 
     Attributes:
         executor: the executor that was passed to the constructor.

@@ -3,7 +3,7 @@
 An engine calls the methods of an executor on one thread, in this order for each step: `launch`,
 `copy_pages`, and later `LaunchedStep.read`. An executor changes nothing in a plan. Between steps,
 it stores its own state of each sequence under `SequenceState.arrival`. A rank in another process
-therefore implements the same interface by sending a copy of each plan to an executor there.
+therefore computes copies of the plans, which `runtime.engine.channel` sends to its executor.
 """
 
 from abc import ABC, abstractmethod
@@ -92,6 +92,5 @@ class Executor(ABC):
     def record_event(self) -> int:
         """Record an event after which all launched work has completed; see `PagedCache.events`.
 
-        All ranks of a worker return the same number. An executor of another process may return it
-        before the event is recorded there.
+        All ranks of a worker return the same number. Another rank may record the event later.
         """

@@ -1,33 +1,43 @@
-"""An executor over several ranks, which compute every step together."""
+"""The executor of a worker of several ranks, which compute every step together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.core.plan import StepPlan
 from runtime.core.sequence import SequenceState
+from runtime.engine.channel import StepChannel
 from runtime.engine.executor import Executor, LaunchedStep
 from runtime.sampling.reference import Draw
-from runtime.steps.warm_up import Progress, silent
+from runtime.steps.warm_up import Progress
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """A launched step on every rank, in the order of the ranks."""
+class RankStep:
+    """A step that was launched on every rank.
 
-    steps: Sequence[LaunchedStep]
+    Attributes:
+        number: number of the step in the channel.
+        first: the step of the first rank.
+    """
+
+    number: int
+    first: LaunchedStep
+    channel: StepChannel
 
     @property
     def ready(self) -> int:
         """Number of the event that every rank records after the step; see `LaunchedStep`."""
-        return self.steps[0].ready
+        return self.first.ready
 
     def read(self) -> list[Draw | None]:
-        """Wait for all ranks and return the draws of the first.
+        """Wait for the step on the first rank and return its draws.
 
-        Every rank reads, because reading may complete the sampling of a token on its device.
+        Every rank reads, because reading may complete the sampling of a token on its device, and
+        compares its tokens with these.
         """
-        first, *_ = [step.read() for step in self.steps]
-        return first
+        draws = self.first.read()
+        self.channel.read(self.number, self.ready, draws)
+        return draws
 
 
 class Ranks(Executor):
@@ -36,47 +46,36 @@ class Ranks(Executor):
     Ranks exchange activations, so that all of them have the same logits. Sampling depends on these
     and on the plan alone; all ranks therefore sample the same tokens.
 
-    Args:
-        ranks: the executors. At most one is in this process, and it must be the first. Its methods
-            are called last, because they may block until all ranks have launched a step. Executors
-            of other processes block only in `LaunchedStep.read`.
+    A call that may block until all ranks have launched a step is sent before it is executed here.
 
-    Raises:
-        ValueError: the shapes of ranks differ in more than the numbers of heads.
+    Args:
+        first: executor of the first rank, in this process.
+        channel: sends the calls to the other ranks.
     """
 
-    def __init__(self, ranks: Sequence[Executor]) -> None:
-        first, *others = ranks
+    def __init__(self, first: Executor, channel: StepChannel) -> None:
         self._first = first
-        self._others = others
+        self._channel = channel
         self.shape = first.shape
         self.device = first.device
-        for other in others:
-            _check_alike(first, other)
+        channel.start(first.shape)
 
     def warm_up(self, progress: Progress) -> None:
-        for other in self._others:
-            other.warm_up(silent)
+        self._channel.warm_up()
         self._first.warm_up(progress)
 
     def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
         return self._first.can_launch_ahead(sequences)
 
-    def launch(self, plan: StepPlan) -> RankSteps:
-        others = [other.launch(plan) for other in self._others]
-        return RankSteps([self._first.launch(plan), *others])
+    def launch(self, plan: StepPlan) -> RankStep:
+        number = self._channel.launch(plan)
+        return RankStep(number, self._first.launch(plan), self._channel)
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for rank in (*self._others, self._first):
-            rank.copy_pages(group, sources, targets)
+        self._channel.copy_pages(group, sources, targets)
+        self._first.copy_pages(group, sources, targets)
 
     def record_event(self) -> int:
-        for other in self._others:
-            other.record_event()
-        return self._first.record_event()
-
-
-def _check_alike(first: Executor, other: Executor) -> None:
-    for name in ("plan", "options"):
-        if getattr(first.shape, name) != getattr(other.shape, name):
-            raise ValueError(f"ranks with different {name}: {first.shape} and {other.shape}")
+        number = self._first.record_event()
+        self._channel.record_event(number)
+        return number

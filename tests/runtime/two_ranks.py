@@ -4,13 +4,13 @@ The ranks exchange activations with gloo. The first rank of each worker runs in 
 and every second rank in a process of its own.
 """
 
-import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -18,14 +18,10 @@ from torch import Tensor, distributed
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.slices import rank_checkpoint
 from runtime.core.options import EngineOptions
-from runtime.core.plan import StepPlan
-from runtime.core.sequence import SequenceState
-from runtime.engine import Executor, ExecutorShape, LocalExecutor
+from runtime.engine import LocalExecutor, Ranks, StepChannel, StepReader, follow
 from runtime.models.build import build_model
 from runtime.parallel.group import DistributedGroup
 from runtime.parallel.partition import Partition
-from runtime.sampling.reference import Draw
-from runtime.steps.warm_up import Progress
 from tests.runtime.tiny import tiny_checkpoint
 
 RANKS = 2
@@ -67,90 +63,64 @@ Start = Callable[[LocalExecutor], None]
 
 
 def _serve(
-    commands: Connection,
+    queries: Connection,
+    steps: StepReader,
     rendezvous: str,
     member: int,
     workers: int,
     options: EngineOptions,
     start: Start,
 ) -> None:
-    """Run the second rank of a worker: execute calls until the parent sends None."""
+    """Run the second rank of a worker until the first rank closes the channel."""
     group = _join(rendezvous, member, workers)[member - 1]
     rank = _rank_executor(options, 1, group)
-    commands.send(rank.shape)
     start(rank)
-    steps: list[Any] = []
-    while call := commands.recv():
-        match call:
-            case ("launch", plan):
-                steps.append(rank.launch(plan))
-            case ("read",):
-                commands.send(steps.pop(0).read())
-            case ("record_event",):
-                rank.record_event()
-            case ("copy_pages", *arguments):
-                rank.copy_pages(*arguments)
-            case ("planes",):
-                commands.send([plane.float().numpy() for plane in rank.cache.planes])
+    threading.Thread(target=_send_planes, args=(queries, rank), daemon=True).start()
+    follow(rank, steps)
     distributed.destroy_process_group()
 
 
+def _send_planes(queries: Connection, rank: LocalExecutor) -> None:
+    """Answer each query with a copy of all planes."""
+    while True:
+        queries.recv()
+        queries.send([plane.float().numpy() for plane in rank.cache.planes])
+
+
 @dataclass(frozen=True)
-class RemoteStep:
-    commands: Connection
-    ready: int
+class TwoRanks:
+    """The ranks of a worker.
 
-    def read(self) -> list[Draw | None]:
-        self.commands.send(("read",))
-        draws: list[Draw | None] = receive(self.commands)
-        return draws
+    Attributes:
+        first: executor of the first rank.
+        executor: executes steps on both ranks.
+        channel: sends steps to the second rank.
+    """
 
+    first: LocalExecutor
+    executor: Ranks
+    channel: StepChannel
+    queries: Connection
 
-def receive(commands: Connection) -> Any:
-    assert commands.poll(LIMIT_S), "the second rank does not answer"
-    return commands.recv()
-
-
-class RemoteExecutor(Executor):
-    """The executor of the second rank."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, commands: Connection) -> None:
-        self.commands = commands
-        self._events = itertools.count()
-        self.shape: ExecutorShape = receive(commands)
+    @classmethod
+    def of(cls, first: LocalExecutor, channel: StepChannel, queries: Connection) -> "TwoRanks":
+        return cls(first, Ranks(first, channel), channel, queries)
 
     def planes(self) -> list[Tensor]:
-        """Return a copy of all planes, in float32."""
-        self.commands.send(("planes",))
-        return list(map(torch.from_numpy, receive(self.commands)))
-
-    def warm_up(self, progress: Progress) -> None:
-        """A CPU has nothing to warm up."""
-
-    def can_launch_ahead(self, sequences: list[SequenceState]) -> bool:
-        return False
-
-    def launch(self, plan: StepPlan) -> RemoteStep:
-        self.commands.send(("launch", plan))
-        return RemoteStep(self.commands, next(self._events))
-
-    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.commands.send(("copy_pages", group, sources, targets))
-
-    def record_event(self) -> int:
-        self.commands.send(("record_event",))
-        return next(self._events)
-
-
-Pair = tuple[LocalExecutor, RemoteExecutor]
+        """Return a copy of the second rank's planes after all steps, in float32."""
+        ends = time.monotonic() + LIMIT_S
+        while [rank.executed for rank in self.channel.ranks()] != [self.channel.sent]:
+            assert time.monotonic() < ends, "the second rank does not execute all steps"
+            time.sleep(0.01)
+        self.queries.send("planes")
+        assert self.queries.poll(LIMIT_S), "the second rank does not answer"
+        return list(map(torch.from_numpy, self.queries.recv()))
 
 
 @contextmanager
 def two_rank_workers(
     rendezvous: str, options: EngineOptions, *starts: Start
-) -> Iterator[list[Pair]]:
+) -> Iterator[list[TwoRanks]]:
     """Start the second rank of one worker for each of ``starts``; yield the ranks of all workers.
 
     Set GLOO_SOCKET_IFNAME before.
@@ -161,20 +131,22 @@ def two_rank_workers(
     """
     context = multiprocessing.get_context("spawn")
     workers, pipes, processes = len(starts), [], []
-    for worker, start in enumerate(starts):
-        commands, theirs = context.Pipe()
-        arguments = (theirs, rendezvous, 1 + worker, workers, options, start)
+    channels = [StepChannel(1, timeout_s=LIMIT_S) for _ in starts]
+    for worker, (start, channel) in enumerate(zip(starts, channels, strict=True)):
+        queries, theirs = context.Pipe()
+        [steps] = channel.readers
+        arguments = (theirs, steps, rendezvous, 1 + worker, workers, options, start)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
-        pipes.append(commands)
+        pipes.append(queries)
         processes.append(process)
     groups = _join(rendezvous, 0, workers)
     try:
         first = [_rank_executor(options, 0, group) for group in groups]
-        yield list(zip(first, map(RemoteExecutor, pipes), strict=True))
+        yield list(map(TwoRanks.of, first, channels, pipes))
     finally:
-        for commands in pipes:
-            commands.send(None)
+        for channel in channels:
+            channel.close()
         distributed.destroy_process_group()
         for process in processes:
             process.join(LIMIT_S)

@@ -107,6 +107,22 @@ class Driver:
                 del self.alive[name]
                 self.gone.add(name)
 
+    def play(self, actions: list[tuple[str, int, int, int]]) -> None:
+        """Execute actions with a length, a number of tokens and a number of choices, and finish."""
+        for action, length, max_tokens, choices in actions:
+            if action == "step":
+                self.step()
+            elif action in ("cancel", "choice"):
+                if self.alive:
+                    name = sorted(self.alive)[length % len(self.alive)]
+                    if action == "cancel":
+                        self.leave(name)
+                    else:
+                        self.cancel_choice(name, choices - 1)
+            else:
+                self.send(action, length, max_tokens, choices)
+        self.finish()
+
     def finish(self) -> None:
         """Step until the engine is idle, and release held requests."""
         steps = 0
@@ -155,19 +171,7 @@ def test_all_pages_return_and_every_request_ends_once(
     limits = {"max_running": max_running, "max_waiting": max_waiting}
     drivers = [Driver(engine) for engine in engines(model, pages, **limits)]
     for driver in drivers:
-        for action, length, max_tokens, choices in actions:
-            if action == "step":
-                driver.step()
-            elif action in ("cancel", "choice"):
-                if driver.alive:
-                    name = sorted(driver.alive)[length % len(driver.alive)]
-                    if action == "cancel":
-                        driver.leave(name)
-                    else:
-                        driver.cancel_choice(name, choices - 1)
-            else:
-                driver.send(action, length, max_tokens, choices)
-        driver.finish()
+        driver.play(actions)
         check_end(driver)
 
 

@@ -1,12 +1,10 @@
-"""Calls of an engine to its executor, and steps of several ranks. No tensor is computed."""
+"""Calls of an engine to its executor. No tensor is computed."""
 
 from collections.abc import Sequence as Items
 
-import pytest
-
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
-from runtime.engine import Add, Engine, Ranks
+from runtime.engine import Add, Engine
 from runtime.errors import NotFinite
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import TOKEN, FakeExecutor, FakeStep
@@ -19,7 +17,7 @@ class Recorded(FakeExecutor):
     """Records the calls of an engine, in order.
 
     Args:
-        calls: list to append to. Ranks may share one.
+        calls: list to append to.
     """
 
     def __init__(
@@ -64,33 +62,6 @@ def test_lookahead_of_the_executor_delays_tokens_by_one_step() -> None:
     engine = Engine(FakeExecutor(64, LIMITS, lookahead=True))
     assert not engine.step([Add(request_of("a", 8, 2))]).tokens
     assert len(engine.step([]).tokens) == 1
-
-
-def test_first_rank_launches_last_and_gives_the_tokens() -> None:
-    """The first rank is in this process, where a launch may block until all ranks have launched."""
-
-    class Other(Recorded):
-        def launch(self, plan: StepPlan) -> FakeStep:
-            return OtherStep(super().launch(plan).sampled)
-
-    class OtherStep(FakeStep):
-        def read(self) -> list[Draw | None]:
-            read.append(self.sampled)
-            return [Draw(TOKEN + 1)] * self.sampled
-
-    calls: list[tuple[object, ...]] = []
-    read: list[int] = []
-    engine = Engine(Ranks([Recorded("first", calls), Other("second", calls)]))
-    record = drive(engine, Add(request_of("a", 24, 2, choices=2)))
-    assert {token.token for token in record.tokens["a", 0]} == {TOKEN}
-    assert [call[0] for call in calls] == ["second", "first"] * 3
-    assert [call[1:] for call in calls[::2]] == [call[1:] for call in calls[1::2]]
-    assert read == [2, 2], "every rank reads every step"
-
-
-def test_ranks_with_different_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="different options"):
-        Ranks([FakeExecutor(8, LIMITS), FakeExecutor(9, LIMITS)])
 
 
 def test_step_without_finite_logits_refuses_the_request() -> None:

@@ -10,19 +10,23 @@ import torch
 from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
 from runtime.core.request import SamplingParams
-from runtime.engine import Add, Engine, Executor, LocalExecutor, Ranks
+from runtime.engine import Add, Engine, Executor, LocalExecutor
 from runtime.pages.plan import PageCount
 from tests.runtime.tiny import Record, drive, request_of
-from tests.runtime.two_ranks import Pair, nothing, two_rank_workers, whole_executor
+from tests.runtime.two_ranks import TwoRanks, nothing, two_rank_workers, whole_executor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-OPTIONS = EngineOptions(
-    pages=PageCount(14),
-    limits=Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32),
-    kv_eviction=0.5,
-)
-"""The pages are so few that a sequence is preempted."""
+
+@pytest.fixture(params=[False, True], ids=["direct", "replay"])
+def options(request: pytest.FixtureRequest) -> EngineOptions:
+    """The pages are so few that a sequence is preempted. With replay, steps are launched ahead."""
+    return EngineOptions(
+        pages=PageCount(14),
+        limits=Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=32),
+        kv_eviction=0.5,
+        replay=request.param,
+    )
 
 
 @dataclass(frozen=True)
@@ -34,18 +38,20 @@ class Result:
 
 
 @pytest.fixture
-def expected() -> Result:
+def expected(options: EngineOptions) -> Result:
     """The output of one rank. It compiles the loops before processes wait for each other."""
-    one = whole_executor(OPTIONS)
+    one = whole_executor(options)
     return Result(one, run(one))
 
 
 @pytest.fixture
-def ranks(expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two executors: the first in this process, the second in another one."""
+def ranks(
+    options: EngineOptions, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TwoRanks]:
+    """Two ranks: the first in this process, the second in another one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, nothing) as (pair,):
-        yield pair
+    with two_rank_workers(str(tmp_path / "rendezvous"), options, nothing) as (two,):
+        yield two
 
 
 def run(executor: Executor) -> Record:
@@ -66,14 +72,14 @@ def run(executor: Executor) -> Record:
     return record
 
 
-def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: Pair) -> None:
-    found = run(Ranks(ranks))
+def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: TwoRanks) -> None:
+    found = run(ranks.executor)
     assert found.tokens == expected.record.tokens
     assert found.finished == expected.record.finished
 
-    own, other = ranks
+    own = ranks.first.cache.planes
     one = expected.executor.cache.planes
-    for mine, rest, all_heads in zip(own.cache.planes, other.planes(), one, strict=True):
+    for mine, rest, all_heads in zip(own, ranks.planes(), one, strict=True):
         heads = torch.cat([mine.float(), rest], dim=1)  # [page, kv_head, slot, dim]
         # Ranks add their outputs in another order; KV is rounded to bf16.
         torch.testing.assert_close(heads, all_heads.float(), rtol=0.02, atol=0.02)

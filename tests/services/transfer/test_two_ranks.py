@@ -17,7 +17,7 @@ import torch
 
 from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
-from runtime.engine import Computed, Engine, LocalExecutor, Ranks
+from runtime.engine import Computed, Engine, LocalExecutor
 from runtime.pages.plan import PAGE_SIZE, PageCount
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import Books, SegmentCodecs
@@ -27,8 +27,7 @@ from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker
 from tests.runtime.two_ranks import (
     RANKS,
-    Pair,
-    RemoteExecutor,
+    TwoRanks,
     two_rank_workers,
     whole_executor,
 )
@@ -76,7 +75,7 @@ class RankedWorker:
     """Executors and endpoints of a worker."""
 
     ranks: Ranked
-    second: RemoteExecutor | None = None
+    two: TwoRanks | None = None
 
     @classmethod
     def of_one(cls) -> "RankedWorker":
@@ -84,17 +83,16 @@ class RankedWorker:
         return cls(Ranked(Engine(executor), executor))
 
     @classmethod
-    def of_two(cls, pair: Pair, pipe: Connection) -> "RankedWorker":
-        first, second = pair
-        endpoint = RemoteEndpoint(pipe, books_of(first))
-        return cls(Ranked(Engine(Ranks(pair)), first, (endpoint,)), second)
+    def of_two(cls, two: TwoRanks, pipe: Connection) -> "RankedWorker":
+        endpoint = RemoteEndpoint(pipe, books_of(two.first))
+        return cls(Ranked(Engine(two.executor), two.first, (endpoint,)), two)
 
     def planes(self) -> list[torch.Tensor]:
         """Return all planes, with the KV heads of all ranks, in float32."""
         planes = [plane.float() for plane in self.ranks.first.cache.planes]
-        if self.second is None:
+        if self.two is None:
             return planes
-        return [torch.cat(pair, dim=1) for pair in zip(planes, self.second.planes(), strict=True)]
+        return [torch.cat(pair, dim=1) for pair in zip(planes, self.two.planes(), strict=True)]
 
 
 @pytest.fixture
@@ -107,8 +105,8 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ra
         partial(start_endpoint, theirs, f"second-{number}")
         for number, (_, theirs) in enumerate(pipes)
     ]
-    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, *starts) as pairs:
-        twos = [RankedWorker.of_two(pair, own) for pair, (own, _) in zip(pairs, pipes, strict=True)]
+    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, *starts) as ranks:
+        twos = [RankedWorker.of_two(two, own) for two, (own, _) in zip(ranks, pipes, strict=True)]
         yield ones + twos
 
 
