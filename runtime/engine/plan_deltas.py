@@ -34,6 +34,7 @@ from runtime.pages.plan import PagePlan
 _PURPOSES = list(Purpose)
 _NO_TOKEN = -1
 """In place of the new token of a sequence whose changes are described."""
+_FREED_PAGE = [FREED]
 _NOT_NEW = -1
 """In place of the index of the request of a sequence that the decoder has."""
 
@@ -103,31 +104,41 @@ class PlanEncoder:
         needed = {sequence.arrival for sequence in chain(plan.decode, *chunks)}
         dropped = [
             arrival
-            for arrival, sent in self._sent.items()
-            if arrival not in needed and sent.group not in plan.prefilling
+            for arrival in self._sent.keys() - needed
+            if self._sent[arrival].group not in plan.prefilling
         ]
         for arrival in dropped:
             del self._sent[arrival]
         add_items(words, dropped)
 
     def _new_token(self, sequence: SequenceState) -> int:
-        """Return the token that a sequence has gained, if nothing else of it has changed."""
+        """Return the token that a sequence has gained, if nothing else of it has changed.
+
+        It is fast, because it is called in every step for the whole batch.
+        """
         sent = self._sent.get(sequence.arrival)
-        tables, windows = sequence.page_tables, self._windows
         if (
             sent is None
             or len(sequence.tokens) != sent.next_length
             or sequence.forced
             or sequence.lookahead != sent.lookahead
             or sequence.evicted != sent.evicted
-            or tables is not sent.tables
-            or [len(table) for table in tables] != sent.entries
-            or any(FREED in tables[at][(first := sent.freed[at]) : first + 1] for at in windows)
+            or (tables := sequence.page_tables) is not sent.tables
+            or list(map(len, tables)) != sent.entries
+            or (self._windows and self._has_left(tables, sent))
         ):
             return _NO_TOKEN
         sent.known += 1
         sent.next_length += 1
         return sequence.tokens[-1]
+
+    def _has_left(self, tables: list[list[int]], sent: _Sent) -> bool:
+        """Return whether a page has left the window of its group."""
+        for at in self._windows:
+            first = sent.freed[at]
+            if tables[at][first : first + 1] == _FREED_PAGE:
+                return True
+        return False
 
     def _describe(self, words: list[int], sequences: list[SequenceState]) -> None:
         """Append the requests of new sequences, then the changes of all of these sequences.
