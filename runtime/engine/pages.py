@@ -155,7 +155,11 @@ class SequencePages:
                 table[first:end] = [FREED] * (end - first)
 
     def release(self, sequences: Iterable[SequenceState]) -> None:
-        """Release all pages of sequences. Their prompts must be computed again."""
+        """Release all pages of sequences. Their prompts must be computed again.
+
+        ``page_tables`` is then another list, so that pages of the next admission are told from
+        these, see `runtime.engine.plan_deltas`.
+        """
         for sequence in sequences:
             sequence.evicted = 0
             for at, table in enumerate(sequence.page_tables):
