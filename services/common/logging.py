@@ -43,19 +43,23 @@ class CountingHandler(logging.StreamHandler[Any]):
             super().handleError(record)
 
 
-def configure_logging(service: str, *, format: str = "auto", level: str = "info") -> None:
+def configure_logging(
+    service: str, *, format: str = "auto", level: str = "info", rank: int | None = None
+) -> None:
     """Send the logs of structlog and of the standard library to stderr in one format.
 
     Args:
         service: name that each line contains.
         format: ``json``, ``human``, or ``auto`` (human on a terminal).
         level: lowest level that is logged.
+        rank: rank of a worker that each line contains; None for a service of one process, and for
+            the first rank.
     """
     as_json = format == "json" or (format == "auto" and not sys.stderr.isatty())
+    origin = {"service": service} if rank is None else {"service": service, "rank": rank}
 
     def name_service(_logger: Any, _method: str, event: EventDict) -> EventDict:
-        event.setdefault("service", service)
-        return event
+        return {**origin, **event}
 
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -300,7 +300,7 @@ class ServiceSettings(BaseSettings):
                 raise SettingsError(f"no settings file at {config}")
             settings_class = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}})
         try:
-            return settings_class(**command_line)
+            loaded = settings_class(**command_line)
         except (ValidationError, PydanticSettingsError) as error:
             raise SettingsError(error_text(error)) from None
         except yaml.YAMLError as error:
@@ -311,6 +311,13 @@ class ServiceSettings(BaseSettings):
             if config is None:
                 raise
             raise SettingsError(f"{config} must be a YAML mapping of settings: {error}") from None
+        # An instance of this class can be pickled.
+        return cls.model_construct(loaded.model_fields_set, **vars(loaded))
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return the values for a pickle, without cached properties."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {**super().__getstate__(), "__dict__": values}
 
 
 def _plain(secret: SecretStr | None) -> str | None:

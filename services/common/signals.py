@@ -9,9 +9,9 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Request SIGTERM for this child process when its parent ends (Linux only)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Request a signal for this child process when the thread that started it ends (Linux only)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def prepare_service_process() -> None:
