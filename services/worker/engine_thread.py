@@ -1,8 +1,6 @@
 """The engine thread, the only thread that uses the engine, its pages and its device."""
 
 import asyncio
-import math
-import os
 import queue
 import threading
 import time
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -23,6 +20,7 @@ from runtime.pages.plan import PageCount, PagePlan
 from services.common.pace import MeasuredStep, PaceMeter
 from services.common.placement import StepPace
 from services.common.rate import Rate
+from services.worker.stall import Stall
 
 T = TypeVar("T")
 
@@ -112,8 +110,10 @@ class EngineThread:
         self._steps = 0
         self._busy_s = 0.0
         self._since = time.perf_counter()
-        self._used_s = 0.0
-        self._used_at = -math.inf
+        self._stall = Stall(
+            lambda: f"self/task/{self._thread.native_id}",
+            by_processor=engine.executor.device.type == "cpu",
+        )
         self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S, _RATE_KNOWN_AFTER_S)
         self._meter = PaceMeter()
@@ -152,18 +152,8 @@ class EngineThread:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the thread made progress in the current step; 0 while there is no work.
-
-        On a CPU, the thread makes progress if it has used processor time since the previous call of
-        this property: on a slow or busy machine, a step takes minutes. On a GPU, processor time is
-        ignored, because a thread that waits for a device that hangs uses it, too.
-        """
-        if self._engine.executor.device.type == "cpu":
-            used_s = _processor_s(self._thread)
-            if used_s != self._used_s:
-                self._used_s = used_s
-                self._used_at = time.perf_counter()
-        return min(self.step_s, time.perf_counter() - self._used_at)
+        """Seconds since the thread made progress in the current step; 0 while there is no work."""
+        return self._stall.seconds(self.step_s)
 
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""
@@ -186,16 +176,17 @@ class EngineThread:
         self._inbox.put(_Job(call))
         return asyncio.wrap_future(future, loop=self._loop)
 
-    async def stop(self) -> None:
+    async def stop(self, wait_s: float = STOP_S) -> None:
         """End the thread after its current step. Commands that it has not taken may be dropped.
 
-        A thread that hangs in a device call is abandoned after `STOP_S`, so that the process ends.
+        A thread that hangs in a device call is abandoned after ``wait_s``, so that the process
+        ends.
         """
         self._inbox.put(None)
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, STOP_S)
+            await asyncio.to_thread(self._thread.join, wait_s)
         if self._thread.is_alive():
-            log.error("engine thread did not end", waited_s=STOP_S)
+            log.error("engine thread did not end", waited_s=wait_s)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed because the process is ending
@@ -303,14 +294,3 @@ class EngineThread:
 
 def _measured(seconds: float, size: StepSize) -> MeasuredStep:
     return MeasuredStep(seconds, size.tokens, size.context, size.decoded)
-
-
-def _processor_s(thread: threading.Thread) -> float:
-    """Return the processor time that a thread has used, in seconds; 0 if it does not run."""
-    try:
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-    except OSError:
-        return 0.0
-    # Fields 14 and 15 of proc(5). Field 2, in parentheses, may contain spaces.
-    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

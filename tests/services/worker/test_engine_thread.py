@@ -10,7 +10,7 @@ import torch
 from runtime.attention.base import Batch
 from runtime.engine import Add, Cancel, Engine, Reserve, StepOutput
 from runtime.kv.cache import PagedCache
-from services.worker import engine_thread
+from services.worker import engine_thread, stall
 from services.worker.engine_thread import EngineThread
 from tests.runtime.tiny import (
     engine_of,
@@ -233,7 +233,7 @@ async def test_step_that_uses_the_processor_is_not_stalled(
     monkeypatch.setattr(engine.executor, "device", torch.device(device))
     release = threading.Event()
     used = [0.0]
-    monkeypatch.setattr(engine_thread, "_processor_s", lambda _thread: used[0])
+    monkeypatch.setattr(stall, "_processor_s", lambda *_: used[0])
     thread = start(engine, lambda _: None)
     job = thread.run(lambda _: release.wait(LIMIT_S))
     while thread.step_s < 0.05:  # noqa: ASYNC110 - of another thread
@@ -251,11 +251,14 @@ async def test_processor_time_of_a_thread_is_its_own(
 ) -> None:
     thread = start(engine_of(tiny_model()), lambda _: None)
 
+    def used_by(thread: int | None) -> float:
+        return stall._processor_s(f"self/task/{thread}")
+
     def work(_: Engine) -> float:
-        began = engine_thread._processor_s(threading.current_thread())
-        while (used := engine_thread._processor_s(threading.current_thread())) == began:
+        began = used_by(threading.get_native_id())
+        while (used := used_by(threading.get_native_id())) == began:
             sum(range(1000))
         return used
 
     assert await thread.run(work) > 0
-    assert engine_thread._processor_s(threading.Thread()) == 0
+    assert used_by(threading.Thread().native_id) == 0
