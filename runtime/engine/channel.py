@@ -84,6 +84,12 @@ class StepReader:
     def _row(self) -> Words:
         return self.progress.words[_PROGRESS * (self.rank - 1) :][:_PROGRESS]
 
+    @property
+    def busy_s(self) -> float:
+        """See `RankProgress`."""
+        since = int(self._row[_BUSY])
+        return (time.monotonic_ns() - since) / 1e9 if since else 0.0
+
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Write a beat every `BEAT_S` from a thread."""
