@@ -1,7 +1,5 @@
 """The decode worker: fetches prompts' KV from prefill workers and decodes them in one batch."""
 
-import asyncio
-
 import uvloop
 
 from headrace.v1 import decode_pb2_grpc, prefill_pb2
@@ -16,7 +14,7 @@ from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
 from services.worker.endpoints import open_endpoints
 from services.worker.lifecycle import Worker, run_worker
-from services.worker.loading import Loaded, load_worker
+from services.worker.loading import Loaded, running_ranks
 from services.worker.settings import MAX_KV_TOKENS
 from services.worker.stream_service import SERVICE
 
@@ -90,7 +88,7 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     if settings.overflow_tokens == "auto" and loaded.rank.device != "cpu":
         stored = token_bytes(loaded.rank.executor.cache.layout.page_bytes)
         per_token = (1 - loaded.identity.compatibility.kv_eviction) * stored
-        most = 2 * loaded.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
+        most = 2 * loaded.rank.facts.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
         return min(int(most), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None
 
@@ -102,8 +100,10 @@ async def serve(settings: DecodeSettings) -> None:
         SettingsError: the worker cannot start with these settings.
     """
     tls = settings.tls  # invalid files are reported before the model is loaded
-    loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
-    async with open_endpoints(loaded, "decode", settings.transfer_network) as endpoints:
+    async with (
+        running_ranks(settings, "decode", decodes=True) as loaded,
+        open_endpoints(loaded, "decode", settings.transfer_network) as endpoints,
+    ):
         worker = DecodeWorker(settings, loaded, endpoints)
         server = GrpcServer(settings.endpoint, [SERVICE], token_check=settings.token_check, tls=tls)
         decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)

@@ -27,7 +27,7 @@ from services.transfer.sender import Sender
 from services.worker.device import torch_device
 from services.worker.endpoints import open_endpoints
 from services.worker.lifecycle import Worker, run_worker
-from services.worker.loading import Loaded, load_worker
+from services.worker.loading import Loaded, running_ranks
 from services.worker.stream_service import SERVICE as DECODE_SERVICE
 from services.worker.stream_service import StreamService
 from services.worker.wire import fault_to_code
@@ -225,8 +225,10 @@ async def serve(settings: PrefillSettings) -> None:
     decodes = settings.decodes
     if decodes == "auto":
         decodes = torch_device(settings.device).type == "cuda"
-    loaded = await asyncio.to_thread(load_worker, settings, decodes=decodes)
-    async with open_endpoints(loaded, "prefill", settings.transfer_network) as endpoints:
+    async with (
+        running_ranks(settings, "prefill", decodes=decodes) as loaded,
+        open_endpoints(loaded, "prefill", settings.transfer_network) as endpoints,
+    ):
         worker = PrefillWorker(settings, loaded, endpoints)
         worker.decodes = decodes
         services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]

@@ -1,6 +1,5 @@
-"""Warm-up of the codec on the transfer thread of a rank with a GPU."""
+"""Warm-up of a rank's codec; with a GPU, on the transfer thread."""
 
-import asyncio
 from collections.abc import Iterator
 
 import codec
@@ -13,23 +12,23 @@ from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
-from services.worker.loading import LoadedRank
+from services.worker.rank_loading import LoadedRank
 from services.worker.warm_up import progress_log
 
 
-async def warm_up_transfers(rank: LoadedRank, endpoint: LocalEndpoint) -> None:
-    """Warm up the codec on the transfer thread. Does nothing on a CPU.
+def warm_up_transfers(rank: LoadedRank, endpoint: LocalEndpoint) -> None:
+    """Warm up the codec. Blocks.
 
     Raises:
         SettingsError: the codec does not reproduce its input.
     """
     if rank.device == "cpu":
+        codec.warm_up()
         return
     progress = progress_log()
     try:
-        segments = await asyncio.wrap_future(
-            endpoint.agent.run_on_codec_stream(lambda: warm_up_codec(rank, endpoint.slab))
-        )
+        warmed_up = endpoint.agent.run_on_codec_stream(lambda: warm_up_codec(rank, endpoint.slab))
+        segments = warmed_up.result()
     except codec.CodecError as error:
         raise SettingsError(f"the codec does not work with this model: {error}") from error
     progress("codec", segments)

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.transfer.agent import TransferAgent
+from services.transfer.endpoint import KVEndpoint
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.network import TransferNetwork
-from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.loading import Loaded
+from services.worker.rank_endpoint import open_endpoint
 
 
 @asynccontextmanager
@@ -23,12 +23,15 @@ async def open_endpoints(
     Raises:
         SettingsError: the codec does not reproduce its input.
         TransferUnavailable: the transport cannot be used.
+        RankFault: a rank has failed.
     """
-    rank = loaded.rank
-    agent = TransferAgent(f"{role}-{loaded.identity.epoch}", rank.device, network=network)
+    name = f"{role}-{loaded.identity.epoch}"
+    opened: list[KVEndpoint] = []
+    loaded.followers.start_endpoints(name)
+    first = await asyncio.to_thread(open_endpoint, loaded.rank, name, network)
     try:
-        endpoint = rank.new_endpoint(agent)
-        await warm_up_transfers(rank, endpoint)
-        yield (endpoint,)
+        opened += await asyncio.to_thread(loaded.followers.endpoints, loaded.rank.codebooks)
+        yield (first, *opened)
     finally:
-        await asyncio.to_thread(agent.close)
+        for endpoint in (first, *opened):
+            await asyncio.to_thread(endpoint.close)

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import math
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,12 +26,15 @@ from services.common.signals import stop_on_signals
 from services.common.token_ids import count_tokens
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.metrics import TransferMetrics
-from services.worker.engine_thread import EngineThread
-from services.worker.loading import Loaded
+from services.worker.device import allocated_bytes
+from services.worker.engine_thread import STOP_S, EngineThread
+from services.worker.loading import CAUSE_S, Loaded
 from services.worker.metrics import WorkerMetrics
+from services.worker.rank_loading import LoadedRank
 from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
 from services.worker.settings import WorkerSettings
+from services.worker.threads import set_switch_interval
 
 log = structlog.get_logger()
 
@@ -67,18 +70,21 @@ class Worker(ABC):
             self.identity.compatibility.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
-        self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail)
+        self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail_soon)
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
         self.endpoints = endpoints
+        self.followers = loaded.followers
+        self._show_memory(loaded.rank)
         self.draining = False
         self.registrar: Registrar | None = None
 
-        def transfer_died(thread: "Future[None]") -> None:
-            if error := thread.exception():
-                loop.call_soon_threadsafe(self._fail, error)
+        def report(fail: Callable[[BaseException], None], future: "Future[None]") -> None:
+            if error := future.exception():
+                loop.call_soon_threadsafe(fail, error)
 
+        self.followers.fault.add_done_callback(partial(report, self._fail))
         for endpoint in endpoints:
-            endpoint.fault.add_done_callback(transfer_died)
+            endpoint.fault.add_done_callback(partial(report, self._fail_soon))
 
     @property
     @abstractmethod
@@ -100,18 +106,30 @@ class Worker(ABC):
         }
 
     @property
-    def stalled_s(self) -> dict[str, float]:
-        """Seconds since each thread made progress in its current step, by name; 0 without work."""
+    def stalled_s(self) -> dict[tuple[str, int], float]:
+        """Seconds since each thread made progress in its current step, by name and rank.
+
+        They are 0 without work.
+        """
+        threads = {
+            "engine": [self.engine.stalled_s, *self.followers.stalled_s],
+            "transfer": [endpoint.stalled_s for endpoint in self.endpoints],
+        }
         return {
-            "engine": self.engine.stalled_s,
-            "transfer": max(endpoint.stalled_s for endpoint in self.endpoints),
+            (name, rank): stalled_s
+            for name, ranks in threads.items()
+            for rank, stalled_s in enumerate(ranks)
         }
 
     def stalled(self, limit_s: float) -> str | None:
         """Return which thread has made no progress for longer than ``limit_s``, or None."""
-        for name, stalled_s in self.stalled_s.items():
+        for (name, rank), stalled_s in self.stalled_s.items():
             if stalled_s > limit_s:
-                return f"the {name} thread has made no progress in its step for {stalled_s:.0f} s"
+                of_rank = f" of rank {rank}" if self.followers.ranks else ""
+                return (
+                    f"the {name} thread{of_rank} has made no progress in its step for "
+                    f"{stalled_s:.0f} s"
+                )
         return None
 
     @abstractmethod
@@ -159,30 +177,46 @@ class Worker(ABC):
         if self.self_test.failure:
             self.self_test.start()
         self.metrics.observe(self.engine)
-        for thread, stalled_s in self.stalled_s.items():
-            self.metrics.stalled.labels(thread).set(stalled_s)
+        for (thread, rank), stalled_s in self.stalled_s.items():
+            self.metrics.stalled.labels(thread, rank).set(stalled_s)
 
     async def close(self) -> None:
-        """Stop the engine thread; the memory of the pages is freed when the process ends."""
-        await self.engine.stop()
+        """Stop the engine thread; the memory of the pages is freed when the process ends.
+
+        If a rank has failed, the engine thread may wait for it in a collective, and is abandoned.
+        """
+        await self.engine.stop(0.0 if self.followers.fault.done() else STOP_S)
+
+    def _show_memory(self, first: LoadedRank) -> None:
+        """Set the gauges of the memory of each rank."""
+        ranks = self.followers.ranks
+        weights = [first.facts.weight_bytes, *(rank.facts.weight_bytes for rank in ranks)]
+        devices = [
+            allocated_bytes(first.executor.device),
+            *(rank.device_bytes for rank in ranks),
+        ]
+        for gauge, values in (
+            (self.metrics.weight_bytes, weights),
+            (self.metrics.device_bytes, devices),
+        ):
+            for rank, value in enumerate(values):
+                gauge.labels(rank).set(value)
+
+    def _fail_soon(self, error: BaseException) -> None:
+        """Fail with an error of the engine or of an endpoint.
+
+        A rank that ends causes such errors, too. Its own fault, which names the rank, goes first.
+        """
+        delay_s = CAUSE_S if self.followers.ranks else 0.0
+        asyncio.get_running_loop().call_later(delay_s, self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
         if not self.fault.done():
             self.fault.set_exception(error)
 
 
-SWITCH_S = 5e-5
-"""Python's thread switch interval while a worker runs. The default of 5 ms is longer than a decode
-step, which the engine thread must launch while the event loop serves many streams."""
-
-
 SEND_S = 0.5
 """Time in which a worker that stops sends its last messages, seconds."""
-
-
-def set_switch_interval() -> None:
-    """Set the interval at which Python switches between the threads of a worker."""
-    sys.setswitchinterval(SWITCH_S)
 
 
 async def run_worker(
@@ -254,6 +288,7 @@ async def _start(
         worker=worker.identity.worker_id,
         epoch=worker.identity.epoch,
         port=server.port,
+        pids=worker.followers.pids,
         **operation.ports,
     )
     return registrar, operation

@@ -1,45 +1,36 @@
-"""Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
+"""Start-up of a worker: its ranks, the engine that schedules for them, and its identity."""
 
+import asyncio
+import signal
+import threading
 import uuid
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import structlog
 import torch
 
-import codec
 from headrace.v1 import prefill_pb2
-from runtime.core.options import EngineOptions
-from runtime.core.request import max_logprobs
-from runtime.engine import Engine, LocalExecutor
-from runtime.errors import RuntimeFault
-from runtime.models.kernel_plan_hash import kernel_plan_hash
-from runtime.models.model import Model
-from runtime.pages.plan import PageCount
-from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
-from services.common.errors import SettingsError
-from services.common.model_source import model_name, resolve_model
+from runtime.engine import Engine
 from services.common.placement import Compatibility, ModelInfo
-from services.tokenizer.identity import TokenizerIdentity
-from services.transfer import frame
-from services.transfer.agent import TransferAgent
-from services.transfer.codecs import Books, SegmentCodecs
-from services.transfer.local_endpoint import LocalEndpoint
-from services.transfer.slab import Slab
 from services.worker.device import torch_device
-from services.worker.kv_budget import (
-    CPU_TOKENS,
-    PREEMPTED_TOKENS,
-    DeviceMemory,
-    kv_bytes_for,
-)
-from services.worker.model_loading import load_model
-from services.worker.settings import MAX_KV_TOKENS, WorkerSettings
-from services.worker.sizes import WorkerSizes
+from services.worker.rank_loading import LoadedRank, load_rank, refusing
+from services.worker.ranks.followers import Followers
+from services.worker.ranks.support import check_ranks
+from services.worker.settings import WorkerSettings
 from services.worker.warm_up import warm_up
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
+
+CAUSE_S = 1.0
+"""Time in which the fault of a rank is found after the rank has broken a collective, seconds."""
+_EXIT_S = 10
+"""Maximum time in which a process with several ranks exits after their end, seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,178 +52,110 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class LoadedRank:
-    """One rank of a worker, in the process that runs it.
-
-    Attributes:
-        executor: computes the rank's steps, over a cache which transfers read and write.
-        codebooks: codebooks of the worker, which all ranks have.
-        sizes: sizes of the worker, which all ranks have.
-    """
-
-    executor: LocalExecutor
-    codebooks: Books
-    sizes: WorkerSizes
-    device: str
-
-    @cached_property
-    def codecs(self) -> SegmentCodecs:
-        """Codecs of the cache. Creating one waits for the device, so all users share these."""
-        return SegmentCodecs(
-            self.executor.cache.layout,
-            self.codebooks,
-            first_kv_head=self.executor.shape.config.first_kv_head,
-        )
-
-    def new_endpoint(self, agent: TransferAgent) -> LocalEndpoint:
-        """Allocate the slab for KV transfers on the device, and register it with an agent.
-
-        Raises:
-            TransferUnavailable: the transport refuses the memory.
-        """
-        return LocalEndpoint(
-            self.executor.cache,
-            self.codecs,
-            Slab(self.sizes.slots, self.sizes.slot_bytes, self.device),
-            agent,
-        )
-
-
-@dataclass(frozen=True)
 class Loaded:
     """Result of a worker's start-up.
 
     Attributes:
         engine: schedules the steps of all ranks.
         rank: the first rank, which the process of the engine runs.
-        weight_bytes: size of the model's weights.
+        followers: the other ranks.
     """
 
     engine: Engine
     rank: LoadedRank
     identity: Identity
-    weight_bytes: int
+    followers: Followers = field(default_factory=Followers)
 
 
-def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
-    """Read the model and the codebooks, build the engine and warm it up.
+def load_worker(
+    settings: WorkerSettings, followers: Followers | None = None, *, decodes: bool
+) -> Loaded:
+    """Load the first rank, build the engine and warm up all ranks.
 
     Args:
-        decodes: whether the worker runs decode steps; on a GPU these are captured as CUDA graphs.
+        followers: the other ranks, which load at the same time; default: none.
+        decodes: see `load_rank`.
 
     Raises:
         SettingsError: the model cannot be served; the message says why.
+        RankFault: another rank has failed.
     """
-    device = str(torch_device(settings.device))
-    try:
-        path = resolve_model(settings.model)
-        model, model_hash = load_model(path, settings, device)
-        sizes = _sizes(model, settings)
-        options = EngineOptions(
-            pages=_kv_pages(model, settings, sizes),
-            limits=sizes.limits,
-            kv_eviction=settings.kv_eviction,
-            replay=model.replayable,
-            decodes=decodes,
-            by_layer=settings.decode_graphs == "layer",
-        )
-        executor = LocalExecutor(model, options)
-        engine = Engine(executor)
-        codebooks, codebook_id = _codebooks(settings, model)
+    followers = followers or Followers()
+    with refusing(settings, rank=0):
+        group = followers.join(torch_device(settings.device))
+        rank = load_rank(settings, group, followers.agree, decodes=decodes)
+        engine = Engine(followers.executor(rank.executor))
         warm_up(engine)
-    except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
-        raise SettingsError(f"cannot serve {settings.model}: {error}") from error
-    _log_capacity(engine, device)
-    info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)
-    identity = Identity(
-        worker_id=settings.worker_id,
-        epoch=uuid.uuid4().hex,
-        model=info,
-        compatibility=Compatibility(
-            model_hash=info.model_hash,
-            context_length=info.context_length,
-            eos_token_ids=info.eos_token_ids,
-            kv_format=model.kv_format.name,
-            kv_format_hash=model.kv_format.artifact_hash,
-            kv_format_version=model.kv_format.version,
-            page_plan=model.layout.plan,
-            codec_version=codec.WIRE_VERSION,
-            frame_version=frame.VERSION,
-            codec="splitzip" if codebook_id else "raw",
-            codebook_id=codebook_id,
-            kernel_plan_hash=kernel_plan_hash(model),
-            chunk_tokens=options.limits.chunk_tokens,
-            kv_eviction=options.kv_eviction,
-        ),
-    )
-    return Loaded(
-        engine,
-        LoadedRank(executor, codebooks, sizes, device),
-        identity,
-        weight_bytes=model.weight_bytes,
-    )
+    _log_capacity(engine, rank.device)
+    facts = rank.facts
+    identity = Identity(settings.worker_id, uuid.uuid4().hex, facts.model, facts.compatibility)
+    return Loaded(engine, rank, identity, followers)
 
 
-def _model_info(name: str, path: Path, model: Model, model_hash: str) -> ModelInfo:
-    """Return what gateways and routers know about the model; no other process derives it."""
-    config = model.config
-    tokenizer = TokenizerIdentity.read(path)
-    ends = {*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
-    return ModelInfo(
-        name=name,
-        context_length=config.context_length,
-        vocab_size=config.vocab_size,
-        max_logprobs=max_logprobs(config.vocab_size),
-        eos_token_ids=tuple(sorted(ends)),
-        model_hash=model_hash,
-        tokenizer_hash=tokenizer.hash if tokenizer else "",
-    )
+@asynccontextmanager
+async def running_ranks(
+    settings: WorkerSettings, role: str, *, decodes: bool
+) -> AsyncIterator[Loaded]:
+    """Start the processes of a worker's ranks and load the worker; end the processes at the end.
 
+    Must be used on the main thread.
 
-def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
-    """Return the sizes of the worker, and log them.
+    Args:
+        role: role of the worker.
+        decodes: see `load_rank`.
 
     Raises:
-        CodecError: the codec does not support the planes of the cache.
-        SettingsError: a slot does not hold one page of a layer.
+        SettingsError: the model cannot be served; the message says why, and on which rank.
+        RankFault: a rank has failed.
     """
-    memory = 0 if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[1]
-    codecs = SegmentCodecs(model.layout, {})
-    sizes = WorkerSizes.of(settings, codecs, gpu_bytes=memory)
-    if sizes.slot_bytes < codecs.min_slot_bytes:
-        raise SettingsError(
-            f"slot_bytes is {sizes.slot_bytes}, but one page of one layer takes "
-            f"{codecs.min_slot_bytes}: set slot_bytes to at least that"
-        )
-    log.info("sizes", **asdict(sizes.limits), slots=sizes.slots, slot_bytes=sizes.slot_bytes)
-    return sizes
+    check_ranks(settings)
+    followers = Followers()
+    followers.start(settings, role, decodes=decodes)
+    try:
+        loading = _in_thread(lambda: load_worker(settings, followers, decodes=decodes))
+        yield await _unless_failed(loading, followers)
+        await asyncio.to_thread(followers.end)
+    finally:
+        followers.kill()
+        if followers.ranks:
+            # Destructors of communicators, and threads in a collective, may wait for ended ranks.
+            signal.alarm(_EXIT_S)
 
 
-def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> PageCount:
-    """Return as many pages as the settings or the memory allow.
+def _in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Run a call on a thread that does not prevent the end of the process."""
+    future: Future[T] = Future()
 
-    Raises:
-        SettingsError: the memory beside the weights does not hold a single page.
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again where the future is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return future
+
+
+async def _unless_failed(loading: "Future[T]", followers: Followers) -> T:
+    """Return the result of loading, or raise the error of the rank that has failed.
+
+    A rank that ends breaks the collectives of the others, too. Its own fault names it.
     """
-    plan, page_bytes, tokens = model.layout.plan, model.layout.page_bytes, settings.kv_tokens
-    windows = plan.batch(0, MAX_KV_TOKENS)
-    if not settings.holds_prompts:
-        prompt = model.context_length
-        if not settings.computes_prompts:
-            prompt = min(prompt, PREEMPTED_TOKENS)
-        windows = plan.batch(sizes.limits.max_running, prompt)
-    if tokens == "auto" and model.device.type == "cpu":
-        tokens = CPU_TOKENS
-    if tokens != "auto":
-        return pools_of_tokens(plan, tokens, windows)
-    size = kv_bytes_for(
-        DeviceMemory.now(model.device),
-        utilization=settings.gpu_memory_utilization,
-        slab=sizes.slab_bytes + model.replayable * page_bytes.of(plan.null_pages),
-        logits=sizes.limits.max_running * model.config.vocab_size,
-        least=least_bytes(page_bytes),
-    )
-    return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))
+    fault, loaded = _awaitable(followers.fault), _awaitable(loading)
+    either: list[asyncio.Future[Any]] = [loaded, fault]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if followers.ranks and not fault.done() and loaded.exception() is not None:
+        await asyncio.wait([fault], timeout=CAUSE_S)
+    if fault.done():
+        fault.result()
+    return await loaded
+
+
+def _awaitable(future: "Future[T]") -> "asyncio.Future[T]":
+    """Return a future for the event loop, whose exception need not be read."""
+    wrapped: asyncio.Future[T] = asyncio.wrap_future(future)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return wrapped
 
 
 def _log_capacity(engine: Engine, device: str) -> None:
@@ -244,24 +167,3 @@ def _log_capacity(engine: Engine, device: str) -> None:
         kv_tokens=plan.max_tokens(pages),
         memory_left_bytes=None if device == "cpu" else torch.cuda.mem_get_info(device)[0],
     )
-
-
-def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
-    """Return codebooks by (layer, plane), and the id that the handshake compares.
-
-    Raises:
-        SettingsError: codebooks are required but not given, or none is for this KV format.
-    """
-    if settings.codebooks is None:
-        if settings.codec == "splitzip":
-            raise SettingsError(
-                "codec splitzip needs codebooks: create them with `headrace calibrate`"
-            )
-        return {}, ""
-    loaded = codec.Codebooks.load(Path(settings.codebooks))
-    books = {(layer, name): book for layer, name, book in loaded}
-    if not SegmentCodecs(model.layout, books).has_codebooks:
-        raise SettingsError(
-            f"{settings.codebooks} has no codebook for KV format {model.kv_format.name}"
-        )
-    return books, loaded.id

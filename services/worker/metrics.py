@@ -53,8 +53,16 @@ class WorkerMetrics:
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
         self.stalled = make.gauge(
             "worker_stalled_seconds",
-            "Seconds since a thread made progress in its current step, 0 without work.",
-            "thread",
+            "Seconds since a thread of a rank made progress in its current step, 0 without work.",
+            *("thread", "rank"),
+        )
+        self.weight_bytes = make.gauge(
+            "worker_weight_bytes", "Size of the weights of a rank in bytes.", "rank"
+        )
+        self.device_bytes = make.gauge(
+            "worker_device_bytes",
+            "Bytes that a rank had allocated on its GPU when it was ready, 0 on a CPU.",
+            "rank",
         )
         self.plan_seconds = make.seconds(
             "engine_plan",

@@ -9,11 +9,14 @@ import structlog
 import torch
 
 from runtime.checkpoint import load_checkpoint
+from runtime.checkpoint.slices import rank_checkpoint
 from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE
+from runtime.parallel.group import ONE_RANK, RankGroup
+from runtime.parallel.partition import Partition
 from services.common.errors import SettingsError
 from services.worker.settings import WorkerSettings
 
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
-    """Return the model on its device, and its hash.
+def load_model(
+    path: Path, settings: WorkerSettings, device: str, group: RankGroup = ONE_RANK
+) -> tuple[Model, str]:
+    """Return a rank's part of the model on its device, and the hash of the whole model.
 
     For a GPU, the checkpoint is read into host memory, but safetensors tensors that already have
     the target dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to
@@ -39,6 +44,9 @@ def load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
         checkpoint = load_checkpoint(path, dtype=None if device == "cpu" else dtype)
         context.result()
+    if group.size > 1:
+        partition = Partition.of(checkpoint.config, group.rank, group.size)
+        checkpoint = rank_checkpoint(checkpoint, partition)
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
     if unsupported is not None and settings.kernel_plan_file is not None:
@@ -51,6 +59,7 @@ def load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model
         page_size=PAGE_SIZE,
         plan=plan,
         kv_format=settings.kv_format,
+        group=group,
     )
     log.info(
         "model loaded",

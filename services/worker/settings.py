@@ -63,7 +63,7 @@ class WorkerSettings(ServiceSettings):
     transfer_ports: str | None = Field(
         None,
         description="range of TCP ports on which KV transfers listen, low-high, one port for each "
-        "interface and worker; default: ephemeral ports; the environment variable "
+        "interface, worker and rank; default: ephemeral ports; the environment variable "
         "UCX_TCP_PORT_RANGE overrides it",
     )
     routers: list[str] = Field(

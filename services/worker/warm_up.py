@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import structlog
 
-import codec
 from runtime.engine import Engine
 from services.worker.self_test import check_logits
 
@@ -13,14 +12,12 @@ log = structlog.get_logger()
 
 
 def warm_up(engine: Engine) -> None:
-    """Warm up the engine, and on the CPU the codec; log how long each part took.
+    """Warm up all ranks, and log how long each part took; on a CPU, compute a test prompt only.
 
     Raises:
         NotFinite: the model's weights or the device are damaged.
     """
-    if engine.executor.device.type == "cpu":
-        codec.warm_up()
-    else:
+    if engine.executor.device.type != "cpu":
         engine.warm_up(progress_log())
     check_logits(engine)
 

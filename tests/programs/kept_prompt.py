@@ -32,8 +32,8 @@ from services.prefill.settings import PrefillSettings
 from services.tokenizer.loading import load_tokenizer
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
-from services.worker.lifecycle import set_switch_interval
 from services.worker.loading import load_worker
+from services.worker.threads import set_switch_interval
 
 SMOLLM2 = "smollm2-135m"
 
@@ -137,7 +137,7 @@ async def serve(workload: Workload, codec: str) -> None:
     worker = PrefillWorker(settings, replace(loaded, engine=engine), (endpoint,))
     server = GrpcServer(settings.endpoint, [SERVICE])
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
-    await warm_up_transfers(loaded.rank, endpoint)
+    warm_up_transfers(loaded.rank, endpoint)
     set_switch_interval()
     worker.engine.start()
     await server.start()

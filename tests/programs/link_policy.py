@@ -60,8 +60,8 @@ from services.offline.real_kv import prefill_sample
 from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
 from services.worker.codec_warm_up import warm_up_transfers
-from services.worker.lifecycle import set_switch_interval
 from services.worker.loading import load_worker
+from services.worker.threads import set_switch_interval
 from tests.programs.kept_prompt import SMOLLM2, Workload
 
 CODECS = ("raw", "splitzip", "auto")
@@ -162,7 +162,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
     )
     endpoint = loaded.rank.new_endpoint(agent)
     worker = DecodeWorker(settings, loaded, (endpoint,))
-    await warm_up_transfers(loaded.rank, endpoint)
+    warm_up_transfers(loaded.rank, endpoint)
     set_switch_interval()
     worker.engine.start()
     sent = SentTokens.whole(endpoint.layout.plan, workload.tokens)

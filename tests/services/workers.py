@@ -34,7 +34,8 @@ from services.transfer.fetch import Fetch
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_codec
-from services.worker.loading import Identity, Loaded, LoadedRank
+from services.worker.loading import Identity, Loaded
+from services.worker.rank_loading import LoadedRank, RankFacts
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.stream_service import StreamService
@@ -121,12 +122,9 @@ def _load(
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in tiny.layout.planes}
     sizes = WorkerSizes(engine.executor.shape.options.limits, slots=2, slot_bytes=SLOT_BYTES)
-    return Loaded(
-        engine,
-        LoadedRank(executor_of(engine), books if codebooks else {}, sizes, "cpu"),
-        identity,
-        weight_bytes=1 << 20,
-    )
+    facts = RankFacts(model, compatibility, sizes, engine.scheduler.pages.total, 1 << 20)
+    rank = LoadedRank(executor_of(engine), books if codebooks else {}, facts, "cpu")
+    return Loaded(engine, rank, identity)
 
 
 def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
@@ -137,7 +135,12 @@ def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
         kv_eviction=settings.kv_eviction,
         pages=pages,
     )
-    return with_rank(loaded, sizes=sizes_of(loaded, settings))
+    return with_sizes(loaded, sizes_of(loaded, settings))
+
+
+def with_sizes(loaded: Loaded, sizes: WorkerSizes) -> Loaded:
+    """Return a loaded worker whose rank has other sizes."""
+    return with_rank(loaded, facts=replace(loaded.rank.facts, sizes=sizes))
 
 
 def with_rank(loaded: Loaded, **changes: Any) -> Loaded:

@@ -19,7 +19,9 @@ INT4 = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (CONFIG.head_dim // 2 + 4) 
 
 def overflow(setting: int | str = "auto", device: str = "cuda", **loaded: Any) -> int | None:
     settings = DecodeSettings.model_validate({"overflow_tokens": setting})
-    made = replace(with_rank(load(**loaded), device=device), weight_bytes=3 << 20)
+    given = load(**loaded)
+    facts = replace(given.rank.facts, weight_bytes=3 << 20)
+    made = with_rank(given, device=device, facts=facts)
     return _overflow_tokens(settings, made)
 
 

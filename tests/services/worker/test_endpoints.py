@@ -8,7 +8,7 @@ from services.transfer.errors import TransferClosed, TransferUnavailable
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
-from services.worker import endpoints
+from services.worker import rank_endpoint
 from services.worker.endpoints import open_endpoints
 from tests.services.workers import LIMIT_S, load
 
@@ -38,11 +38,11 @@ async def test_endpoint_is_closed_if_its_codec_does_not_work(
 ) -> None:
     opened: list[LocalEndpoint] = []
 
-    async def refuse(rank: object, endpoint: LocalEndpoint) -> None:
+    def refuse(rank: object, endpoint: LocalEndpoint) -> None:
         opened.append(endpoint)
         raise SettingsError("the codec does not work with this model")
 
-    monkeypatch.setattr(endpoints, "warm_up_transfers", refuse)
+    monkeypatch.setattr(rank_endpoint, "warm_up_transfers", refuse)
     with pytest.raises(SettingsError):
         async with open_endpoints(load(), "prefill", NETWORK):
             pass

@@ -182,7 +182,7 @@ async def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> 
     assert worker.identity.compatibility.codebook_id == books.id
     agent = TransferAgent("warm-up", worker.rank.device)
     try:
-        await warm_up_transfers(worker.rank, worker.rank.new_endpoint(agent))
+        warm_up_transfers(worker.rank, worker.rank.new_endpoint(agent))
     finally:
         agent.close()
 

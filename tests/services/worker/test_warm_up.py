@@ -13,7 +13,7 @@ from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import _kinds_of_segments, warm_up_codec
 from tests.runtime.tiny import CONFIG
-from tests.services.workers import CHUNK, SLOT_BYTES, load, with_rank
+from tests.services.workers import CHUNK, SLOT_BYTES, load, with_sizes
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_warm_up_has_the_longest_segments_of_compressed_prompts(fitting: int) ->
     loaded = load(kv_format="int4")
     chunk = 8 * PAGE_SIZE
     limits = replace(loaded.rank.sizes.limits, step_tokens=chunk, chunk_tokens=chunk)
-    loaded = with_rank(loaded, sizes=replace(loaded.rank.sizes, limits=limits))
+    loaded = with_sizes(loaded, replace(loaded.rank.sizes, limits=limits))
     layout, bound = loaded.rank.executor.cache.layout, loaded.rank.codecs.max_frame_bytes
     capacity = max(loaded.rank.codecs.min_slot_bytes, bound(1, CONFIG.num_layers, fitting))
     prepared = {

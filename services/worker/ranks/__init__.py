@@ -1,0 +1,1 @@
+"""The processes of a worker's ranks: their start, their supervision and their end."""

@@ -1,0 +1,194 @@
+"""All ranks of a worker other than the first, supervised by the first rank."""
+
+import os
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing import connection
+
+import structlog
+import torch
+
+from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
+from runtime.pages.plan import PageCount
+from runtime.parallel.group import ONE_RANK, RankGroup
+from services.common.errors import SettingsError
+from services.transfer.codecs import Books
+from services.transfer.remote_endpoint import RemoteEndpoint
+from services.worker.rank_loading import RankFacts
+from services.worker.ranks.follower import Follower
+from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Started
+from services.worker.ranks.rendezvous import Rendezvous
+from services.worker.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+_LOOK_S = 0.25
+"""Time between two looks at the beats of the ranks, seconds."""
+_END_S = 12.0
+"""Maximum time in which the ranks end after their channel was closed, seconds."""
+
+
+class RankFault(Exception):
+    """A rank has failed or ended, or makes no progress. The worker must end."""
+
+
+class Followers:
+    """The ranks of a worker other than the first; none until `start`.
+
+    A thread supervises their processes. If one fails, all of them are killed, because each needs
+    the others in every step.
+
+    Attributes:
+        ranks: the ranks, from rank 1.
+        fault: future that fails with `RankFault` if a rank fails, or with `SettingsError` if it
+            cannot start with the settings of the worker. Otherwise it never completes.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: tuple[Follower, ...] = ()
+        self.fault: Future[None] = Future()
+        self._is_ending = False
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Ids of the processes of all ranks, this one first."""
+        return [os.getpid(), *(rank.pid for rank in self.ranks)]
+
+    @property
+    def stalled_s(self) -> list[float]:
+        """Seconds since each rank made progress in its current step; 0 while it waits for one."""
+        if not self.ranks:
+            return []
+        return [
+            rank.stalled_s(progress)
+            for rank, progress in zip(self.ranks, self._channel.ranks(), strict=True)
+        ]
+
+    def start(self, settings: WorkerSettings, role: str, *, decodes: bool) -> None:
+        """Start a process for each rank. They end when the calling thread does.
+
+        Args:
+            role: role of the worker, also the name of its service in logs.
+            decodes: see `load_rank`.
+        """
+        if settings.tp == 1:
+            return
+        self._limit_s = settings.rank_timeout_s
+        self._rendezvous = Rendezvous.create(settings.tp)
+        self._channel = StepChannel(settings.tp - 1, timeout_s=settings.rank_timeout_s)
+        self.ranks = tuple(
+            Follower(RankStart(settings, role, rank, decodes), self._rendezvous, reader)
+            for rank, reader in enumerate(self._channel.readers, 1)
+        )
+        threading.Thread(target=self._supervise, name="ranks", daemon=True).start()
+
+    def join(self, device: torch.device) -> RankGroup:
+        """Join the group of all ranks as the first one."""
+        return self._rendezvous.join(0, device) if self.ranks else ONE_RANK
+
+    def agree(self, facts: RankFacts) -> PageCount:
+        """Compare the facts of all ranks; return the pages for which all of them have memory.
+
+        Args:
+            facts: facts of the first rank.
+
+        Raises:
+            SettingsError: the ranks differ.
+            RankFault: a rank has failed.
+        """
+        pages = facts.pages
+        for rank in self.ranks:
+            rank.facts = rank.receive(RankFacts)
+            if different := rank.facts.mismatches(facts):
+                raise SettingsError(f"rank {rank.rank} differs: its {'; its '.join(different)}")
+            pages = PageCount(*map(min, zip(pages, rank.facts.pages, strict=True)))
+        for rank in self.ranks:
+            rank.send(pages)
+        return pages
+
+    def executor(self, first: LocalExecutor) -> Executor:
+        """Return the executor of all ranks, for the engine."""
+        return Ranks(first, self._channel) if self.ranks else first
+
+    def start_endpoints(self, agent: str) -> None:
+        """Let the ranks start their KV endpoints, after all of them have warmed up.
+
+        Args:
+            agent: prefix of the names of the endpoints' agents.
+        """
+        for rank in self.ranks:
+            rank.send(Open(f"{agent}-{rank.rank}"))
+
+    def endpoints(self, codebooks: Books) -> list[RemoteEndpoint]:
+        """Wait for the KV endpoints of the ranks.
+
+        Raises:
+            RankFault, SettingsError: a rank has failed.
+        """
+        for rank in self.ranks:
+            rank.receive(Opened)
+        return [rank.endpoint(codebooks) for rank in self.ranks]
+
+    def end(self) -> None:
+        """End the processes after their last step. Kill those that do not end in time."""
+        self._is_ending = True
+        if self.ranks:
+            self._channel.close()
+        deadline = time.monotonic() + _END_S
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once. Calls that wait for one raise `RankFault`."""
+        self._is_ending = True
+        for rank in self.ranks:
+            rank.received(RankFault("the worker is stopping"))
+            rank.kill()
+
+    def _supervise(self) -> None:
+        """Take the messages of the ranks, and look at their beats, until one fails."""
+        by_pipe = {rank.control: rank for rank in self.ranks}
+        looked = time.monotonic()
+        while not (self.fault.done() or self._is_ending):
+            for pipe in connection.wait(by_pipe, _LOOK_S):
+                self._take(by_pipe[pipe])  # type: ignore[index]  # one of these pipes
+            since_s, looked = time.monotonic() - looked, time.monotonic()
+            if since_s < 2 * _LOOK_S:  # else this process was stopped too, as in a paused container
+                self._look()
+
+    def _look(self) -> None:
+        for rank, progress in zip(self.ranks, self._channel.ranks(), strict=True):
+            if (silent_s := rank.silent_s(progress)) > self._limit_s:
+                self._fail(rank, f"has not run for {silent_s:.0f} s")
+
+    def _take(self, rank: Follower) -> None:
+        try:
+            message = rank.control.recv()
+        except (EOFError, OSError):
+            self._fail(rank, rank.exit_text())
+            return
+        match message:
+            case Failed(text, is_refusal=True):
+                self._fail(rank, "cannot start", SettingsError(text))
+            case Failed(text):
+                self._fail(rank, f"failed: {text}")
+            case Started():
+                rank.beats = True
+            case Opened(device_bytes):
+                rank.device_bytes = device_bytes
+                rank.received(message)
+            case _:
+                rank.received(message)
+
+    def _fail(self, rank: Follower, what: str, refusal: SettingsError | None = None) -> None:
+        """Report a failed rank, and kill all ranks."""
+        if self._is_ending or self.fault.done():
+            return
+        error = refusal or RankFault(f"rank {rank.rank} {what}")
+        log.error("rank failed", failed_rank=rank.rank, pid=rank.pid, reason=str(error))
+        self.fault.set_exception(error)
+        for each in self.ranks:
+            each.received(error)
+            each.kill()

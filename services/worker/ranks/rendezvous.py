@@ -1,0 +1,65 @@
+"""Joins the processes of a worker's ranks to a group of `torch.distributed`."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch import distributed
+
+from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
+from services.worker.device import use_device
+
+_LIMIT = timedelta(minutes=10)
+"""Maximum time that a rank waits for the others, to join and in a collective.
+
+While the ranks warm up, one may compile kernels that another finds in a cache. The time of steps is
+limited by the setting `rank_timeout_s`."""
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Place where the ranks find one another: a file in memory, open in the first rank's process.
+
+    It has no name in a folder, so that nothing is left when the processes end.
+
+    Attributes:
+        path: path of the open file, for processes of the same user.
+        size: number of ranks.
+    """
+
+    path: str
+    size: int
+
+    @classmethod
+    def create(cls, size: int) -> Self:
+        """Open a file, which stays open until this process ends."""
+        descriptor = os.memfd_create("headrace-ranks")
+        return cls(f"/proc/{os.getpid()}/fd/{descriptor}", size)
+
+    def join(self, rank: int, device: torch.device) -> RankGroup:
+        """Join the group of all ranks; NCCL for GPUs, gloo for CPUs. Blocks until all have joined.
+
+        Connections use the loopback interface only.
+
+        Raises:
+            RuntimeError: another rank has ended or does not join in time.
+        """
+        if self.size == 1:
+            return ONE_RANK
+        os.environ.update(_LOOPBACK)
+        on_gpu = device.type == "cuda"
+        use_device(device)
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=distributed.FileStore(self.path, self.size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=self.size,
+            timeout=_LIMIT,
+            device_id=device if on_gpu else None,
+        )
+        group = distributed.group.WORLD
+        assert group is not None, "this process has just joined"
+        return DistributedGroup(group)
