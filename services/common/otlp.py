@@ -92,11 +92,13 @@ def _provider(service: str, settings: ServiceSettings) -> TracerProvider:
 def _resource(service: str, settings: ServiceSettings) -> Resource:
     """Return the attributes of this process. ``OTEL_RESOURCE_ATTRIBUTES`` override them."""
     instance = getattr(settings, "worker_id", f"{socket.gethostname()}-{os.getpid()}")
-    own = {
+    own: dict[str, str | int] = {
         "service.name": f"headrace-{service}",
         "service.version": version("headrace"),
         "service.instance.id": instance,
     }
+    if (ranks := getattr(settings, "tp", None)) is not None:
+        own["headrace.ranks"] = ranks
     return Resource.create(own).merge(OTELResourceDetector().detect())
 
 

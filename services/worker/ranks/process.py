@@ -115,7 +115,7 @@ class RankProcess:
                 os._exit(1)
             is_refusal = isinstance(error, SettingsError | torch.OutOfMemoryError)
             if not is_refusal:
-                log.error("rank failed", exc_info=error)
+                log.error("ending on an error", exc_info=error)
             with suppress(OSError):  # the first rank has ended
                 self._control.send(Failed(str(error) if is_refusal else repr(error), is_refusal))
             os._exit(1)
