@@ -14,6 +14,7 @@ from services.common.interpreter import headrace_command
 from services.common.signals import prepare_service_process
 from services.local.liveness import Liveness
 from services.local.logs import open_log, previous_log, rotate
+from services.local.sessions import end_session
 
 log = structlog.get_logger()
 
@@ -101,6 +102,7 @@ class Supervisor:
         self._folder = folder
         self._on_change = on_change
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._sessions: set[int] = set()
         self._changed = asyncio.Event()
         self._ready = False
         self._stopping = False
@@ -168,9 +170,11 @@ class Supervisor:
                 process = await self._spawn(spec, liveness)
                 watching = asyncio.create_task(_kill_when_hung(spec.name, process, liveness))
                 try:
-                    return await process.wait()
+                    code = await process.wait()
                 finally:
                     watching.cancel()
+            await self._end_session(process.pid)
+            return code
         except OSError as error:
             log.warning("process not started", process=spec.name, error=str(error))
             return 1
@@ -189,6 +193,7 @@ class Supervisor:
             )
         liveness.inherited()
         self._processes[spec.name] = process
+        self._sessions.add(process.pid)
         log.info("process started", process=spec.name, pid=process.pid)
         self._changed.set()
         return process
@@ -223,6 +228,12 @@ class Supervisor:
             names = [spec.name for spec in self._specs if (spec.service == "gateway") is gateways]
             stopping = (self._processes[name] for name in names if name in self._processes)
             await asyncio.gather(*(_stop(process, grace_s=GRACE_S) for process in stopping))
+        await asyncio.gather(*map(self._end_session, list(self._sessions)))
+
+    async def _end_session(self, leader: int) -> None:
+        """End what a process that has ended leaves behind, once."""
+        await end_session(leader)
+        self._sessions.discard(leader)
 
 
 async def _kill_when_hung(

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from services.local.lock import ProcessIdentity
 from services.local.supervisor import (
     EXIT_SETTINGS_ERROR,
     MAX_START_FAILURES,
@@ -60,6 +61,24 @@ async def test_killed_process_is_restarted_and_stopped_with_the_supervisor(tmp_p
     assert not psutil.pid_exists(second)
 
 
+def _with_child(folder: Path) -> ProcessSpec:
+    """Return a process that starts another one, prints its id, and ignores SIGTERM."""
+    return _with_package(
+        folder,
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+        "time.sleep(60)",
+    )
+
+
+async def _children(log: Path, count: int) -> list[int]:
+    """Wait for the ids of children in a log."""
+    while len(pids := log.read_bytes().split()) < count:  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.05)
+    return list(map(int, pids))
+
+
 @pytest.mark.long
 async def test_process_that_hangs_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +117,26 @@ async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not psutil.pid_exists(pid)
+
+
+async def test_no_process_outlives_the_service_that_has_started_it(tmp_path: Path) -> None:
+    """Neither when the service is restarted, nor when it is killed during a stop."""
+    spec = _with_child(tmp_path / "package")
+    log = tmp_path / "router.log"
+    supervisor = Supervisor([spec], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    first = await _pid(supervisor)
+    (child,) = await _children(log, 1)
+    os.kill(first, signal.SIGKILL)
+    await _pid(supervisor, other_than=first)
+    assert ProcessIdentity.of(child) is None
+    _, child = await _children(log, 2)
+    running.cancel()
+    await asyncio.sleep(0)
+    supervisor.send_signal(signal.SIGKILL)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ProcessIdentity.of(child) is None
 
 
 async def test_processes_do_not_import_from_the_current_folder(
