@@ -5,7 +5,7 @@ present a file as a `TensorSource` with the names of Hugging Face's checkpoints.
 has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``….weight``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Protocol
@@ -14,16 +14,23 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.family import CheckpointFamily, LinearTensor, TensorNames, family_of
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
     FactorPair,
     LayersOnDemand,
     Linear,
+    layer_shapes,
     linears_of,
 )
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
+
+ALL = slice(None)
+"""All rows of a matrix."""
+RowsOf = Callable[[ModelConfig], slice]
+"""Function from the shape of a model to the rows of its embedding and LM head that are read."""
 
 
 class TensorSource(Protocol):
@@ -34,65 +41,78 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class SourceWithShapes(TensorSource, Protocol):
-    """A `TensorSource` that returns the shapes of tensors without reading them."""
+class CostlySource(TensorSource, Protocol):
+    """A `TensorSource` that converts tensors when it reads them."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        ...
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Read some rows of a matrix."""
+        ...
 
 
 def assemble(
     config: ModelConfig,
     source: TensorSource,
     optional: frozenset[str],
-    model_hash: str,
-    dtype: torch.dtype | None,
+    hashed: HashedFiles,
+    vocabulary: slice = ALL,
 ) -> Checkpoint:
     """Read and check all tensors of a model.
 
-    The tensors determine ``tied_embeddings`` of the returned config, see `_Reader`.
+    The tensors are those of the source, with their dtypes: memory-mapped ones stay so. They
+    determine ``tied_embeddings`` of the returned config, see `_Reader`.
 
     Args:
         optional: biases and optional vectors that each layer must have, by name within the layer.
             For formats whose config does not list them, use `optional_tensors_of`.
-        dtype: dtype of the returned tensors; None keeps the dtype of each tensor.
+        vocabulary: rows of the embedding and of the LM head to return.
 
     Raises:
         CheckpointError: tensors are missing, misshapen, quantized or unexpected.
     """
     family = family_of(config.architecture)
     names = family.tensor_names
-    reader = _Reader(source, optional, dtype)
-    embedding, lm_head = reader.embedding_and_head(names, config)
+    reader = _Reader(source, optional)
+    embedding, lm_head = reader.embedding_and_head(names, config, vocabulary)
     layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
     final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
     reader.refuse_unread()
     config = replace(config, tied_embeddings=lm_head is embedding)
-    return Checkpoint(config, embedding, layers, final_norm, lm_head, model_hash)
+    return Checkpoint(
+        config, embedding, layers, final_norm, lm_head, hashed.model_hash, files=hashed.files
+    )
 
 
 def assemble_on_demand(
-    config: ModelConfig, source: SourceWithShapes, optional: frozenset[str], model_hash: str
+    config: ModelConfig,
+    source: CostlySource,
+    optional: frozenset[str],
+    hashed: HashedFiles,
+    vocabulary: slice = ALL,
 ) -> Checkpoint:
     """Check all tensors of a model, and read its layers whenever they are accessed.
 
-    Tensors keep their dtype. Other arguments and errors are those of `assemble`.
+    Arguments and errors are those of `assemble`.
     """
-    assemble(config, _Shapes(source), optional, model_hash, None)
+    shapes = assemble(config, _Shapes(source), optional, hashed)
     family = family_of(config.architecture)
     names = family.tensor_names
 
     def read_layer(index: int) -> Any:
-        return _Reader(source, optional, None).layer(family, config, index)
+        return _Reader(source, optional).layer(family, config, index)
 
-    embedding = source.read(names.embedding)
+    embedding = source.read_rows(names.embedding, vocabulary)
     _refuse_not_finite(names.embedding, embedding)
-    return Checkpoint(
-        config,
-        embedding,
-        LayersOnDemand(read_layer, config.num_layers),
-        source.read(names.final_norm),
-        embedding if config.tied_embeddings else source.read(names.lm_head),
-        model_hash,
+    tied = config.tied_embeddings
+    return replace(
+        shapes,
+        embedding=embedding,
+        layers=LayersOnDemand(read_layer, shapes.layers),
+        final_norm=source.read(names.final_norm),
+        lm_head=embedding if tied else source.read_rows(names.lm_head, vocabulary),
     )
 
 
@@ -130,10 +150,17 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         yield names.lm_head, checkpoint.lm_head
 
 
-def nbytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all tensors; a tensor that is used more than once counts once."""
-    tensors = {id(tensor): tensor for _, tensor in named_tensors(checkpoint)}
-    return sum(tensor.nbytes for tensor in tensors.values())
+def nbytes(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of all tensors; a tensor that is used more than once counts once.
+
+    Layers on demand are not read.
+
+    Args:
+        dtype: dtype in which the tensors are counted; None for their own.
+    """
+    shapes = replace(checkpoint, layers=layer_shapes(checkpoint))
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(shapes)}
+    return sum(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors.values())
 
 
 def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
@@ -152,7 +179,7 @@ def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
 class _Shapes:
     """A `TensorSource` of tensors without content."""
 
-    source: SourceWithShapes
+    source: CostlySource
 
     def names(self) -> frozenset[str]:
         return self.source.names()
@@ -164,15 +191,9 @@ class _Shapes:
 class _Reader:
     """Reads tensors, each at most once, and records which ones have not been read."""
 
-    def __init__(
-        self,
-        source: TensorSource,
-        optional: frozenset[str],
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, source: TensorSource, optional: frozenset[str]) -> None:
         self._source = source
         self._optional = optional
-        self._dtype = dtype
         self._unread = set(source.names())
 
     def tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
@@ -192,21 +213,24 @@ class _Reader:
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
-        return tensor.to(self._dtype or tensor.dtype)
+        return tensor
 
-    def embedding_and_head(self, names: TensorNames, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Return the embedding and the LM head, which are one tensor if they are tied.
+    def embedding_and_head(
+        self, names: TensorNames, config: ModelConfig, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows of the embedding and the LM head, which are one tensor if they are tied.
 
         As in transformers, ``tied_embeddings`` of the config determines only where to find a matrix
         that is not stored. If both are stored, they are tied if they are equal.
         """
         shape = (config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
-            embedding = self.tensor(names.embedding, shape)
+            embedding = self.tensor(names.embedding, shape)[rows]
             _refuse_not_finite(names.embedding, embedding)
-            return embedding, self.tensor(names.lm_head, shape)
+            return embedding, self.tensor(names.lm_head, shape)[rows]
         stored = [name for name in (names.embedding, names.lm_head) if name in self._unread]
-        embedding, *others = [self.tensor(name, shape) for name in stored or (names.embedding,)]
+        found = [self.tensor(name, shape)[rows] for name in stored or (names.embedding,)]
+        embedding, *others = found
         _refuse_not_finite(names.embedding, embedding)
         untied = [head for head in others if not torch.equal(head, embedding)]
         return embedding, untied[0] if untied else embedding

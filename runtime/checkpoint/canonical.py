@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from runtime.checkpoint.assemble import (
+    RowsOf,
     TensorSource,
     assemble,
     factor_pairs,
@@ -25,15 +26,11 @@ from runtime.checkpoint.assemble import (
     optional_tensors_of,
 )
 from runtime.checkpoint.config_values import number
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
-from runtime.checkpoint.sharing import (
-    AliasedSource,
-    Groups,
-    groups_of,
-    with_shared_bases,
-)
+from runtime.checkpoint.sharing import AliasedSource, Groups, groups_of
 from runtime.checkpoint.weights import Checkpoint, Factorization
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
@@ -93,8 +90,11 @@ def write_checkpoint(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_canonical(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
+def load_canonical(directory: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:
     """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
+
+    Tensors are memory-mapped; linears that share a V have the same tensor object. For the
+    arguments, see `runtime.checkpoint.load.load_checkpoint`.
 
     Raises:
         CheckpointError: the format version is not supported, or the files are inconsistent or
@@ -112,12 +112,12 @@ def load_canonical(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
     source = AliasedSource.of(files, groups)
     if missing := sorted(set(source.stored.values()) - files.names()):
         raise CheckpointError(f"{METADATA} has shared_bases without a tensor {missing[0]}")
-    stored_hash = _hash_of(config, source)
-    if stored_hash != metadata.get("model_hash"):
+    paths = [directory / METADATA, *files.files]
+    hashed = HashedFiles.of(paths, lambda: _hash_of(config, source), known)
+    if hashed.model_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
-    checkpoint = assemble(config, source, optional, stored_hash, dtype)
-    checkpoint = with_shared_bases(checkpoint, groups)
+    checkpoint = assemble(config, source, optional, hashed, vocabulary(config))
     ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
     if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")

@@ -11,7 +11,7 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 from torch import Tensor
 
-from runtime.checkpoint.assemble import assemble, assemble_on_demand, optional_tensors_of
+from runtime.checkpoint.assemble import ALL, RowsOf, assemble_on_demand, optional_tensors_of
 from runtime.checkpoint.family import CheckpointFamily, GGUFFormat
 from runtime.checkpoint.gguf_config import (
     EMBEDDING_NAME,
@@ -20,6 +20,7 @@ from runtime.checkpoint.gguf_config import (
     read_config,
     read_family,
 )
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
@@ -30,10 +31,11 @@ _JOINED_ROWS = 16
 _FINAL_NORM_NAME = "output_norm.weight"
 
 
-def load_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
-    """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
+def load_gguf(path: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:
+    """Read a GGUF file, with q and k rows in rotate-half order.
 
-    If ``dtype`` is None, layers are dequantized to fp32 each time they are accessed.
+    Layers are dequantized to fp32 each time they are accessed. For the arguments, see
+    `runtime.checkpoint.load.load_checkpoint`.
 
     Raises:
         CheckpointError: the file is malformed, or no model family supports its architecture.
@@ -48,10 +50,8 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     config = read_config(file, tensors, family.gguf)
     source = _GGUFTensors(tensors, config, family, family.gguf)
     optional = optional_tensors_of(config, source)
-    model_hash = hash_files([path])
-    if dtype is None:
-        return assemble_on_demand(config, source, optional, model_hash)
-    return assemble(config, source, optional, model_hash, dtype)
+    hashed = HashedFiles.of([path], lambda: hash_files([path]), known)
+    return assemble_on_demand(config, source, optional, hashed, vocabulary(config))
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]
@@ -138,39 +138,41 @@ class _GGUFTensors:
 
     def read(self, name: str) -> Tensor:
         own = self._names[name]
+        heads = self._heads.get(own)
+        weight = self.read_rows(name, ALL)
+        return weight if heads is None else _rotate_half_order(weight, heads)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Read some rows of a tensor, in the order of the file."""
+        own = self._names[name]
         tensor = self._tensors[own]
         try:
-            values = _dequantize(tensor)
+            values = _dequantize(tensor, rows)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(
                 f"{own} is stored as {tensor.tensor_type.name}: {error}"
             ) from error
         # For fp32 tensors, `dequantize` returns a view of the read-only file.
-        weight = torch.from_numpy(values if values.flags.writeable else values.copy())
-        heads = self._heads.get(own)
-        return weight if heads is None else _rotate_half_order(weight, heads, own)
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
-def _dequantize(tensor: ReaderTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return a tensor's values, in the shape of the file.
+def _dequantize(tensor: ReaderTensor, rows: slice) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the values of some rows of a tensor, in the shape of the file.
 
     `gguf.dequantize` converts 16 rows at a time. Blocks of values are independent of each other, so
     that several rows are passed as one, which takes a fourth of the time for short rows.
     """
-    data = np.asarray(tensor.data)  # not a memmap, whose views are slow to create
+    data = np.asarray(tensor.data)[rows]  # not a memmap, whose views are slow to create
     if data.ndim > 1:
         data = data.reshape(len(data) // math.gcd(len(data), _JOINED_ROWS), -1)
     values: np.ndarray[Any, np.dtype[np.float32]] = dequantize(data, tensor.tensor_type)
-    return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    return values.reshape(-1, *(int(size) for size in reversed(tensor.shape[:-1])))
 
 
-def _rotate_half_order(weight: Tensor, heads: int, name: str) -> Tensor:
+def _rotate_half_order(weight: Tensor, heads: int) -> Tensor:
     """Convert rows from interleaved to rotate-half RoPE.
 
     The order (head, pair, half) becomes (head, half, pair).
     """
-    rows = weight.shape[0]
-    if rows % (2 * heads):
-        raise CheckpointError(f"{name} has {rows} rows, not divisible by 2 x {heads} heads")
-    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    pairs = weight.reshape(heads, len(weight) // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from runtime.checkpoint.assemble import assemble
+from runtime.checkpoint.assemble import RowsOf, assemble
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, pickles, read_json
@@ -19,8 +18,10 @@ _GENERATION = "generation_config.json"
 _ADAPTER = "adapter_config.json"
 
 
-def load_huggingface(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
-    """Read a directory with ``config.json`` and safetensors weights.
+def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:
+    """Read a directory with ``config.json`` and safetensors weights, which are memory-mapped.
+
+    For the arguments, see `runtime.checkpoint.load.load_checkpoint`.
 
     Raises:
         CheckpointError: the architecture is not supported, tensors are missing or misshapen, or
@@ -34,8 +35,10 @@ def load_huggingface(directory: Path, dtype: torch.dtype | None) -> Checkpoint:
         )
     config = parse_config(hf_config, generation)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
-    model_hash = hash_files([directory / CONFIG, *source.files])
-    return assemble(config, source, optional, model_hash, dtype)
+    hash_of = [directory / CONFIG, *source.files]
+    files = [*hash_of, directory / _GENERATION] if generation else hash_of
+    hashed = HashedFiles.of(files, lambda: hash_files(hash_of), known)
+    return assemble(config, source, optional, hashed, vocabulary(config))
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

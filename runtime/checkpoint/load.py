@@ -4,16 +4,20 @@ from pathlib import Path
 
 import torch
 
+from runtime.checkpoint.assemble import RowsOf
 from runtime.checkpoint.canonical import METADATA, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
 from runtime.checkpoint.source_format import conversion
-from runtime.checkpoint.weights import Checkpoint
+from runtime.checkpoint.weights import Checkpoint, converted
 from runtime.errors import CheckpointError
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype | None = torch.float32) -> Checkpoint:
+def load_checkpoint(
+    path: Path, dtype: torch.dtype | None = torch.float32, *, known: HashedFiles | None = None
+) -> Checkpoint:
     """Read a model as ``dtype`` on the CPU. Pickles are never read.
 
     Args:
@@ -23,18 +27,26 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = torch.float32) -> Ch
         dtype: dtype of all tensors. None keeps the dtype in which each is stored, and does not
             read the whole model into memory: safetensors are memory-mapped, and layers of
             GGUF files are dequantized to fp32 each time they are accessed.
+        known: `Checkpoint.hashed` of another process that loaded the same files, which are then
+            not hashed again.
 
     Raises:
-        CheckpointError: a file or tensor is missing, malformed or not supported.
+        CheckpointError: a file or tensor is missing, malformed or not supported, or the files are
+            not those of ``known``.
     """
+    checkpoint = _load(path, known, lambda _: slice(None))
+    return checkpoint if dtype is None else converted(checkpoint, dtype)
+
+
+def _load(path: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:
     if path.is_dir():
         if (path / METADATA).is_file():
-            return load_canonical(path, dtype)
-        return load_huggingface(path, dtype)
+            return load_canonical(path, known, vocabulary)
+        return load_huggingface(path, known, vocabulary)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if _starts_with(path, MAGIC):
-        return load_gguf(path, dtype)
+        return load_gguf(path, known, vocabulary)
     if is_pickle(path):
         raise CheckpointError(f"{path} is pickled, which servers never read: {conversion(path)}")
     raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")

@@ -5,7 +5,7 @@ A group is a tuple with the names of all linears that have the same V. An exampl
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -63,23 +63,29 @@ def with_shared_bases(checkpoint: Checkpoint, groups: Iterable[Sequence[str]]) -
 
 @dataclass(frozen=True)
 class AliasedSource:
-    """A `TensorSource` in which several names refer to one stored tensor.
+    """A `TensorSource` in which several names refer to one tensor object.
 
     Attributes:
-        stored: stored name by alias.
+        stored: stored name of each shared tensor, by each of its names.
     """
 
     source: TensorSource
     stored: Mapping[str, str]
+    _shared: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: TensorSource, groups: Iterable[Sequence[str]]) -> "AliasedSource":
         """Alias the V of every linear in a group to the V of its first linear."""
-        pairs = ((name, first) for first, *others in groups for name in others)
+        pairs = ((name, group[0]) for group in groups for name in group)
         return cls(source, {f"{name}.v.weight": f"{first}.v.weight" for name, first in pairs})
 
     def names(self) -> frozenset[str]:
         return self.source.names() | self.stored.keys()
 
     def read(self, name: str) -> Tensor:
-        return self.source.read(self.stored.get(name, name))
+        stored = self.stored.get(name)
+        if stored is None:
+            return self.source.read(name)
+        if stored not in self._shared:
+            self._shared[stored] = self.source.read(stored)
+        return self._shared[stored]

@@ -44,7 +44,9 @@ def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
         checkpoint,
         config=partition.config_of(config),
         embedding=embedding,
-        layers=LayersOnDemand(lambda index: slicer.layer(layers[index]), len(layers))
+        layers=LayersOnDemand(
+            lambda index: slicer.layer(layers[index]), tuple(map(slicer.layer, layers.shapes))
+        )
         if on_demand
         else tuple(map(slicer.layer, layers)),
         lm_head=embedding if tied else checkpoint.lm_head[tokens],

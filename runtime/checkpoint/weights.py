@@ -6,12 +6,13 @@ any layer may be either, with any rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.hashed_files import FileIdentity, HashedFiles
 from runtime.config import ModelConfig
 from runtime.parallel.partition import Partition
 
@@ -83,19 +84,24 @@ class Factorization:
 
 
 class LayersOnDemand(Sequence[Any]):
-    """Layers that are read when they are accessed. Only the last one read stays in memory."""
+    """Layers that are read when they are accessed. Only the last one read stays in memory.
 
-    def __init__(self, read: Callable[[int], Any], count: int) -> None:
+    Attributes:
+        shapes: the layers with tensors on the meta device, which have shapes but no content.
+    """
+
+    def __init__(self, read: Callable[[int], Any], shapes: Sequence[Any]) -> None:
         self._read = lru_cache(maxsize=1)(read)
-        self._count = count
+        self.shapes = shapes
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.shapes)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return tuple(self[number] for number in range(*index.indices(self._count)))
-        return self._read(range(self._count)[index])
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return tuple(map(self._read, numbers))
+        return self._read(numbers)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ class Checkpoint:
         factorization: provenance of a factorization; None if dense or converted.
         partition: the part of the model that this is, see `runtime.checkpoint.slices`; None for a
             whole model.
+        files: the files that were hashed; empty if the checkpoint was not read from files.
     """
 
     config: ModelConfig
@@ -125,6 +132,18 @@ class Checkpoint:
     keep: float = 1.0
     factorization: Factorization | None = None
     partition: Partition | None = None
+    files: tuple[FileIdentity, ...] = ()
+
+    @property
+    def hashed(self) -> HashedFiles:
+        """The files and their hash, for other processes that load them (`load_checkpoint`)."""
+        return HashedFiles(self.model_hash, self.files)
+
+
+def layer_shapes(checkpoint: Checkpoint) -> Sequence[Any]:
+    """Return layers whose tensors have the shapes of the checkpoint's, without reading them."""
+    layers = checkpoint.layers
+    return layers.shapes if isinstance(layers, LayersOnDemand) else layers
 
 
 def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
@@ -162,6 +181,25 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return value
     values = {field.name: getattr(value, field.name) for field in fields(value)}
     return replace(value, **{name: mapped(item, function) for name, item in values.items()})
+
+
+def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
+    """Return a checkpoint with all tensors in host memory as ``dtype``.
+
+    Tensors that have the dtype are not copied, and remain memory-mapped if they are.
+    """
+    to = partial(moved, device=torch.device("cpu"), dtype=dtype)
+    placed: dict[int, Tensor] = {}
+    # Layers on demand share no tensors, and Python reuses the ids of theirs.
+    fresh = isinstance(checkpoint.layers, LayersOnDemand)
+    layers = tuple(to(layer, placed={} if fresh else placed) for layer in checkpoint.layers)
+    return replace(
+        checkpoint,
+        embedding=to(checkpoint.embedding, placed=placed),
+        layers=layers,
+        final_norm=to(checkpoint.final_norm, placed=placed),
+        lm_head=to(checkpoint.lm_head, placed=placed),
+    )
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

@@ -105,7 +105,7 @@ def build_gemm_model(
         final_norm=packed_norm(weights, weights.final_norm),
         lm_head=lm_head,
         matmul="gemm",
-        weight_bytes=nbytes(checkpoint),
+        weight_bytes=nbytes(checkpoint, dtype),
         plan_hash=plan.hash,
         group=group,
         weights=weights,

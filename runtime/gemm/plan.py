@@ -233,10 +233,13 @@ def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
 
 
 def multiplied_out(layer: LayerWeights, names: Sequence[str]) -> LayerWeights:
-    """Return the layer with the named factor pairs replaced by W = U V, computed in fp32."""
+    """Return the layer with the named factor pairs replaced by W = U V.
+
+    The factors are rounded to bf16, as the kernels read them, and multiplied in fp32.
+    """
     dense: dict[str, Any] = {}
     for name in names:
         pair = getattr(layer, name)
-        whole = (pair.u.float() @ pair.v.float()).to(pair.u.dtype)
-        dense[name] = Dense(whole, pair.bias)
+        u, v = pair.u.bfloat16(), pair.v.bfloat16()
+        dense[name] = Dense((u.float() @ v.float()).bfloat16(), pair.bias)
     return replace(layer, **dense)

@@ -12,6 +12,7 @@ from runtime.checkpoint.weights import (
     FactorPair,
     LayerWeights,
     Linear,
+    layer_shapes,
     linears_of,
 )
 from runtime.config import ModelConfig
@@ -167,10 +168,11 @@ def unsupported(checkpoint: Checkpoint) -> str | None:
             f"hidden size {config.hidden_size} and intermediate size {config.intermediate_size}: "
             f"the GEMM backend needs multiples of {VECTOR_ELEMENTS}"
         )
-    pairs = (pair for layer in checkpoint.layers for _, pair in linears_of(layer))
+    layers = layer_shapes(checkpoint)
+    pairs = (pair for layer in layers for _, pair in linears_of(layer))
     if any(isinstance(pair, FactorPair) and not pair.rank for pair in pairs):
         return "a factor pair of rank 0"
-    if any((layer.q_norm is None) != (layer.k_norm is None) for layer in checkpoint.layers):
+    if any((layer.q_norm is None) != (layer.k_norm is None) for layer in layers):
         return "norms of query heads without norms of key heads, or the reverse"
     return None
 
@@ -198,11 +200,11 @@ class _Packer:
         return self.upload(values).to(torch.bfloat16)
 
     def vector(self, values: Tensor | None) -> int:
-        """Append a norm or a bias; return its offset, -1 for None."""
+        """Append a norm or a bias, rounded to bf16; return its offset, -1 for None."""
         if values is None:
             return -1
         offset = sum(map(len, self.vectors))
-        self.vectors.append(self.upload(values).to(torch.float32).flatten())
+        self.vectors.append(self.moved(values).to(torch.float32).flatten())
         return offset
 
     def matrix(

@@ -31,18 +31,17 @@ def load_model(
 ) -> tuple[Model, str]:
     """Return a rank's part of the model on its device, and the hash of the whole model.
 
-    For a GPU, the checkpoint is read into host memory, but safetensors tensors that already have
-    the target dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to
-    the device one by one as the model packs them, so the device holds at most one layer twice. On
-    the CPU, layers are read one by one as the model packs them. No tensor of the checkpoint stays
-    in memory.
+    Layers are read one by one as the model packs them: safetensors are memory-mapped, and layers of
+    GGUF files dequantized. Matrices move to the device one by one and are converted there, so the
+    device holds at most one layer twice. The CUDA context is created while the checkpoint is
+    hashed. No tensor of the checkpoint stays in memory.
     """
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
-        checkpoint = load_checkpoint(path, dtype=None if device == "cpu" else dtype)
+        checkpoint = load_checkpoint(path, dtype=None)
         context.result()
     if group.size > 1:
         partition = Partition.of(checkpoint.config, group.rank, group.size)

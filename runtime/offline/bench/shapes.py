@@ -1,5 +1,7 @@
 """Random checkpoints with the shapes of real models."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -65,31 +67,33 @@ def random_checkpoint(
         values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
         return values.normal_(0, scale, generator=generator)
 
-    def linear(entry: LinearTensor, layer: int) -> Linear:
+    def without_content(*shape: int, scale: float) -> Tensor:  # noqa: ARG001
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    def linear(entry: LinearTensor, layer: int, draw: Callable[..., Tensor]) -> Linear:
         out, inner = entry.out, entry.inner
         if keep >= 1:
-            return Dense(random(out, inner, scale=inner**-0.5))
+            return Dense(draw(out, inner, scale=inner**-0.5))
         rank = int(out * inner * keep / (out + inner)) + ragged * (layer % 3 - 1)
-        return FactorPair(
-            random(out, rank, scale=rank**-0.5), random(rank, inner, scale=inner**-0.5)
-        )
+        return FactorPair(draw(out, rank, scale=rank**-0.5), draw(rank, inner, scale=inner**-0.5))
 
     hidden = config.hidden_size
     linears = LLAMA.layout(config).linears
     ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     head_norm = ones[: config.head_dim] if config.architecture == "Qwen3ForCausalLM" else None
 
-    def layer(number: int) -> LayerWeights:
+    def layer(number: int, draw: Callable[..., Tensor] = random) -> LayerWeights:
         generator.manual_seed(number)
         return LayerWeights(
             input_norm=ones,
             post_norm=ones,
-            **{name: linear(entry, number) for name, entry in linears.items()},
+            **{name: linear(entry, number, draw) for name, entry in linears.items()},
             q_norm=head_norm,
             k_norm=head_norm,
         )
 
-    layers = LayersOnDemand(layer, config.num_layers)
+    shapes = tuple(layer(number, without_content) for number in range(config.num_layers))
+    layers = LayersOnDemand(layer, shapes)
     generator.manual_seed(config.num_layers)
     return Checkpoint(
         config,

@@ -29,7 +29,7 @@ from torch import Tensor, distributed
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint.family import LinearTensor, family_of
 from runtime.checkpoint.slices import rank_checkpoint
-from runtime.checkpoint.weights import Checkpoint, FactorPair, LayersOnDemand, mapped
+from runtime.checkpoint.weights import Checkpoint, FactorPair
 from runtime.gemm.model import build_fastest_model
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.offline.bench.device import (
@@ -240,13 +240,7 @@ def elements_of(layer: Any, linears: Mapping[str, LinearTensor], partition: Part
 
 def _owned(part: Checkpoint) -> Checkpoint:
     """Return a rank's part whose tensors do not keep those of the whole model in memory."""
-    layers = part.layers
-    return replace(
-        part,
-        embedding=part.embedding.clone(),
-        lm_head=part.lm_head.clone(),
-        layers=LayersOnDemand(lambda at: mapped(layers[at], Tensor.clone), len(layers)),
-    )
+    return replace(part, embedding=part.embedding.clone(), lm_head=part.lm_head.clone())
 
 
 def figures(case: Case, group: RankGroup) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime.checkpoint.assemble import assemble, optional_tensors_of
 from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.family import architectures
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface import CONFIG, read_configs
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
@@ -87,7 +88,7 @@ def _convert(path: Path) -> tuple[Checkpoint, Source]:
         optional = family_of_config(hf_config).optional_tensors(hf_config)
     else:  # factorized modules may have biases that the config does not declare
         optional = optional_tensors_of(config, source)
-    made = assemble(config, source, optional, "", None)
+    made = assemble(config, source, optional, HashedFiles("", ()))
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
     made = replace(made, keep=round(parameters_kept(made), 4))
     return made, Source(named.format, stored)

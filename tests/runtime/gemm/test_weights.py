@@ -34,13 +34,14 @@ def test_tied_embedding_is_contiguous(hidden: int) -> None:
     assert (weights.embedding is weights.lm_head.weight) == (hidden == 64)
 
 
-def test_head_norms_are_packed_as_fp32() -> None:
+def test_head_norms_are_rounded_to_bf16_and_packed_as_fp32() -> None:
     checkpoint = tiny_checkpoint(head_norms=True)
     weights = PackedWeights.pack(checkpoint, "cpu")
     for layer, packed in zip(checkpoint.layers, weights.layers, strict=True):
         for norm, at in ((layer.q_norm, packed.q_norm), (layer.k_norm, packed.k_norm)):
             assert norm is not None
-            assert torch.equal(weights.vectors[at : at + CONFIG.head_dim], norm)
+            packed_norm = weights.vectors[at : at + CONFIG.head_dim]
+            assert torch.equal(packed_norm, norm.bfloat16().float())
 
 
 @pytest.mark.parametrize(
