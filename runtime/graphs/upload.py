@@ -18,8 +18,9 @@ class Uploader:
     A plain copy of memory that is not pinned, such as that of a memory-mapped file, reads it in one
     thread. Here the threads also take the page faults of such a file.
 
-    Tensors that are small, not contiguous or already on the device are copied by torch, and so is
-    everything if the device is a CPU. Leaving the context manager ends the threads.
+    Columns of a matrix, which a rank of a worker reads, are copied in chunks of rows. Tensors that
+    are small, transposed or already on the device are copied by torch, and so is everything if the
+    device is a CPU. Leaving the context manager ends the threads.
 
     Attributes:
         device: the target device.
@@ -35,13 +36,15 @@ class Uploader:
 
         The host tensor is not read after the call.
         """
-        host = tensor.device.type == "cpu" and tensor.is_contiguous()
-        if self.device.type != "cuda" or not host or tensor.nbytes < _CHUNK_BYTES:
+        source = _rows(tensor) if tensor.nbytes >= _CHUNK_BYTES else None
+        if self.device.type != "cuda" or tensor.device.type != "cpu" or source is None:
             return tensor.to(self.device)
-        target = torch.empty_like(tensor, device=self.device)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         stream = torch.cuda.current_stream(self.device)
         free = stream.record_event()  # earlier work on the stream may still use the memory
-        pieces = zip(_chunks(tensor), _chunks(target), strict=True)
+        target_rows = target.view(-1).view(torch.uint8).view(source.shape)
+        count = _CHUNK_BYTES // source[0].numel()
+        pieces = zip(source.split(count), target_rows.split(count), strict=True)
         for copied in [self._pool.submit(self._copy, *piece, free) for piece in pieces]:
             stream.wait_event(copied.result())
         return target
@@ -59,7 +62,7 @@ class Uploader:
             self._lanes.lane = _Lane(self.device)
         lane: _Lane = self._lanes.lane
         lane.copied.synchronize()  # the buffer is free again
-        staged = lane.buffer[: len(source)]
+        staged = lane.buffer[: source.numel()].view(source.shape)
         staged.copy_(source)
         with torch.cuda.stream(lane.stream):
             lane.stream.wait_event(free)
@@ -81,6 +84,14 @@ class _Lane:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the bytes of a contiguous tensor in chunks."""
-    return torch.split(tensor.view(-1).view(torch.uint8), _CHUNK_BYTES)
+def _rows(tensor: Tensor) -> Tensor | None:
+    """Return the bytes of a tensor.
+
+    Those of a contiguous tensor are ``[n]``. Those of a matrix whose rows are contiguous, and fit
+    into a chunk, are ``[rows, n]``. None is returned for other tensors.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
+    if tensor.dim() != 2 or tensor.stride(1) != 1 or tensor[0].nbytes > _CHUNK_BYTES:
+        return None
+    return tensor.view(torch.uint8)

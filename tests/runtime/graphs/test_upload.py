@@ -29,6 +29,17 @@ def test_contents_are_equal_on_the_device(elements: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 2000), (1001, 3001), (0, 3001)])
+def test_columns_of_a_matrix_are_contiguous_on_the_device(first: int, last: int) -> None:
+    matrix = torch.randn(9001, 3001).bfloat16()
+    with Uploader(GPU) as upload:
+        found = upload(matrix[:, first:last])
+    assert found.is_contiguous()
+    assert torch.equal(found.cpu(), matrix[:, first:last])
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_strided_tensors_and_tensors_on_the_device_are_supported() -> None:
     strided = torch.randn(3000, 3000).t()
     with Uploader(GPU) as upload:
