@@ -1,22 +1,30 @@
 """Load a model from any supported file format."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from runtime.checkpoint.assemble import RowsOf
+from runtime.checkpoint.assemble import ALL, RowsOf
 from runtime.checkpoint.canonical import METADATA, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
+from runtime.checkpoint.slices import with_rank_layers
 from runtime.checkpoint.source_format import conversion
 from runtime.checkpoint.weights import Checkpoint, converted
+from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
+from runtime.parallel.partition import Partition
 
 
 def load_checkpoint(
-    path: Path, dtype: torch.dtype | None = torch.float32, *, known: HashedFiles | None = None
+    path: Path,
+    dtype: torch.dtype | None = torch.float32,
+    *,
+    part: Callable[[ModelConfig], Partition] | None = None,
+    known: HashedFiles | None = None,
 ) -> Checkpoint:
     """Read a model as ``dtype`` on the CPU. Pickles are never read.
 
@@ -27,14 +35,20 @@ def load_checkpoint(
         dtype: dtype of all tensors. None keeps the dtype in which each is stored, and does not
             read the whole model into memory: safetensors are memory-mapped, and layers of
             GGUF files are dequantized to fp32 each time they are accessed.
+        part: returns the part to read of a model of this shape; None reads the whole model.
         known: `Checkpoint.hashed` of another process that loaded the same files, which are then
             not hashed again.
 
     Raises:
-        CheckpointError: a file or tensor is missing, malformed or not supported, or the files are
-            not those of ``known``.
+        CheckpointError: a file or tensor is missing, malformed or not supported, the files are not
+            those of ``known``, or the model family cannot be divided.
+        ValueError: ``part`` cannot divide the model.
     """
-    checkpoint = _load(path, known, lambda _: slice(None))
+    if part is None:
+        checkpoint = _load(path, known, lambda _: ALL)
+    else:
+        whole = _load(path, known, lambda config: part(config).token_rows)
+        checkpoint = with_rank_layers(whole, part(whole.config))
     return checkpoint if dtype is None else converted(checkpoint, dtype)
 
 

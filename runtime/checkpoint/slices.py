@@ -4,7 +4,7 @@ Slices are views of the tensors of the whole checkpoint. With memory-mapped tens
 demand, only the slices are read, and only one layer is in memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from runtime.checkpoint.weights import (
     LayersOnDemand,
     Linear,
     linears_of,
+    mapped,
 )
 from runtime.errors import CheckpointError
 from runtime.parallel.partition import LowRankRows, Partition, Scheme, even_part
@@ -29,28 +30,42 @@ def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
     Raises:
         CheckpointError: the model family does not say how ranks divide its linears.
     """
+    rows = partition.token_rows
+    embedding = checkpoint.embedding[rows]
+    tied = checkpoint.lm_head is checkpoint.embedding
+    return replace(
+        with_rank_layers(checkpoint, partition),
+        embedding=embedding,
+        lm_head=embedding if tied else checkpoint.lm_head[rows],
+    )
+
+
+def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
+    """Return a checkpoint with the rank's part of the layers.
+
+    Its embedding and LM head must have the rank's rows already. Slices of layers on demand are
+    copies, so that the whole layers do not stay in memory.
+
+    Raises:
+        CheckpointError: the model family does not say how ranks divide its linears.
+    """
     config = checkpoint.config
     family = family_of(config.architecture)
     layout = family.layout(config)
     if any(linear.divided is None for linear in layout.linears.values()):
         raise CheckpointError(f"models of the {family.name} family cannot be divided among ranks")
-    layers = checkpoint.layers
-    on_demand = isinstance(layers, LayersOnDemand)
-    slicer = _Slicer(partition, layout, config.head_dim, None if on_demand else {})
-    tokens = slice(partition.tokens.start, partition.tokens.stop)
-    embedding = checkpoint.embedding[tokens]
-    tied = checkpoint.lm_head is checkpoint.embedding
-    return replace(
-        checkpoint,
-        config=partition.config_of(config),
-        embedding=embedding,
-        layers=LayersOnDemand(
-            lambda index: slicer.layer(layers[index]), tuple(map(slicer.layer, layers.shapes))
+    whole = checkpoint.layers
+    layers: Sequence[Any]
+    if isinstance(whole, LayersOnDemand):
+        slicer = _Slicer(partition, layout, config.head_dim, None)
+        layers = LayersOnDemand(
+            lambda index: mapped(slicer.layer(whole.read(index)), Tensor.clone),
+            tuple(map(slicer.layer, whole.shapes)),
         )
-        if on_demand
-        else tuple(map(slicer.layer, layers)),
-        lm_head=embedding if tied else checkpoint.lm_head[tokens],
-        partition=partition,
+    else:
+        layers = tuple(map(_Slicer(partition, layout, config.head_dim, {}).layer, whole))
+    return replace(
+        checkpoint, config=partition.config_of(config), layers=layers, partition=partition
     )
 
 

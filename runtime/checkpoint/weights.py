@@ -6,7 +6,7 @@ any layer may be either, with any rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,15 +84,19 @@ class Factorization:
 
 
 class LayersOnDemand(Sequence[Any]):
-    """Layers that are read when they are accessed. Only the last one read stays in memory.
+    """Layers that are read when they are accessed.
+
+    Only the last one read stays in memory, until the next one is read.
 
     Attributes:
+        read: reads a layer, which is not kept.
         shapes: the layers with tensors on the meta device, which have shapes but no content.
     """
 
     def __init__(self, read: Callable[[int], Any], shapes: Sequence[Any]) -> None:
-        self._read = lru_cache(maxsize=1)(read)
+        self.read = read
         self.shapes = shapes
+        self._last: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -100,8 +104,15 @@ class LayersOnDemand(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         numbers = range(len(self))[index]
         if isinstance(numbers, range):
-            return tuple(map(self._read, numbers))
-        return self._read(numbers)
+            return tuple(map(self.read, numbers))
+        if self._last is None or self._last[0] != numbers:
+            self._last = None  # frees the layer before the next one is read
+            self._last = numbers, self.read(numbers)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[Any]:
+        # The iterator of `Sequence` keeps a layer while it reads the next one.
+        return map(self.__getitem__, range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -140,18 +151,18 @@ class Checkpoint:
         return HashedFiles(self.model_hash, self.files)
 
 
-def layer_shapes(checkpoint: Checkpoint) -> Sequence[Any]:
-    """Return layers whose tensors have the shapes of the checkpoint's, without reading them."""
-    layers = checkpoint.layers
-    return layers.shapes if isinstance(layers, LayersOnDemand) else layers
-
-
 def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
     """Yield the linears of a layer with their field names, in the order of the fields."""
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, Dense | FactorPair):
             yield field.name, value
+
+
+def layer_shapes(checkpoint: Checkpoint) -> Sequence[Any]:
+    """Return layers whose tensors have the shapes of the checkpoint's, without reading them."""
+    layers = checkpoint.layers
+    return layers.shapes if isinstance(layers, LayersOnDemand) else layers
 
 
 def moved(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:

@@ -111,7 +111,7 @@ class PackedWeights:
             raise ValueError(reason)
         with Uploader(torch.device(device)) as upload:
             packer = _Packer(upload, config.head_dim, checkpoint.partition)
-            layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
+            layers = tuple(map(packer.layer, checkpoint.layers))
             final_norm = packer.vector(checkpoint.final_norm)
             head = packer.matrix(checkpoint.lm_head)
             tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()

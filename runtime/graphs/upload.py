@@ -44,7 +44,7 @@ class Uploader:
         free = stream.record_event()  # earlier work on the stream may still use the memory
         target_rows = target.view(-1).view(torch.uint8).view(source.shape)
         count = _CHUNK_BYTES // source[0].numel()
-        pieces = zip(source.split(count), target_rows.split(count), strict=True)
+        pieces = zip(torch.split(source, count), torch.split(target_rows, count), strict=True)
         for copied in [self._pool.submit(self._copy, *piece, free) for piece in pieces]:
             stream.wait_event(copied.result())
         return target

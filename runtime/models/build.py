@@ -94,9 +94,10 @@ def _layers(
     shared: SharedOps = {}
     layers: list[DecoderLayer] = []
     weight_bytes = 0
-    for number, layer in enumerate(checkpoint.layers, 1):
+    for layer in checkpoint.layers:
         layers.append(DecoderLayer.build(family, config, placing(layer), shared, group, scheme))
-        if not sharing or number == len(checkpoint.layers):
+        del layer  # freed before the next one is read
+        if not sharing or len(layers) == len(checkpoint.layers):
             weight_bytes += sum(tensor.nbytes for tensor in placed.values())
             placed.clear()
             shared.clear()  # its keys are tensor ids, which Python reuses

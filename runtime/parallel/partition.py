@@ -95,6 +95,11 @@ class Partition:
         """Token ids whose rows of the embedding and of the LM head the rank holds."""
         return self.vocabulary[self.rank]
 
+    @property
+    def token_rows(self) -> slice:
+        """The rows of `tokens`."""
+        return slice(self.tokens.start, self.tokens.stop)
+
     def config_of(self, config: ModelConfig) -> ModelConfig:
         """Return the shape of the rank's part of a model with shape ``config``."""
         return replace(

@@ -91,7 +91,9 @@ def write_gguf(
         layer, inner = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.weight", name).groups()  # type: ignore[union-attr]
         own = f"blk.{layer}.{NAMES[inner]}.weight" if layer else f"{NAMES[inner]}.weight"
         if inner.endswith(("q_proj", "k_proj")):
-            tensor = interleaved(tensor, HEADS if inner.endswith("q_proj") else KV_HEADS)
+            query = inner.endswith("q_proj")
+            heads = config.num_attention_heads if query else config.num_key_value_heads
+            tensor = interleaved(tensor, heads)
         value = changes.pop(own, tensor.numpy())
         if value is None:
             continue
