@@ -13,7 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    FactorPair,
+    LayersOnDemand,
+    LayerWeights,
+    layer_shapes,
+    mapped,
+)
 from runtime.errors import PlanError
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.kernels.alignment import VECTOR_ELEMENTS
@@ -163,11 +171,19 @@ class KernelPlan:
         )
 
     def multiply_out(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the groups in ``dense`` replaced by their products."""
+        """Return the checkpoint with the groups in ``dense`` replaced by their products.
+
+        The products are computed each time a layer is accessed.
+        """
         if not self.dense:
             return checkpoint
-        layers = tuple(self._multiply_out(layer) for layer in checkpoint.layers)
-        return replace(checkpoint, layers=layers)
+        layers = checkpoint.layers
+        shapes = tuple(
+            self._multiply_out(mapped(layer, lambda tensor: tensor.to("meta")))
+            for layer in layer_shapes(checkpoint)
+        )
+        on_demand = LayersOnDemand(lambda index: self._multiply_out(layers[index]), shapes)
+        return replace(checkpoint, layers=on_demand)
 
     def _multiply_out(self, layer: LayerWeights) -> LayerWeights:
         for names in PROJECTION_GROUPS:
