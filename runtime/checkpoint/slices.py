@@ -1,7 +1,9 @@
 """The part of a checkpoint that one rank of a worker holds.
 
-Slices are views of the tensors of the whole checkpoint. With memory-mapped tensors and layers on
-demand, only the slices are read, and only one layer is in memory.
+Slices are views of the tensors of the whole checkpoint. Of memory-mapped tensors, a rank holds no
+more than its slices in memory. The operating system reads whole pages: all of a matrix, if the rank
+has some of its columns. They are in the page cache, which the ranks of a host share. Layers on
+demand are sliced one after another, and one whole layer is in memory.
 """
 
 from collections.abc import Mapping, Sequence
