@@ -13,7 +13,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,7 +23,7 @@ from runtime.engine.plan_deltas import PlanDecoder, PlanEncoder
 from runtime.engine.plan_fields import WordReader, add_items
 from runtime.engine.ring import RingReader, RingSize, RingWriter
 from runtime.engine.shared import SharedWords, Words
-from runtime.errors import FirstRankEnded, RanksDisagree
+from runtime.errors import FirstRankEnded, RanksDisagree, RankTimeout
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import silent
 
@@ -58,8 +58,9 @@ class RankProgress:
         rank: number of the rank, from 1.
         executed: number of messages that it has executed.
         busy_s: seconds since it took the message that it executes; 0 if it waits for one.
-        silent_s: seconds since its last beat. A beat follows the last one after `BEAT_S`, unless
-            the process is stopped or a call holds the interpreter's lock.
+        silent_s: seconds since its last beat, or since the channel was created if it has not
+            started. Beats have a distance of `BEAT_S`, unless the process is stopped or a call
+            holds the interpreter's lock.
     """
 
     rank: int
@@ -118,7 +119,7 @@ class StepReader:
 
 
 class StepChannel:
-    """The end of the first rank. One thread calls the methods that send.
+    """The end of the first rank. One thread calls the methods that send: `start` first, once.
 
     Args:
         followers: number of other ranks.
@@ -145,7 +146,7 @@ class StepChannel:
         self.sent = 0
 
     def start(self, shape: ExecutorShape) -> None:
-        """Send the sizes of the first rank, before everything else."""
+        """Send the sizes of the first rank, which followers compare with their own."""
         self._encoder = PlanEncoder(shape.plan)
         self._send(Call.START, [_digest(shape)])
 
@@ -178,9 +179,13 @@ class StepChannel:
         self._send(Call.RECORD_EVENT, [number])
 
     def close(self) -> None:
-        """End the followers, after the messages that were sent. Idempotent."""
+        """End the followers, after the messages that were sent. Idempotent.
+
+        A follower that is a whole ring behind, for example because it is dead, is not waited for.
+        """
         if not self._ring.closed:
-            self._send(Call.CLOSE, [])
+            with suppress(RankTimeout):
+                self._send(Call.CLOSE, [], timeout_s=0)
             self._ring.close()
 
     def ranks(self) -> list[RankProgress]:
@@ -192,9 +197,14 @@ class StepChannel:
             for rank, (executed, beat, busy) in enumerate(rows, 1)
         ]
 
-    def _send(self, call: Call, words: list[int]) -> int:
+    def _send(self, call: Call, words: list[int], timeout_s: float | None = None) -> int:
+        """Send a message and return its number.
+
+        Args:
+            timeout_s: see `RingWriter.write`.
+        """
         number = self.sent
-        self._ring.write([number, call, *words])
+        self._ring.write([number, call, *words], timeout_s)
         self.sent += 1
         return number
 

@@ -150,8 +150,11 @@ class RingWriter:
             for reader in self._readers
         )
 
-    def write(self, words: ArrayLike) -> None:
+    def write(self, words: ArrayLike, timeout_s: float | None = None) -> None:
         """Send a message to all readers.
+
+        Args:
+            timeout_s: instead of that of the ring.
 
         Raises:
             RankTimeout: a reader, named by its rank from 1, freed no record in time. The ring is
@@ -160,12 +163,13 @@ class RingWriter:
         """
         if self.closed:
             raise OSError("the ring is closed")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         body = np.asarray(words, np.int64)
         message = np.empty(1 + len(body), np.int64)
         message[0] = len(body)
         message[1:] = body
         while len(message):
-            count = min(self._free(), self._size.records - self._next)
+            count = min(self._free(timeout_s), self._size.records - self._next)
             part, message = np.split(message, [count * self._size.words])
             start = self._next * self._size.words
             self._memory.words[start : start + len(part)] = part
@@ -180,14 +184,14 @@ class RingWriter:
         """End the readers, after the messages that were sent."""
         self._alive.close()
 
-    def _free(self) -> int:
+    def _free(self, timeout_s: float) -> int:
         """Return the number of records that all readers have freed, at least one."""
         for rank, reader in enumerate(self._readers, 1):
             if not reader.free:
-                if not reader.copied.wait(self._timeout_s):
+                if not reader.copied.wait(timeout_s):
                     self.close()
                     raise RankTimeout(
-                        f"rank {rank} took no message of the first rank in {self._timeout_s} s"
+                        f"rank {rank} took no message of the first rank in {timeout_s} s"
                     )
                 reader.free = reader.copied.take()
         return min(reader.free for reader in self._readers)

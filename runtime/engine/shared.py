@@ -58,9 +58,10 @@ class SharedWords(Descriptor):
 class Counter(Descriptor):
     """A count that one process adds to and another one takes, an eventfd.
 
-    What the first process wrote to shared memory before `add` is visible to the other one after the
-    `take` that returns this count. The kernel changes the count under a spin lock: its unlock in
-    `add` is a release, and its lock in `take` an acquire, on x86-64 and on AArch64.
+    All accesses of the first process to shared memory before `add` happen before all accesses of
+    the other one after the `take` that returns this count: the kernel changes the count under a
+    spin lock, whose unlock in `add` is a release and whose lock in `take` is an acquire. This holds
+    on x86-64 and, where the processor reorders more accesses, on AArch64.
     """
 
     @classmethod

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 TABLES = (
-    *("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "tp"),
+    *("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "tp", "channel"),
     *("kv", "kv-bytes", "kv-prefill"),
 )
 

@@ -16,7 +16,7 @@ import pytest
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
 from runtime.engine import Add, Engine, Ranks, StepChannel, StepReader, follow
-from runtime.engine.channel import BEAT_S, Follower
+from runtime.engine.channel import BEAT_S, Call, Follower
 from runtime.engine.ring import RingSize
 from runtime.errors import FirstRankEnded, RanksDisagree, RankTimeout
 from runtime.sampling.reference import Draw
@@ -78,9 +78,9 @@ class Sends(StepChannel):
         super().__init__(1, timeout_s=0)
         self.calls = calls
 
-    def _send(self, call: object, words: list[int]) -> int:
+    def _send(self, call: Call, words: list[int], timeout_s: float | None = None) -> int:
         self.calls.append(("channel", call))
-        return super()._send(call, words)  # type: ignore[arg-type]
+        return super()._send(call, words, timeout_s)
 
 
 def run(engine: Engine) -> None:
@@ -132,6 +132,15 @@ def test_follower_with_other_pages_ends() -> None:
     Ranks(Recorded("first", []), channel)
     with pytest.raises(RanksDisagree, match="sizes"):
         execute_all(channel, Follower(Recorded("second", [], pages=63)))
+
+
+def test_close_does_not_wait_for_a_follower_that_is_a_ring_behind() -> None:
+    channel = StepChannel(1, timeout_s=WAIT_S, size=RingSize(records=2, words=8))
+    Ranks(FakeExecutor(64, LIMITS), channel)
+    channel.record_event(0)
+    channel.close()
+    with pytest.raises(FirstRankEnded):
+        follow(FakeExecutor(64, LIMITS), channel.readers[0])
 
 
 def test_follower_that_misses_a_message_ends() -> None:
