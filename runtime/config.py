@@ -1,7 +1,7 @@
 """The shape of a decoder model, independent of its file format."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class ModelConfig:
             or None for all; empty if no layer has a sliding window.
         first_kv_head: index of this rank's first KV head among the KV heads of all ranks; 0 for a
             whole model.
+        whole: shape of the whole model, if this is the shape of a rank's part; else None.
 
     Raises:
         ValueError: ``windows`` has a wrong length, or a window is empty.
@@ -75,6 +76,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     first_kv_head: int = 0
+    whole: Self | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -85,3 +87,13 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None if it has none."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads of this part, counted over all ranks."""
+        return range(self.first_kv_head, self.first_kv_head + self.num_kv_heads)
+
+    @property
+    def all_kv_heads(self) -> int:
+        """Number of KV heads of the whole model."""
+        return (self.whole or self).num_kv_heads

@@ -108,6 +108,7 @@ class Partition:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.features),
             first_kv_head=self.kv_heads.start,
+            whole=config,
         )
 
     def rows(self, divided: Divided, head_dim: int) -> range:

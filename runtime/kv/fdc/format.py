@@ -159,7 +159,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
 
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[FdcLayer]:
         config = self._config
-        heads = config.num_kv_heads
+        heads, own = config.all_kv_heads, slice(config.kv_heads.start, config.kv_heads.stop)
         tables = {
             plane: artifact.tensor(f"{plane}_ranks", (config.num_layers, heads), torch.int64)
             for plane in "kv"
@@ -176,8 +176,10 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             k_ranks, v_ranks = (tuple(tables[x][index].tolist()) for x in "kv")
             _check_ranks(index, k_basis, k_ranks)
             _check_ranks(index, v_basis, v_ranks)
-            bases = k_basis.to(device), v_basis.to(device)
-            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation, self.kernels, prefill))
+            # The width of the planes is that of all heads, so that all ranks have equal planes.
+            bases = k_basis[own].to(device), v_basis[own].to(device)
+            ranks = k_ranks[own], v_ranks[own]
+            layers.append(FdcLayer(*bases, *ranks, rotation, self.kernels, prefill))
         self.fused = after_rope and all(
             rank % RANK_MULTIPLE == 0 for found in layers for rank in found.k_ranks + found.v_ranks
         )

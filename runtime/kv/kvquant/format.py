@@ -121,7 +121,7 @@ class QuantizedPages(CompressedFormat):
         for index in range(config.num_layers):
             layer = by_channel(latents.layer(index))
             codes = [
-                _read_code(artifact, plane, index, outliers[plane.name], device)
+                _read_code(artifact, plane, index, outliers[plane.name], config, device)
                 for plane in latents.planes(index, 1)
             ]
             self._layers.append(QuantizedLayer(layer, *codes))
@@ -209,16 +209,21 @@ def quantized_format(
 
 
 def _read_code(
-    artifact: Artifact, plane: Plane, index: int, outliers: int, device: torch.device | str
+    artifact: Artifact,
+    plane: Plane,
+    index: int,
+    outliers: int,
+    config: ModelConfig,
+    device: torch.device | str,
 ) -> VectorCode:
-    """Return the code of the plane "k" or "v" of one layer.
+    """Return the code of the plane "k" or "v" of one layer, for the KV heads of ``config``.
 
     Raises:
         CalibrationError: a tensor is missing or does not fit the plane.
     """
-    (heads, _, width), name = plane.shape, plane.name
+    width, name = plane.shape[-1], plane.name
     check_width(artifact.format, width)
-    parameters = artifact.tensor(f"{name}_code.{index}", (3, heads, width))
+    parameters = artifact.tensor(f"{name}_code.{index}", (3, config.all_kv_heads, width))
     levels = artifact.tensor(f"{name}_levels.{index}", (None,))
     if len(levels) not in {2**bits for bits in BITS} or bool((levels.diff() < 0).any()):
         raise CalibrationError(
@@ -230,5 +235,6 @@ def _read_code(
             f"calibration of {artifact.format}: '{name}_code.{index}' has a scale that is not "
             "positive"
         )
-    mean, scale, weight = parameters.to(device)
+    own = slice(config.kv_heads.start, config.kv_heads.stop)
+    mean, scale, weight = parameters[:, own].to(device)
     return VectorCode(mean, scale, weight, levels.to(device), outliers, by_token=name == "v")

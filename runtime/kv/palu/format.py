@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.errors import CalibrationError
+from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
@@ -144,7 +144,7 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
         for index in range(config.num_layers):
             k_basis = artifact.tensor(f"k_basis.{index}", (None, None, None))
             v_basis = artifact.tensor(
-                f"v_basis.{index}", (config.num_kv_heads, config.head_dim, None)
+                f"v_basis.{index}", (config.all_kv_heads, config.head_dim, None)
             )
             _check_groups(index, k_basis, config)
             if not 0 < v_basis.shape[2] <= config.head_dim:
@@ -152,7 +152,9 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
                     f"calibration of {NAME}: 'v_basis.{index}' has rank {v_basis.shape[2]}, "
                     f"expected 1 to {config.head_dim}"
                 )
-            bases = k_basis.to(device), v_basis.to(device)
+            heads = config.kv_heads
+            groups = _groups_of(heads, config.all_kv_heads // len(k_basis))
+            bases = k_basis[groups].to(device), v_basis[heads.start : heads.stop].to(device)
             layers.append(PaluLayer(*bases, rotation, self.kernels))
         self.fused = _kernels_support(layers, config)
         return layers
@@ -175,12 +177,27 @@ def _kernels_support(layers: list[PaluLayer], config: ModelConfig) -> bool:
     )
 
 
+def _groups_of(heads: range, size: int) -> slice:
+    """Return the groups of ``size`` KV heads that consist of ``heads``.
+
+    Raises:
+        KVFormatError: a group has other heads, too.
+    """
+    if heads.start % size or heads.stop % size:
+        raise KVFormatError(
+            f"KV format {NAME} stores K of groups of {size} KV heads together, but a rank of this "
+            f"worker has KV heads {heads.start} to {heads.stop - 1}: calibrate with smaller "
+            "--group-heads, or use fewer ranks"
+        )
+    return slice(heads.start // size, heads.stop // size)
+
+
 def _check_groups(layer: int, basis: Tensor, config: ModelConfig) -> None:
     groups, inputs, rank = basis.shape
-    whole = groups > 0 and config.num_kv_heads % groups == 0
-    size = config.num_kv_heads // groups if whole else 0
+    whole = groups > 0 and config.all_kv_heads % groups == 0
+    size = config.all_kv_heads // groups if whole else 0
     if not whole or inputs != size * config.head_dim or rank % size or not 0 < rank <= inputs:
         raise CalibrationError(
             f"calibration of {NAME}: 'k_basis.{layer}' is {list(basis.shape)}, which does not fit "
-            f"{config.num_kv_heads} KV heads of {config.head_dim}"
+            f"{config.all_kv_heads} KV heads of {config.head_dim}"
         )

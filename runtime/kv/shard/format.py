@@ -206,6 +206,11 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[ShardLayer]:
         config = self._config
         heads, dim = config.num_kv_heads, config.head_dim
+        if heads < config.all_kv_heads:
+            raise KVFormatError(
+                f"KV format {NAME} stores K of all {config.all_kv_heads} KV heads together, but a "
+                f"rank of this worker has only {heads}: use one rank, or another KV format"
+            )
         try:
             check_transformable(dim, NAME)
         except ValueError as error:
