@@ -34,6 +34,11 @@ class PromptEviction:
         # tensor for each layer.
         self._queries: dict[int, list[list[Tensor]]] = {}
         self._noise = torch.empty(0, 0)
+        config, whole = model.config, model.config.whole or model.config
+        # The same on all ranks, since all take part in a collective.
+        self._shares_heads = (
+            model.group.size > whole.num_kv_heads and config.num_heads < whole.num_heads
+        )
 
     def forget_except(self, prefilling: Collection[int]) -> None:
         """Drop the stored queries of all other prompts.
@@ -138,9 +143,29 @@ class PromptEviction:
         )
         noise = self._noise_of(tokens)[own_heads].repeat(len(layers), 1)
         scores = key_scores(own, keys, noise)
+        if self._shares_heads:
+            scores = self._sum_over_ranks(scores.view(len(layers), len(heads), tokens), heads)
         best = kept_tokens(scores[:, candidates.start : candidates.stop], kept)
         best = candidates.start + best.view(len(layers), -1, kept)
         compact(planes, pages, best, candidates.start, heads.start)
+
+    def _sum_over_ranks(self, scores: Tensor, heads: range) -> Tensor:
+        """Add the scores of the query heads that other ranks have of the same KV heads.
+
+        All copies of a KV head then keep the same tokens.
+
+        Args:
+            scores: `[layers, heads, t]`, sums over the query heads of this rank.
+            heads: KV heads of this rank.
+
+        Returns:
+            fp32 `[layers * heads, t]`.
+        """
+        config = self._model.config
+        own = slice(config.first_kv_head + heads.start, config.first_kv_head + heads.stop)
+        total = scores.new_zeros(len(scores), config.all_kv_heads, scores.shape[2])
+        total[:, own] = scores
+        return self._model.group.all_reduce(total)[:, own].flatten(0, 1)
 
     def _noise_of(self, tokens: int) -> Tensor:
         if self._noise.shape[1] < tokens:
