@@ -1,4 +1,4 @@
-"""`headrace up --detach`, `status` and `down` as a user calls them: ports, output and a stop."""
+"""`headrace up --detach`, `status` and `down` as a user calls them: output, ranks and a stop."""
 
 import json
 import os
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 import httpx
-import psutil
 import pytest
 
+from services.local.lock import ProcessIdentity
 from services.local.state import Deployment
 from tests.ports import free_ports
 
@@ -32,7 +32,7 @@ def port() -> Iterator[int]:
 
 
 def test_output_of_commands_and_a_stop_during_a_request(port: int) -> None:
-    started = headrace("up", "--detach", "--colocated", "--port", str(port))
+    started = headrace("up", "--detach", "--colocated", "--tp", "2", "--port", str(port))
     ready, *_, stop = started.stdout.splitlines()
     url = f"http://127.0.0.1:{port}"
     assert ready.endswith(f"{url}/v1, gRPC at 127.0.0.1:{port + 1}, KV format dense")
@@ -42,6 +42,7 @@ def test_output_of_commands_and_a_stop_during_a_request(port: int) -> None:
     assert shown.stderr == ""
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert sum("decode-0" in row for row in rows) == 2, "as a process and as a worker"
+    assert sum("decode-0," in row for row in rows) == 1, "its second rank"
     state = json.loads(headrace("status", "--port", str(port), "--json").stdout)
     assert (state["grpc_port"], state["router_port"]) == (port + 1, port + 2)
 
@@ -64,4 +65,6 @@ def test_output_of_commands_and_a_stop_during_a_request(port: int) -> None:
     assert down.returncode == 0
     assert output == f"stopped the deployment on port {port}\n"
     assert Deployment.find(port) is None
-    assert not any(map(psutil.pid_exists, state["processes"].values()))
+    (rank,) = state["ranks"]["decode-0"]
+    left = map(ProcessIdentity.of, [*state["processes"].values(), rank])
+    assert not list(filter(None, left))
