@@ -141,7 +141,12 @@ def refusing(settings: WorkerSettings, rank: int) -> Iterator[None]:
         yield
     except SettingsError as error:
         raise SettingsError(f"{where}{error}") from error
-    except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(
+            f"{where}not enough GPU memory for {settings.model}, which more GPUs can divide "
+            f"(--tp): {error}"
+        ) from error
+    except (RuntimeFault, codec.CodecError, ValueError, OSError) as error:
         raise SettingsError(f"{where}cannot serve {settings.model}: {error}") from error
 
 
