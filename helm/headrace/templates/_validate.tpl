@@ -138,10 +138,6 @@
 {{- if gt $ranks (sub (last $range | int) (first $range | int) | add1 | int) -}}
 {{- $faults = append $faults (printf "transfer.ports: %s has fewer ports than %s has ranks (%v), each of which needs one" .root.Values.transfer.ports $name $ranks) -}}
 {{- end -}}
-{{- $format := default (toString $role.settings.kv_format) (include "headrace.kvFormat" .root) -}}
-{{- if regexMatch "^(fdc|kvquant|palu|shard)(:|$)" $format -}}
-{{- $faults = append $faults (printf "%s.settings.tp is %v, but KV format %s does not support several ranks" $name $ranks (splitList ":" $format | first)) -}}
-{{- end -}}
 {{- range $resource := keys (default dict $role.resources.limits) | sortAlpha -}}
 {{- if and (include "headrace.isGpu" $resource) (ne $resource "nvidia.com/gpu") -}}
 {{- $faults = append $faults (printf "%s.resources: %s is a part of a GPU; ranks need whole ones, nvidia.com/gpu" $name $resource) -}}

@@ -92,14 +92,6 @@ REFUSED = {
         "decode.settings.tp=2",
         "decode.resources: nvidia.com/mig-3g.40gb",
     ),
-    "calibrated KV format for two ranks": (
-        "decode.settings.tp=2,workers.settings.kv_format=palu:/models/p",
-        "decode.settings.tp is 2, but KV format palu",
-    ),
-    "prepared KV format for two ranks": (
-        "prefill.settings.tp=2,model.claim.enabled=true,model.prepare.kvFormat=fdc",
-        "prefill.settings.tp is 2, but KV format fdc",
-    ),
     "fewer transfer ports than ranks": (
         "decode.settings.tp=4,transfer.ports=21000-21002",
         "transfer.ports: 21000-21002 has fewer ports than decode",
