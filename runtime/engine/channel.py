@@ -59,8 +59,8 @@ class RankProgress:
         executed: number of messages that it has executed.
         busy_s: seconds since it took the message that it executes; 0 if it waits for one.
         silent_s: seconds since its last beat, or since the channel was created if it has not
-            started. Beats have a distance of `BEAT_S`, unless the process is stopped or a call
-            holds the interpreter's lock.
+            started. It is much longer than `BEAT_S` if the process is stopped or dead, or if a
+            call holds the interpreter's lock.
     """
 
     rank: int
@@ -190,8 +190,8 @@ class StepChannel:
 
     def ranks(self) -> list[RankProgress]:
         """Return the progress of each follower. Any thread may call it."""
-        now = time.monotonic_ns()
         rows = self._progress.words.reshape(-1, _PROGRESS).tolist()
+        now = time.monotonic_ns()
         return [
             RankProgress(rank, executed, (now - busy) / 1e9 if busy else 0.0, (now - beat) / 1e9)
             for rank, (executed, beat, busy) in enumerate(rows, 1)

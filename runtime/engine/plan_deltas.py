@@ -34,9 +34,9 @@ from runtime.pages.plan import PagePlan
 _PURPOSES = list(Purpose)
 _NO_TOKEN = -1
 """In place of the new token of a sequence whose changes are described."""
-_FREED_PAGE = [FREED]
 _NOT_NEW = -1
 """In place of the index of the request of a sequence that the decoder has."""
+_FREED_PAGE = [FREED]
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class _Sent:
         next_length: length in tokens once it has gained one token; -1 if it has forced tokens.
         tables: the list of page tables that was sent. Only its identity is used.
         entries: number of entries of each page table.
-        freed: for each page table of `Part.ENDS`, index of the first page of the window: entries
-            between the sinks and this one are `FREED`.
+        freed: for each page table, index after its `FREED` entries, which directly follow the
+            sinks; used only for groups of `Part.ENDS`.
     """
 
     known: int

@@ -5,9 +5,10 @@ than the ring: the writer sends a part of it as soon as all readers have freed r
 record starts with its length.
 
 Positions are not in shared memory. The writer adds the number of records that it has written to a
-`Counter` of each reader, and the reader adds the number of those that it has copied to a counter of
-the writer. A record is therefore read after it was written and overwritten after it was copied; see
-`Counter` for the order of memory accesses. A process that waits for a counter uses no CPU time.
+`SharedCounter` of each reader, and the reader adds the number of those that it has copied to a
+counter of the writer. A record is therefore read after it was written and overwritten after it was
+copied; see `SharedCounter` for the order of memory accesses. A process that waits for a counter
+uses no CPU time.
 
 The writer also holds the write end of a pipe, which the kernel closes when the process ends. A
 reader then returns the messages that are complete, and after them None.
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import ArrayLike
 
-from runtime.engine.shared import Counter, SharedWords, Words
+from runtime.engine.shared import SharedCounter, SharedWords, Words
 from runtime.errors import RankTimeout
 
 
@@ -52,8 +53,8 @@ class RingReader:
         self,
         memory: SharedWords,
         size: RingSize,
-        written: Counter,
-        copied: Counter,
+        written: SharedCounter,
+        copied: SharedCounter,
         alive: Connection,
     ) -> None:
         self._memory = memory
@@ -120,8 +121,8 @@ class RingReader:
 class _Reader:
     """What the writer knows of a reader: ``free`` records can be written."""
 
-    written: Counter
-    copied: Counter
+    written: SharedCounter
+    copied: SharedCounter
     free: int
 
 
@@ -143,7 +144,8 @@ class RingWriter:
         self._next = 0
         alive, self._alive = Pipe(duplex=False)
         self._readers = [
-            _Reader(Counter.of_zero(), Counter.of_zero(), size.records) for _ in range(readers)
+            _Reader(SharedCounter.of_zero(), SharedCounter.of_zero(), size.records)
+            for _ in range(readers)
         ]
         self.readers = tuple(
             RingReader(self._memory, size, reader.written, reader.copied, alive)

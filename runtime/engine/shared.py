@@ -55,7 +55,7 @@ class SharedWords(Descriptor):
         return np.frombuffer(mmap.mmap(self._number, 0), np.int64)
 
 
-class Counter(Descriptor):
+class SharedCounter(Descriptor):
     """A count that one process adds to and another one takes, an eventfd.
 
     All accesses of the first process to shared memory before `add` happen before all accesses of
