@@ -76,7 +76,10 @@ def assemble(
     family = family_of(config.architecture)
     names = family.tensor_names
     reader = _Reader(source, optional)
-    embedding, lm_head = reader.embedding_and_head(names, config, vocabulary)
+    whole, head = reader.embedding_and_head(names, config)
+    embedding = whole[vocabulary]
+    _refuse_not_finite(names.embedding, embedding)
+    lm_head = embedding if head is whole else head[vocabulary]
     layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
     final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
     reader.refuse_unread()
@@ -215,23 +218,17 @@ class _Reader:
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
         return tensor
 
-    def embedding_and_head(
-        self, names: TensorNames, config: ModelConfig, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Return rows of the embedding and the LM head, which are one tensor if they are tied.
+    def embedding_and_head(self, names: TensorNames, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """Return the embedding and the LM head, which are one tensor if they are tied.
 
         As in transformers, ``tied_embeddings`` of the config determines only where to find a matrix
         that is not stored. If both are stored, they are tied if they are equal.
         """
         shape = (config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
-            embedding = self.tensor(names.embedding, shape)[rows]
-            _refuse_not_finite(names.embedding, embedding)
-            return embedding, self.tensor(names.lm_head, shape)[rows]
+            return self.tensor(names.embedding, shape), self.tensor(names.lm_head, shape)
         stored = [name for name in (names.embedding, names.lm_head) if name in self._unread]
-        found = [self.tensor(name, shape)[rows] for name in stored or (names.embedding,)]
-        embedding, *others = found
-        _refuse_not_finite(names.embedding, embedding)
+        embedding, *others = [self.tensor(name, shape) for name in stored or (names.embedding,)]
         untied = [head for head in others if not torch.equal(head, embedding)]
         return embedding, untied[0] if untied else embedding
 

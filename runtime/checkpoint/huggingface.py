@@ -35,9 +35,9 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
         )
     config = parse_config(hf_config, generation)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
-    hash_of = [directory / CONFIG, *source.files]
-    files = [*hash_of, directory / _GENERATION] if generation else hash_of
-    hashed = HashedFiles.of(files, lambda: hash_files(hash_of), known)
+    hashed_paths = [directory / CONFIG, *source.files]
+    paths = [*hashed_paths, directory / _GENERATION] if generation else hashed_paths
+    hashed = HashedFiles.of(paths, lambda: hash_files(hashed_paths), known)
     return assemble(config, source, optional, hashed, vocabulary(config))
 
 

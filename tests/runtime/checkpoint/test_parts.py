@@ -103,6 +103,20 @@ def test_each_rank_checks_its_rows_of_the_embedding(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, part=of_rank(2, Scheme.LOW_RANK))
 
 
+def test_all_ranks_have_an_untied_head_if_one_row_differs(tmp_path: Path) -> None:
+    save_random("llama-tied", tmp_path)
+
+    def add_head(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["lm_head.weight"][0] += 1
+
+    assert load_checkpoint(tmp_path, part=of_rank(0, Scheme.LOW_RANK)).config.tied_embeddings
+    change_weights(tmp_path, add_head)
+    for rank in range(RANKS):
+        part = load_checkpoint(tmp_path, part=of_rank(rank, Scheme.LOW_RANK))
+        assert not part.config.tied_embeddings
+
+
 def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     with pytest.raises(ValueError, match="7 ranks, but the model has only 6 query heads"):
