@@ -73,7 +73,8 @@ def load_worker(
     """Load the first rank, build the engine and warm up all ranks.
 
     Args:
-        followers: the other ranks, which load at the same time; default: none.
+        followers: the other ranks, which load once the first has hashed the checkpoint; default:
+            none.
         decodes: see `load_rank`.
 
     Raises:
@@ -83,7 +84,9 @@ def load_worker(
     followers = followers or Followers()
     with refusing(settings, rank=0):
         group = followers.join(torch_device(settings.device))
-        rank = load_rank(settings, group, followers.agree, decodes=decodes)
+        rank = load_rank(
+            settings, group, followers.agree, decodes=decodes, on_hashed=followers.load
+        )
         engine = Engine(followers.executor(rank.executor))
         warm_up(engine)
     _log_capacity(engine, rank.device)

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 import codec
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import LocalExecutor
@@ -156,6 +157,8 @@ def load_rank(
     agree: Agree = own_pages,
     *,
     decodes: bool,
+    known: HashedFiles | None = None,
+    on_hashed: Callable[[HashedFiles], None] = lambda _: None,
 ) -> LoadedRank:
     """Read a rank's part of the model and the codebooks, and allocate its pages.
 
@@ -163,6 +166,7 @@ def load_rank(
         group: the ranks of the worker.
         agree: called once the part of the model is loaded; see `Agree`.
         decodes: whether the worker runs decode steps; on a GPU these are captured as CUDA graphs.
+        known, on_hashed: see `load_model`.
 
     Raises:
         SettingsError: a setting does not fit the model or the device.
@@ -172,7 +176,7 @@ def load_rank(
     if device == "cpu" and group.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # each rank has a core
     path = resolve_model(settings.model)
-    model, model_hash = load_model(path, settings, device, group)
+    model, model_hash = load_model(path, settings, device, group, known=known, on_hashed=on_hashed)
     sizes = _sizes(model, settings)
     codebooks, codebook_id = _codebooks(settings, model)
     info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)

@@ -9,6 +9,7 @@ from multiprocessing import connection
 import structlog
 import torch
 
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
 from runtime.pages.plan import PageCount
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -86,6 +87,15 @@ class Followers:
     def join(self, device: torch.device) -> RankGroup:
         """Join the group of all ranks as the first one."""
         return self._rendezvous.join(0, device) if self.ranks else ONE_RANK
+
+    def load(self, hashed: HashedFiles) -> None:
+        """Let the ranks load their parts of the model.
+
+        Args:
+            hashed: files that the first rank has read, which they must read as well.
+        """
+        for rank in self.ranks:
+            rank.send(hashed)
 
     def agree(self, facts: RankFacts) -> PageCount:
         """Compare the facts of all ranks; return the pages for which all of them have memory.

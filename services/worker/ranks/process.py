@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 import torch
 
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import StepReader, follow
 from runtime.errors import FirstRankEnded
 from runtime.pages.plan import PageCount
@@ -101,7 +102,8 @@ class RankProcess:
             device = torch_device(settings.device, number)
             _thread("watch", self._watch, device)
             group = rendezvous.join(number, device)
-            rank = load_rank(settings, group, self._agree, decodes=self._start.decodes)
+            known: HashedFiles = self._control.recv()
+            rank = load_rank(settings, group, self._agree, decodes=self._start.decodes, known=known)
         transfers = _thread("transfers", self._transfer, rank)
         follow(rank.executor, self._reader)
         if self._serves:

@@ -149,8 +149,8 @@ def test_checkpoint_is_freed_after_loading(model: Path, monkeypatch: pytest.Monk
     """A checkpoint that stays in memory would double the memory for weights."""
     read: list[weakref.ref[Any]] = []
 
-    def watched(path: Path, dtype: torch.dtype) -> Checkpoint:
-        checkpoint = load_checkpoint(path, dtype=dtype)
+    def watched(path: Path, **options: Any) -> Checkpoint:
+        checkpoint = load_checkpoint(path, **options)
         value = checkpoint.layers[0].v
         assert isinstance(value, Dense)
         read.extend([weakref.ref(checkpoint), weakref.ref(value.weight)])

@@ -1,6 +1,7 @@
 """Start of a worker of several ranks: real processes, with the first rank in that of the test."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ import psutil
 import pytest
 from torch import distributed
 
+from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.engine import Add
 from services.common.errors import SettingsError
+from services.worker import model_loading
 from services.worker.endpoints import open_endpoints
 from services.worker.loading import load_worker, running_ranks
 from services.worker.ranks.followers import RankFault
@@ -98,4 +101,26 @@ async def test_rank_that_does_not_start_ends_the_worker(
     )
     with pytest.raises(kind, match=message):
         async with running_ranks(settings, "decode", decodes=True):
+            pass
+
+
+@pytest.mark.slow
+async def test_rank_that_reads_another_checkpoint_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is replaced with a copy after the first rank has read it."""
+    shutil.copytree(model, tmp_path / "copy")
+    current = tmp_path / "model"
+    current.symlink_to(model)
+
+    def replaced(*arguments: Any, **options: Any) -> Checkpoint:
+        checkpoint = load_checkpoint(*arguments, **options)
+        current.unlink()
+        current.symlink_to(tmp_path / "copy")
+        return checkpoint
+
+    monkeypatch.setattr(model_loading, "load_checkpoint", replaced)
+    message = "^rank 1: cannot serve .*: ranks of the worker read different files: .*config.json"
+    with pytest.raises(SettingsError, match=message):
+        async with running_ranks(settings_of(current, 2), "decode", decodes=True):
             pass
