@@ -177,8 +177,7 @@ class Worker(ABC):
         if self.self_test.failure:
             self.self_test.start()
         self.metrics.observe(self.engine)
-        for (thread, rank), stalled_s in self.stalled_s.items():
-            self.metrics.stalled.labels(thread, rank).set(stalled_s)
+        self.metrics.ranks.set_stalled(self.stalled_s)
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends.
@@ -189,18 +188,11 @@ class Worker(ABC):
 
     def _show_memory(self, first: LoadedRank) -> None:
         """Set the gauges of the memory of each rank."""
-        ranks = self.followers.ranks
-        weights = [first.facts.weight_bytes, *(rank.facts.weight_bytes for rank in ranks)]
-        devices = [
-            allocated_bytes(first.executor.device),
-            *(rank.device_bytes for rank in ranks),
-        ]
-        for gauge, values in (
-            (self.metrics.weight_bytes, weights),
-            (self.metrics.device_bytes, devices),
-        ):
-            for rank, value in enumerate(values):
-                gauge.labels(rank).set(value)
+        show = self.metrics.ranks.set_memory
+        allocated = allocated_bytes(first.executor.device)
+        show(0, weight_bytes=first.facts.weight_bytes, device_bytes=allocated)
+        for each in self.followers.ranks:
+            show(each.rank, weight_bytes=each.facts.weight_bytes, device_bytes=each.device_bytes)
 
     def _fail_soon(self, error: BaseException) -> None:
         """Fail with an error of the engine or of an endpoint.

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 CAUSE_S = 1.0
 """Time in which the fault of a rank is found after the rank has broken a collective, seconds."""
-_EXIT_S = 10
+_EXIT_S = 5
 """Maximum time in which a process with several ranks exits after their end, seconds."""
 
 

@@ -1,5 +1,7 @@
 """Metrics that prefill and decode workers share; the transfer adds its own to the registry."""
 
+from collections.abc import Mapping
+
 from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
 from services.common.secret_metrics import SecretMetrics
 from services.worker.engine_thread import EngineThread
@@ -51,19 +53,7 @@ class WorkerMetrics:
         )
         self.steps = make.counter("engine_steps", "Steps of the engine.")
         self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
-        self.stalled = make.gauge(
-            "worker_stalled_seconds",
-            "Seconds since a thread of a rank made progress in its current step, 0 without work.",
-            *("thread", "rank"),
-        )
-        self.weight_bytes = make.gauge(
-            "worker_weight_bytes", "Size of the weights of a rank in bytes.", "rank"
-        )
-        self.device_bytes = make.gauge(
-            "worker_device_bytes",
-            "Bytes that a rank had allocated on its GPU when it was ready, 0 on a CPU.",
-            "rank",
-        )
+        self.ranks = RankMetrics(make)
         self.plan_seconds = make.seconds(
             "engine_plan",
             "Seconds in which a step takes commands and is scheduled.",
@@ -102,3 +92,32 @@ class WorkerMetrics:
         ):
             while durations:
                 histogram.observe(durations.popleft())
+
+
+class RankMetrics:
+    """Gauges of each rank of a worker."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self._stalled = make.gauge(
+            "worker_stalled_seconds",
+            "Seconds since a thread of a rank made progress in its current step, 0 without work.",
+            *("thread", "rank"),
+        )
+        self._weight_bytes = make.gauge(
+            "worker_weight_bytes", "Size of the weights of a rank in bytes.", "rank"
+        )
+        self._device_bytes = make.gauge(
+            "worker_device_bytes",
+            "Bytes that a rank had allocated on its GPU when it was ready, 0 on a CPU.",
+            "rank",
+        )
+
+    def set_memory(self, rank: int, *, weight_bytes: int, device_bytes: int) -> None:
+        """Set the gauges of the memory of a rank."""
+        self._weight_bytes.labels(rank).set(weight_bytes)
+        self._device_bytes.labels(rank).set(device_bytes)
+
+    def set_stalled(self, stalled_s: Mapping[tuple[str, int], float]) -> None:
+        """Set the seconds without progress, by thread and rank."""
+        for (thread, rank), seconds in stalled_s.items():
+            self._stalled.labels(thread, rank).set(seconds)

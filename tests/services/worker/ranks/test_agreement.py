@@ -1,0 +1,84 @@
+"""What the ranks of a worker must have in common, and the gauges of each rank."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime.pages.plan import PageCount
+from services.common.errors import SettingsError
+from services.decode.service import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.transfer.agent import TransferAgent
+from services.worker.rank_loading import RankFacts
+from services.worker.ranks.followers import Followers
+from tests.services.workers import load
+
+
+def followers_of(*facts: RankFacts) -> tuple[Followers, list[object]]:
+    """Return followers that have loaded their part of the model, and what is sent to them."""
+    sent: list[object] = []
+
+    def rank(number: int, own: RankFacts) -> Any:
+        return SimpleNamespace(rank=number, receive=lambda _: own, send=sent.append)
+
+    followers = Followers()
+    followers.ranks = tuple(rank(number, own) for number, own in enumerate(facts, 1))
+    return followers, sent
+
+
+def test_all_ranks_get_the_least_pages_of_each_group() -> None:
+    facts = load().rank.facts
+    one, two, three = (
+        replace(facts, pages=PageCount(*pages)) for pages in ((9, 40), (12, 30), (10, 50))
+    )
+    followers, sent = followers_of(two, three)
+    assert followers.agree(one) == PageCount(9, 30)
+    assert sent == [PageCount(9, 30)] * 2
+
+
+def test_only_rank_keeps_its_pages() -> None:
+    facts = load().rank.facts
+    assert Followers().agree(facts) == facts.pages
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("compatibility", "model_hash", "another"),
+        ("compatibility", "kernel_plan_hash", "another"),
+        ("compatibility", "codebook_id", "another"),
+        ("sizes", "slot_bytes", 1 << 20),
+    ],
+)
+def test_rank_that_differs_is_refused(part: str, name: str, value: object) -> None:
+    facts = load().rank.facts
+    own: Any = getattr(facts, part)
+    changes = {name: value}
+    other = own.model_copy(update=changes) if part == "compatibility" else replace(own, **changes)
+    followers, sent = followers_of(facts, replace(facts, **{part: other}))
+    with pytest.raises(SettingsError, match=f"rank 2 differs: its {name} is {value!r}, not"):
+        followers.agree(facts)
+    assert not sent
+
+
+async def test_gauges_name_the_rank() -> None:
+    loaded = load()
+    followers = Followers()
+    facts = replace(loaded.rank.facts, weight_bytes=7)
+    follower: Any = SimpleNamespace(rank=1, facts=facts, device_bytes=5)
+    followers.ranks = (follower,)
+    agent = TransferAgent("gauges")
+    try:
+        endpoint = loaded.rank.new_endpoint(agent)
+        loaded = replace(loaded, followers=followers)
+        worker = DecodeWorker(DecodeSettings.model_validate({}), loaded, (endpoint,))
+        value = worker.metrics.registry.get_sample_value
+        name = "headrace_worker_{}_bytes".format
+        assert value(name("weight"), {"rank": "0"}) == 1 << 20
+        assert value(name("weight"), {"rank": "1"}) == 7
+        assert value(name("device"), {"rank": "0"}) == 0
+        assert value(name("device"), {"rank": "1"}) == 5
+    finally:
+        agent.close()
