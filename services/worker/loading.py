@@ -128,6 +128,7 @@ async def running_ranks(
 def _in_thread(call: Callable[[], T]) -> "Future[T]":
     """Run a call on a thread that does not prevent the end of the process."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

@@ -109,7 +109,9 @@ class Follower:
         code = self._process.exitcode
         if code is None:
             return "closed its pipe"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        )
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the process."""

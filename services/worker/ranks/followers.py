@@ -49,6 +49,7 @@ class Followers:
     def __init__(self) -> None:
         self.ranks: tuple[Follower, ...] = ()
         self.fault: Future[None] = Future()
+        self.fault.set_running_or_notify_cancel()  # a reader that is cancelled does not cancel it
         self._is_ending = False
 
     @property

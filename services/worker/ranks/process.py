@@ -1,8 +1,8 @@
 """The process of a rank other than the first.
 
 It computes the steps of the first rank (main thread), and transfers KV for it (a second thread). It
-has no scheduler, no port and no will of its own: it ends when the first rank closes its channel,
-and if one of the two processes fails.
+has no scheduler and no port of its own. It ends when the first rank closes its channel or ends, and
+when it fails itself.
 """
 
 import os
@@ -115,7 +115,9 @@ class RankProcess:
             if isinstance(error, FirstRankEnded | EOFError | BrokenPipeError):
                 log.warning("the first rank has ended", reason=repr(error))
                 os._exit(1)
-            is_refusal = isinstance(error, SettingsError | torch.OutOfMemoryError)
+            if isinstance(error, torch.OutOfMemoryError) and not self._serves:  # in the warm-up
+                error = SettingsError(f"rank {self._start.rank}: {error}")
+            is_refusal = isinstance(error, SettingsError)
             if not is_refusal:
                 log.error("ending on an error", exc_info=error)
             with suppress(OSError):  # the first rank has ended
