@@ -12,13 +12,19 @@ def torch_device(name: str, rank: int = 0) -> torch.device:
         rank: rank of a worker. Each rank uses the visible GPU with its number.
 
     Raises:
-        SettingsError: if the name is unknown, or if a GPU is requested and torch finds none.
+        SettingsError: if the name is unknown, if a GPU is requested and torch finds none, or if
+            there are fewer GPUs than ranks.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise SettingsError(f"device {name}: must be auto, cpu or cuda")
     if name == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
+        if rank and rank >= (visible := torch.cuda.device_count()):
+            raise SettingsError(
+                f"tp of at least {rank + 1} needs a GPU for each rank, but this process sees "
+                f"{visible}: lower tp, or change CUDA_VISIBLE_DEVICES"
+            )
         return torch.device("cuda", rank)
     if name == "auto":
         return torch.device("cpu")

@@ -19,7 +19,6 @@ from services.common.placement import Compatibility, ModelInfo
 from services.worker.device import torch_device
 from services.worker.rank_loading import LoadedRank, load_rank, refusing
 from services.worker.ranks.followers import Followers
-from services.worker.ranks.support import check_ranks
 from services.worker.settings import WorkerSettings
 from services.worker.warm_up import warm_up
 
@@ -83,10 +82,8 @@ def load_worker(
     """
     followers = followers or Followers()
     with refusing(settings, rank=0):
-        group = followers.join(torch_device(settings.device))
-        rank = load_rank(
-            settings, group, followers.agree, decodes=decodes, on_hashed=followers.load
-        )
+        followers.join(torch_device(settings.device))
+        rank = load_rank(settings, followers, decodes=decodes)
         engine = Engine(followers.executor(rank.executor))
         warm_up(engine)
     _log_capacity(engine, rank.device)
@@ -111,7 +108,7 @@ async def running_ranks(
         SettingsError: the model cannot be served; the message says why, and on which rank.
         RankFault: a rank has failed.
     """
-    check_ranks(settings)
+    torch_device(settings.device, rank=settings.tp - 1)  # refused before any process starts
     followers = Followers()
     followers.start(settings, role, decodes=decodes)
     try:

@@ -1,25 +1,23 @@
 """Reading of a worker's checkpoint, and preparation of its model for the device."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
-from runtime.checkpoint import Checkpoint, load_checkpoint
-from runtime.checkpoint.hashed_files import HashedFiles
-from runtime.config import ModelConfig
+from runtime.checkpoint import load_checkpoint
 from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE
-from runtime.parallel.group import ONE_RANK, RankGroup
 from runtime.parallel.partition import Partition
 from services.common.errors import SettingsError
+from services.worker.peers import NO_PEERS, Peers
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -29,30 +27,26 @@ log = structlog.get_logger()
 
 
 def load_model(
-    path: Path,
-    settings: WorkerSettings,
-    device: str,
-    group: RankGroup = ONE_RANK,
-    *,
-    known: HashedFiles | None = None,
-    on_hashed: Callable[[HashedFiles], None] = lambda _: None,
+    path: Path, settings: WorkerSettings, device: str, peers: Peers = NO_PEERS
 ) -> tuple[Model, str]:
     """Return a rank's part of the model on its device, and the hash of the whole model.
 
     Layers are read one by one as the model packs them: safetensors are memory-mapped, and layers of
     GGUF files dequantized. Matrices move to the device one by one and are converted there, so the
     device holds at most one layer twice. The CUDA context is created while the checkpoint is
-    hashed. No tensor of the checkpoint stays in memory.
-
-    Args:
-        known: files that the first rank has hashed; None if this is the first rank.
-        on_hashed: called with the files before the model is built.
+    hashed, which the first rank of a worker does for all. No tensor of the checkpoint stays in
+    memory.
     """
+    group = peers.group
+    part = partial(Partition.of, rank=group.rank, size=group.size) if group.size > 1 else None
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
-    checkpoint = _read(path, device, group, known)
-    on_hashed(checkpoint.hashed)
+    with ThreadPoolExecutor(1) as pool:
+        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
+        checkpoint = load_checkpoint(path, dtype=None, part=part, known=peers.known_files())
+        peers.share_files(checkpoint.hashed)
+        context.result()
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
     if unsupported is not None and settings.kernel_plan_file is not None:
@@ -86,21 +80,6 @@ def load_model(
         plan_multiplied_out=plan and sorted(plan.dense),
     )
     return model, checkpoint.model_hash
-
-
-def _read(path: Path, device: str, group: RankGroup, known: HashedFiles | None) -> Checkpoint:
-    """Return a rank's part of the checkpoint; create the CUDA context meanwhile."""
-
-    def part(config: ModelConfig) -> Partition:
-        return Partition.of(config, group.rank, group.size)
-
-    with ThreadPoolExecutor(1) as pool:
-        context = pool.submit(lambda: torch.zeros(1, device=device))
-        checkpoint = load_checkpoint(
-            path, dtype=None, part=part if group.size > 1 else None, known=known
-        )
-        context.result()
-    return checkpoint
 
 
 def _seconds_since(started: float) -> float:

@@ -4,7 +4,7 @@ All ranks run the same code. A worker of one rank has the only rank, rank 0.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,7 +14,6 @@ import structlog
 import torch
 
 import codec
-from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import LocalExecutor
@@ -23,7 +22,6 @@ from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
-from runtime.parallel.group import ONE_RANK, RankGroup
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
@@ -41,51 +39,11 @@ from services.worker.kv_budget import (
     kv_bytes_for,
 )
 from services.worker.model_loading import load_model
+from services.worker.peers import NO_PEERS, Peers, RankFacts
 from services.worker.settings import MAX_KV_TOKENS, WorkerSettings
 from services.worker.sizes import WorkerSizes
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What is known of a rank once its part of the model is loaded.
-
-    Attributes:
-        model, compatibility, sizes: equal on all ranks of a worker.
-        pages: numbers of pages for which the rank has memory.
-        weight_bytes: size of the rank's weights.
-    """
-
-    model: ModelInfo
-    compatibility: Compatibility
-    sizes: WorkerSizes
-    pages: PageCount
-    weight_bytes: int
-
-    def mismatches(self, other: "RankFacts") -> list[str]:
-        """Return what differs from another rank and must not, as text."""
-        pairs = [
-            *(
-                (name, self.compatibility, other.compatibility)
-                for name in Compatibility.model_fields
-            ),
-            *((name, self.sizes, other.sizes) for name in ("limits", "slots", "slot_bytes")),
-        ]
-        return [
-            f"{name} is {getattr(own, name)!r}, not {getattr(wanted, name)!r}"
-            for name, own, wanted in pairs
-            if getattr(own, name) != getattr(wanted, name)
-        ]
-
-
-Agree = Callable[[RankFacts], PageCount]
-"""Compares the facts of a rank with those of the others, and returns the pages that all have."""
-
-
-def own_pages(facts: RankFacts) -> PageCount:
-    """Return the pages of a worker's only rank."""
-    return facts.pages
 
 
 @dataclass(frozen=True)
@@ -153,30 +111,25 @@ def refusing(settings: WorkerSettings, rank: int) -> Iterator[None]:
 
 def load_rank(
     settings: WorkerSettings,
-    group: RankGroup = ONE_RANK,
-    agree: Agree = own_pages,
+    peers: Peers = NO_PEERS,
     *,
     decodes: bool,
-    known: HashedFiles | None = None,
-    on_hashed: Callable[[HashedFiles], None] = lambda _: None,
 ) -> LoadedRank:
     """Read a rank's part of the model and the codebooks, and allocate its pages.
 
     Args:
-        group: the ranks of the worker.
-        agree: called once the part of the model is loaded; see `Agree`.
+        peers: the other ranks of the worker; default: none.
         decodes: whether the worker runs decode steps; on a GPU these are captured as CUDA graphs.
-        known, on_hashed: see `load_model`.
 
     Raises:
         SettingsError: a setting does not fit the model or the device.
         RuntimeFault, CodecError, ValueError, OSError, OutOfMemoryError: see `refusing`.
     """
-    device = str(torch_device(settings.device, group.rank))
-    if device == "cpu" and group.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+    device = str(torch_device(settings.device, peers.group.rank))
+    if device == "cpu" and peers.group.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # each rank has a core
     path = resolve_model(settings.model)
-    model, model_hash = load_model(path, settings, device, group, known=known, on_hashed=on_hashed)
+    model, model_hash = load_model(path, settings, device, peers)
     sizes = _sizes(model, settings)
     codebooks, codebook_id = _codebooks(settings, model)
     info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)
@@ -188,7 +141,7 @@ def load_rank(
         model.weight_bytes,
     )
     options = EngineOptions(
-        pages=agree(facts),
+        pages=peers.agree(facts),
         limits=sizes.limits,
         kv_eviction=settings.kv_eviction,
         replay=model.replayable,

@@ -35,7 +35,8 @@ from services.transfer.local_endpoint import Endpoints
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_codec
 from services.worker.loading import Identity, Loaded
-from services.worker.rank_loading import LoadedRank, RankFacts
+from services.worker.peers import RankFacts
+from services.worker.rank_loading import LoadedRank
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.stream_service import StreamService

@@ -10,7 +10,7 @@ from runtime.engine import RankProgress, StepReader
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.device import torch_device
-from services.worker.rank_loading import RankFacts
+from services.worker.peers import RankFacts
 from services.worker.ranks.messages import RankStart
 from services.worker.ranks.process import run_rank
 from services.worker.ranks.rendezvous import Rendezvous

@@ -12,11 +12,10 @@ import torch
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
 from runtime.pages.plan import PageCount
-from runtime.parallel.group import ONE_RANK, RankGroup
 from services.common.errors import SettingsError
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
-from services.worker.rank_loading import RankFacts
+from services.worker.peers import Peers, RankFacts
 from services.worker.ranks.follower import Follower
 from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Started
 from services.worker.ranks.rendezvous import Rendezvous
@@ -34,7 +33,7 @@ class RankFault(Exception):
     """A rank has failed or ended, or makes no progress. The worker must end."""
 
 
-class Followers:
+class Followers(Peers):
     """The ranks of a worker other than the first; none until `start`.
 
     A thread supervises their processes. If one fails, all of them are killed, because each needs
@@ -85,29 +84,16 @@ class Followers:
         )
         threading.Thread(target=self._supervise, name="ranks", daemon=True).start()
 
-    def join(self, device: torch.device) -> RankGroup:
+    def join(self, device: torch.device) -> None:
         """Join the group of all ranks as the first one."""
-        return self._rendezvous.join(0, device) if self.ranks else ONE_RANK
+        if self.ranks:
+            self.group = self._rendezvous.join(0, device)
 
-    def load(self, hashed: HashedFiles) -> None:
-        """Let the ranks load their parts of the model.
-
-        Args:
-            hashed: files that the first rank has read, which they must read as well.
-        """
+    def share_files(self, files: HashedFiles) -> None:
         for rank in self.ranks:
-            rank.send(hashed)
+            rank.send(files)
 
     def agree(self, facts: RankFacts) -> PageCount:
-        """Compare the facts of all ranks; return the pages for which all of them have memory.
-
-        Args:
-            facts: facts of the first rank.
-
-        Raises:
-            SettingsError: the ranks differ.
-            RankFault: a rank has failed.
-        """
         pages = facts.pages
         for rank in self.ranks:
             rank.facts = rank.receive(RankFacts)

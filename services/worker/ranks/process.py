@@ -28,8 +28,9 @@ from services.common.memory import freeze_loaded, limit_arenas
 from services.common.signals import end_with_parent
 from services.transfer.remote_endpoint import serve_endpoint
 from services.worker.device import allocated_bytes, torch_device, use_device
+from services.worker.peers import Peers, RankFacts
 from services.worker.rank_endpoint import open_endpoint
-from services.worker.rank_loading import LoadedRank, RankFacts, load_rank, refusing
+from services.worker.rank_loading import LoadedRank, load_rank, refusing
 from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Started
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.stall import Stall
@@ -77,7 +78,7 @@ def run_rank(
     os._exit(0)
 
 
-class RankProcess:
+class RankProcess(Peers):
     """State of the process of a rank; see `run_rank`."""
 
     def __init__(
@@ -101,9 +102,8 @@ class RankProcess:
         with refusing(settings, number):
             device = torch_device(settings.device, number)
             _thread("watch", self._watch, device)
-            group = rendezvous.join(number, device)
-            known: HashedFiles = self._control.recv()
-            rank = load_rank(settings, group, self._agree, decodes=self._start.decodes, known=known)
+            self.group = rendezvous.join(number, device)
+            rank = load_rank(settings, self, decodes=self._start.decodes)
         transfers = _thread("transfers", self._transfer, rank)
         follow(rank.executor, self._reader)
         if self._serves:
@@ -124,7 +124,11 @@ class RankProcess:
                 self._control.send(Failed(str(error) if is_refusal else repr(error), is_refusal))
             os._exit(1)
 
-    def _agree(self, facts: RankFacts) -> PageCount:
+    def known_files(self) -> HashedFiles:
+        files: HashedFiles = self._control.recv()
+        return files
+
+    def agree(self, facts: RankFacts) -> PageCount:
         self._control.send(facts)
         pages: PageCount = self._control.recv()
         return pages

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import distributed
 
-from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
+from runtime.parallel.group import DistributedGroup, RankGroup
 from services.worker.device import use_device
 
 _LIMIT = timedelta(minutes=10)
@@ -47,8 +47,6 @@ class Rendezvous:
         Raises:
             RuntimeError: another rank has ended or does not join in time.
         """
-        if self.size == 1:
-            return ONE_RANK
         os.environ.update(_LOOPBACK)
         on_gpu = device.type == "cuda"
         use_device(device)

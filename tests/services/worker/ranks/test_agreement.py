@@ -11,7 +11,7 @@ from services.common.errors import SettingsError
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
-from services.worker.rank_loading import RankFacts
+from services.worker.peers import RankFacts
 from services.worker.ranks.followers import Followers
 from tests.services.workers import load
 
