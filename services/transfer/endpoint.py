@@ -161,12 +161,22 @@ class KVEndpoint(ABC):
         """Return a future that is settled when all earlier encodes and decodes have ended."""
 
     @abstractmethod
-    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
+    def digest(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        sent: SentTokens,
+        *,
+        after: int | None = None,
+    ) -> str:
         """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
 
         Args:
             page_tables: for each page group, page ids by the index of the page in the sequence.
                 Entries of pages that are not sent are ignored.
+            after: number of the event after which the KV is in the pages.
+
+        Raises:
+            EventTimeout: the event was not recorded in time.
         """
 
     @abstractmethod

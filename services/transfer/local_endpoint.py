@@ -159,7 +159,14 @@ class LocalEndpoint(KVEndpoint):
     def codec_idle(self) -> "Future[None]":
         return self.agent.codec_idle()
 
-    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
+    def digest(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        sent: SentTokens,
+        *,
+        after: int | None = None,
+    ) -> str:
+        self.cache.events.wait(after)
         digests = []
         layout = self.layout
         for group in layout.groups:

@@ -161,8 +161,14 @@ class RemoteEndpoint(KVEndpoint):
     def codec_idle(self) -> "Future[None]":
         return self._call("codec_idle")
 
-    def digest(self, page_tables: Sequence[Sequence[int]], sent: SentTokens) -> str:
-        return str(self._call("digest", page_tables, sent).result())
+    def digest(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        sent: SentTokens,
+        *,
+        after: int | None = None,
+    ) -> str:
+        return str(self._call("digest", page_tables, sent, after=after).result())
 
     def close(self) -> None:
         with self._lock, suppress(OSError):

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from headrace.v1 import request_pb2
-from runtime.engine import StepOutput
+from runtime.engine import Engine, StepOutput
 from runtime.pages.sent import SentTokens
 from services.common.addresses import bracketed
 from services.common.grpc_server import GrpcServer
@@ -163,9 +163,12 @@ class Worker(ABC):
         self, page_tables: Sequence[Sequence[int]], sent: SentTokens
     ) -> "asyncio.Future[str]":
         """Start to compute the digest of a sequence's KV on all ranks; see `KVEndpoint.digest`."""
-        return self.engine.run(
-            lambda _: "/".join(each.digest(page_tables, sent) for each in self.endpoints)
-        )
+
+        def compute(engine: Engine) -> str:
+            ready = engine.executor.record_event()  # another rank may still execute a step
+            return "/".join(each.digest(page_tables, sent, after=ready) for each in self.endpoints)
+
+        return self.engine.run(compute)
 
     def report_admitted(self, placement_id: str) -> None:
         """Report a placement whose command was submitted; see `Registrar.admit`."""
