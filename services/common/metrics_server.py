@@ -74,6 +74,35 @@ def start_metrics_server(
     return _start(host, port, serve, tls, "metrics")
 
 
+@contextmanager
+def serving_start(settings: ServiceSettings, stage: Callable[[], str]) -> Iterator[None]:
+    """Answer ``/health`` and ``/ready`` with what a service does that has not started yet.
+
+    Both fail. Only a fixed ``health_port`` is served, because nobody knows a free one yet. Must be
+    used on the event loop.
+
+    Args:
+        stage: returns what the service does; called on the event loop.
+
+    Raises:
+        SettingsError: if the address is invalid or the port is in use.
+    """
+    if not settings.health_port:
+        yield
+        return
+
+    async def starting() -> str | None:
+        return stage()
+
+    probes = Probes(starting, starting)
+    server = _start(settings.host, settings.health_port, probes.app, None, "probes")
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @dataclass
 class OperationServers:
     """Servers of a process for its metrics and probes, and its reports to a supervisor.

@@ -195,7 +195,7 @@ class Worker(ABC):
         allocated = allocated_bytes(first.executor.device)
         show(0, weight_bytes=first.facts.weight_bytes, device_bytes=allocated)
         for each in self.followers.ranks:
-            show(each.rank, weight_bytes=each.facts.weight_bytes, device_bytes=each.device_bytes)
+            show(each.rank, weight_bytes=each.weight_bytes, device_bytes=each.device_bytes)
 
     def _fail_soon(self, error: BaseException) -> None:
         """Fail with an error of the engine or of an endpoint.

@@ -15,6 +15,7 @@ import torch
 
 from headrace.v1 import prefill_pb2
 from runtime.engine import Engine
+from services.common.metrics_server import serving_start
 from services.common.placement import Compatibility, ModelInfo
 from services.worker.device import torch_device
 from services.worker.rank_loading import LoadedRank, load_rank, refusing
@@ -98,7 +99,8 @@ async def running_ranks(
 ) -> AsyncIterator[Loaded]:
     """Start the processes of a worker's ranks and load the worker; end the processes at the end.
 
-    Must be used on the main thread.
+    While it loads, ``/health`` and ``/ready`` report how far each rank has started. Must be used on
+    the main thread.
 
     Args:
         role: role of the worker.
@@ -112,8 +114,10 @@ async def running_ranks(
     followers = Followers()
     followers.start(settings, role, decodes=decodes)
     try:
-        loading = _in_thread(lambda: load_worker(settings, followers, decodes=decodes))
-        yield await _unless_failed(loading, followers)
+        with serving_start(settings, lambda: followers.stages):
+            loading = _in_thread(lambda: load_worker(settings, followers, decodes=decodes))
+            loaded = await _unless_failed(loading, followers)
+        yield loaded
         await asyncio.to_thread(followers.end)
     finally:
         followers.kill()

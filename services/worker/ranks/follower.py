@@ -10,8 +10,7 @@ from runtime.engine import RankProgress, StepReader
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.device import torch_device
-from services.worker.peers import RankFacts
-from services.worker.ranks.messages import RankStart
+from services.worker.ranks.messages import RankStart, Stage
 from services.worker.ranks.process import run_rank
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.stall import Stall
@@ -32,18 +31,16 @@ class Follower:
 
     Attributes:
         rank: number of the rank.
-        beats: whether the process publishes beats.
+        stage: how far it has started.
         control: pipe for the messages of `services.worker.ranks.messages`.
-        facts: facts of the rank, once its part of the model is loaded.
-        device_bytes: bytes that it has allocated on its GPU, once its endpoint is ready.
+        weight_bytes: size of its weights; 0 until its part of the model is loaded.
+        device_bytes: bytes that it has allocated on its GPU; 0 until its endpoint is ready.
     """
-
-    facts: RankFacts
-    device_bytes: int
 
     def __init__(self, start: RankStart, rendezvous: Rendezvous, reader: StepReader) -> None:
         self.rank = start.rank
-        self.beats = False
+        self.stage = Stage.STARTING
+        self.weight_bytes = self.device_bytes = 0
         self.control, control = _CONTEXT.Pipe()
         self._endpoint, endpoint = _CONTEXT.Pipe()
         self._received: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -72,10 +69,11 @@ class Follower:
     def silent_s(self, progress: RankProgress) -> float:
         """Return the seconds for which the process has neither beaten nor used the processor.
 
-        Compilers may hold the lock of the interpreter, which a beat needs. Before the first beat,
-        the process is being started, and the result is 0.
+        Compilers may hold the lock of the interpreter, which a beat needs. While the process is
+        starting, it does not beat, and the result is 0.
         """
-        return self._silence.seconds(progress.silent_s) if self.beats else 0.0
+        silent_s = 0.0 if self.stage is Stage.STARTING else progress.silent_s
+        return self._silence.seconds(silent_s)
 
     def send(self, message: object) -> None:
         """Send a message. The process may have ended; this is then reported as a fault."""

@@ -17,7 +17,7 @@ from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.peers import Peers, RankFacts
 from services.worker.ranks.follower import Follower
-from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Started
+from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Stage, Started
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.settings import WorkerSettings
 
@@ -49,7 +49,16 @@ class Followers(Peers):
         self.ranks: tuple[Follower, ...] = ()
         self.fault: Future[None] = Future()
         self.fault.set_running_or_notify_cancel()  # a reader that is cancelled does not cancel it
+        self._stage = Stage.LOADING
         self._is_ending = False
+
+    @property
+    def stages(self) -> str:
+        """How far the ranks have started, this one first."""
+        if not self.ranks:
+            return self._stage
+        stages = [self._stage, *(rank.stage for rank in self.ranks)]
+        return ", ".join(f"rank {rank} is {stage}" for rank, stage in enumerate(stages))
 
     @property
     def pids(self) -> list[int | None]:
@@ -94,12 +103,13 @@ class Followers(Peers):
             rank.send(files)
 
     def agree(self, facts: RankFacts) -> PageCount:
+        self._stage = Stage.WARMING_UP
         pages = facts.pages
         for rank in self.ranks:
-            rank.facts = rank.receive(RankFacts)
-            if different := rank.facts.mismatches(facts):
+            theirs = rank.receive(RankFacts)
+            if different := theirs.mismatches(facts):
                 raise SettingsError(f"rank {rank.rank} differs: its {'; its '.join(different)}")
-            pages = PageCount(*map(min, zip(pages, rank.facts.pages, strict=True)))
+            pages = PageCount(*map(min, zip(pages, theirs.pages, strict=True)))
         for rank in self.ranks:
             rank.send(pages)
         return pages
@@ -172,8 +182,13 @@ class Followers(Peers):
             case Failed(text):
                 self._fail(rank, f"failed: {text}")
             case Started():
-                rank.beats = True
+                rank.stage = Stage.LOADING
+            case RankFacts():
+                rank.stage = Stage.WARMING_UP
+                rank.weight_bytes = message.weight_bytes
+                rank.received(message)
             case Opened(device_bytes):
+                rank.stage = Stage.SERVING
                 rank.device_bytes = device_bytes
                 rank.received(message)
             case _:

@@ -17,8 +17,18 @@ The end of the pipe is the end of a process. Steps and calls of endpoints have c
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from services.worker.settings import WorkerSettings
+
+
+class Stage(StrEnum):
+    """How far a rank has started."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING_UP = "warming up"
+    SERVING = "serving"
 
 
 @dataclass(frozen=True)

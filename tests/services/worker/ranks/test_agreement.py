@@ -66,8 +66,7 @@ def test_rank_that_differs_is_refused(part: str, name: str, value: object) -> No
 async def test_gauges_name_the_rank() -> None:
     loaded = load()
     followers = Followers()
-    facts = replace(loaded.rank.facts, weight_bytes=7)
-    follower: Any = SimpleNamespace(rank=1, facts=facts, device_bytes=5)
+    follower: Any = SimpleNamespace(rank=1, weight_bytes=7, device_bytes=5)
     followers.ranks = (follower,)
     agent = TransferAgent("gauges")
     try:

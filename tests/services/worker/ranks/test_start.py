@@ -1,12 +1,15 @@
 """Start of a worker of several ranks: real processes, with the first rank in that of the test."""
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from torch import distributed
@@ -19,6 +22,7 @@ from services.worker.endpoints import open_endpoints
 from services.worker.loading import load_worker, running_ranks
 from services.worker.ranks.followers import RankFault
 from services.worker.settings import WorkerSettings
+from tests.ports import free_port
 from tests.runtime.tiny import drive, request_of
 from tests.services.tiny_model import save_tiny_model
 from tests.services.worker.ranks import faulty_format
@@ -70,6 +74,29 @@ async def test_ranks_answer_like_one(model: Path, ranks: int) -> None:
         assert len(set(pids)) == ranks
         assert max(loaded.followers.stalled_s) < 1
     assert not any(psutil.pid_exists(pid) for pid in pids[1:] if pid)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+async def test_probes_name_the_ranks_that_start(model: Path) -> None:
+    port = free_port()
+    reasons: set[str] = set()
+
+    async def watch() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                with suppress(httpx.TransportError):
+                    for path in ("/ready", "/health"):
+                        answer = await http.get(f"http://127.0.0.1:{port}{path}")
+                        assert answer.status_code == 503
+                        reasons.add(answer.json()["reason"])
+                await asyncio.sleep(0.02)
+
+    watching = asyncio.create_task(watch())
+    async with running_ranks(settings_of(model, 2, health_port=port), "decode", decodes=True):
+        assert not watching.done()
+        watching.cancel()
+    assert {f"rank 0 is loading, rank 1 is {stage}" for stage in ("starting", "loading")} <= reasons
 
 
 @pytest.mark.slow
