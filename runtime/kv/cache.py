@@ -19,7 +19,7 @@ from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.sizes import PageBytes
 
 _ALIGNMENT = 16
-"""Alignment of the planes in a page of a block, in bytes: the width of the widest loads."""
+"""Alignment of the KV heads in a page of a block, in bytes: the width of the widest loads."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class CacheTensor:
 class PlaneGroup:
     """All tensors of a cache with equal dtype and shape, in pages of one page group.
 
-    A transfer segment can contain several tensors of one group.
+    A transfer segment can contain several tensors of one group. The planes of blocks are in groups,
+    too. They are sent instead of the blocks if a segment has only some of the KV heads of a rank,
+    because a block stores the KV heads of one plane after those of another.
 
     Attributes:
         dtype: dtype of the elements.
@@ -96,8 +98,9 @@ class PlaneGroup:
         encodable: see `Plane`.
         page_group: index of the page group in `CacheLayout.plan`.
         members: for each layer, its tensors in this group, as (name, index in
-            `PagedCache.tensors`).
+            `PagedCache.sendable`).
         is_block: whether the tensors are blocks of several planes; see `CacheTensor`.
+        in_block: whether the tensors are planes of blocks.
     """
 
     dtype: torch.dtype
@@ -106,6 +109,15 @@ class PlaneGroup:
     page_group: int
     members: tuple[tuple[tuple[str, int], ...], ...]
     is_block: bool
+    in_block: bool = False
+
+    def is_sent(self, *, split: bool) -> bool:
+        """Return whether segments of a sequence may have tensors of this group.
+
+        Args:
+            split: whether they have only some of the KV heads of a rank.
+        """
+        return not (self.is_block if split else self.in_block)
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -173,14 +185,14 @@ class CacheLayout:
 
         The planes of a layer into which pages are encoded differ in dtype and width, but are always
         sent together. They form a block, so that one segment can contain them. Encodable planes
-        are not part of it. There is no block if the pages of one of its planes would not be
+        are not part of it. There is no block if the KV heads of one of its planes would not be
         aligned. All planes outside blocks are tensors of their own.
         """
         found = []
         for layer, planes in enumerate(self.layers):
             encoded = (plane for plane in planes if plane.group.part is Part.MIDDLE)
             block = tuple(plane for plane in encoded if not plane.encodable)
-            if len(block) < 2 or any(_page_bytes(plane) % _ALIGNMENT for plane in block):
+            if len(block) < 2 or any(_head_bytes(plane) % _ALIGNMENT for plane in block):
                 block = ()
             found += [CacheTensor(layer, (plane,)) for plane in planes if plane not in block]
             if block:
@@ -188,17 +200,29 @@ class CacheLayout:
         return tuple(found)
 
     @cached_property
+    def sendable(self) -> tuple[CacheTensor, ...]:
+        """All tensors, followed by the planes of blocks; in the order of `PagedCache.sendable`."""
+        blocks = (tensor for tensor in self.tensors if tensor.is_block)
+        parts = (CacheTensor(block.layer, (plane,)) for block in blocks for plane in block.planes)
+        return (*self.tensors, *parts)
+
+    @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
-        """All plane groups, in the order of their first tensors."""
-        found: dict[tuple[torch.dtype, int, bool, int, bool], list[list[tuple[str, int]]]] = {}
-        for index, tensor in enumerate(self.tensors):
+        """All plane groups, in the order of their first tensors in `sendable`.
+
+        They do not depend on the number of KV heads, so that all ranks number them alike.
+        """
+        found: dict[tuple[torch.dtype, int, bool, int, bool, bool], list[list[tuple[str, int]]]]
+        found = {}
+        for index, tensor in enumerate(self.sendable):
             group = self.page_groups.index(tensor.group)
-            key = tensor.dtype, tensor.dim, tensor.encodable, group, tensor.is_block
+            in_block = index >= len(self.tensors)
+            key = tensor.dtype, tensor.dim, tensor.encodable, group, tensor.is_block, in_block
             members = found.setdefault(key, [[] for _ in self.layers])
             members[tensor.layer].append((tensor.name, index))
         return tuple(
-            PlaneGroup(dtype, dim, encodable, group, tuple(map(tuple, members)), is_block)
-            for (dtype, dim, encodable, group, is_block), members in found.items()
+            PlaneGroup(dtype, dim, encodable, group, tuple(map(tuple, members)), is_block, in_block)
+            for (dtype, dim, encodable, group, is_block, in_block), members in found.items()
         )
 
     @cached_property
@@ -236,6 +260,7 @@ class PagedCache:
         layout: layout of the planes.
         pages: number of pages of each page group.
         tensors: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.tensors``.
+        sendable: ``tensors``, and views of them, one for each of ``layout.sendable``.
         planes: views of ``tensors``, one ``[page, kv_head, slot, dim]`` for each of
             ``layout.planes``. Each page is contiguous.
         events: numbered CUDA events, after which pages hold the KV of a step or may be written to.
@@ -262,6 +287,8 @@ class PagedCache:
         for each, tensor in zip(layout.tensors, self.tensors, strict=True):
             names = [(each.layer, plane.name) for plane in each.planes]
             views |= zip(names, each.views(tensor), strict=True)
+        parts = layout.sendable[len(self.tensors) :]
+        self.sendable = [*self.tensors, *(views[part.layer, part.name] for part in parts)]
         self._layers = [
             tuple(views[layer, plane.name] for plane in planes)
             for layer, planes in enumerate(layout.layers)
@@ -289,4 +316,9 @@ class PagedCache:
 
 def _page_bytes(plane: Plane) -> int:
     """Return the size of a page of a plane in bytes."""
-    return math.prod(plane.shape) * plane.dtype.itemsize
+    return plane.shape[0] * _head_bytes(plane)
+
+
+def _head_bytes(plane: Plane) -> int:
+    """Return the size of one KV head in a page of a plane in bytes."""
+    return math.prod(plane.shape[1:]) * plane.dtype.itemsize

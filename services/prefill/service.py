@@ -45,11 +45,9 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def __init__(self, settings: PrefillSettings, loaded: Loaded, endpoints: Endpoints) -> None:
         super().__init__(loaded, endpoints)
         self._settings = settings
-        codecs = endpoints[0].codecs
-        self._min_slot_bytes = codecs.min_slot_bytes
         self.sender = Sender(
             endpoints,
-            LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
+            LinkPolicy.of(settings.codec, has_codebooks=endpoints[0].codecs.has_codebooks),
             epoch=loaded.identity.epoch,
             lease_s=settings.lease_s,
             metrics=self.transfers,
@@ -115,16 +113,19 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         ]
         if hello.expected_epoch != self.identity.epoch:
             differing.append("epoch: the prefill worker has restarted")
-        if hello.slot_bytes < self._min_slot_bytes:
-            differing.append(
-                f"slot_bytes: decode worker has {hello.slot_bytes}, "
-                f"but one page of one layer takes {self._min_slot_bytes}"
-            )
         routes: tuple[Route, ...] = ()
         try:
             routes = self._routes(hello)
         except ValueError as error:
             differing.append(f"KV heads: {error}")
+        else:
+            most_heads = max(len(route.kv_heads) for route in routes)
+            least = self.endpoints[0].codecs.max_page_frame_bytes(most_heads)
+            if hello.slot_bytes < least:
+                differing.append(
+                    f"slot_bytes: decode worker has {hello.slot_bytes}, "
+                    f"but one page of one layer takes {least}"
+                )
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
         welcome = pb.Welcome(
@@ -142,14 +143,13 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         """Return the routes to the ranks of a decode worker.
 
         Raises:
-            ValueError: the workers do not have the same KV heads, or would have to split blocks.
+            ValueError: the workers do not have the same KV heads.
         """
         senders = [endpoint.kv_heads for endpoint in self.endpoints]
         readers = list(map(heads_of, hello.endpoints))
         if not readers:
             readers = [range(max(heads.stop for heads in senders))]
-        is_whole = any(group.is_block for group in self.endpoints[0].layout.groups)
-        return routes_between(senders, readers, is_whole=is_whole)
+        return routes_between(senders, readers)
 
     async def _connect(self, worker_id: str, reader: pb.Endpoint) -> None:
         """Connect to a decode worker's agent. On failure, that worker gets no notifications."""

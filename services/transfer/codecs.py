@@ -66,7 +66,7 @@ class SegmentCodecs:
         """Return the codec of a segment's layers, KV heads and plane group.
 
         Args:
-            tensors: `PagedCache.tensors`; every call must pass the same ones.
+            tensors: `PagedCache.sendable`; every call must pass the same ones.
             mode: mode for encoding; decoding uses the codebooks that the payload names.
         """
         key = (
@@ -105,8 +105,12 @@ class SegmentCodecs:
     @property
     def min_slot_bytes(self) -> int:
         """Minimum slot size in bytes: one page of one layer of any plane group fits."""
-        groups = range(len(self.layout.groups))
-        return max(self.max_frame_bytes(group, 1, self.layout.page_size) for group in groups)
+        return self.max_page_frame_bytes(self.layout.kv_heads)
+
+    def max_page_frame_bytes(self, kv_heads: int) -> int:
+        """Return the largest frame of one page of one layer, of any plane group, in bytes."""
+        groups, tokens = range(len(self.layout.groups)), self.layout.page_size
+        return max(self.max_frame_bytes(group, 1, tokens, kv_heads) for group in groups)
 
     def raw_bytes(self, extent: Extent) -> int:
         """Return the bytes of a segment's KV in the pages."""
@@ -139,7 +143,7 @@ def group_tensors(
     encodable are therefore viewed as a float type of the codec, `[page, kv_head, slot, wire dim]`.
 
     Args:
-        tensors: `PagedCache.tensors`.
+        tensors: `PagedCache.sendable`.
     """
     members = group.members[first_layer : first_layer + num_layers]
     found = [tensors[index] for each in members for _, index in each]

@@ -8,7 +8,7 @@ header is little-endian and 96 bytes long, so that the payload stays aligned to 
 | offset | bytes | field                                                   |
 |-------:|------:|---------------------------------------------------------|
 |      0 |     4 | magic, "HRKV"                                           |
-|      4 |     2 | version, 4                                              |
+|      4 |     2 | version, 5                                              |
 |      6 |     2 | header length, 96                                       |
 |      8 |     4 | CRC-32 of the header with this field zero               |
 |     12 |     4 | attempt                                                 |
@@ -40,7 +40,7 @@ from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, S
 from services.transfer.extent import Extent
 
 HEADER_BYTES = 96
-VERSION = 4
+VERSION = 5
 """Version of the frame and of the numbering of plane groups; equal on workers that exchange KV."""
 _MAGIC = b"HRKV"
 _LAYOUT = struct.Struct("<4sHHII16s16s10IQ")

@@ -105,7 +105,7 @@ class LocalEndpoint(KVEndpoint):
             self.slot_bytes - HEADER_BYTES,
         )
         mode = WireMode.RAW if segment.raw else WireMode.SPLITZIP
-        encoder = self.codecs.of(self.cache.tensors, Extent.of(segment), mode)
+        encoder = self.codecs.of(self.cache.sendable, Extent.of(segment), mode)
         return self.agent.run_codec(CodecJob(encoder, self._encode, payload, prepare, finish))
 
     def read(
@@ -122,7 +122,7 @@ class LocalEndpoint(KVEndpoint):
         )
 
     def prepare_decode(self, extent: Extent) -> None:
-        self.codecs.of(self.cache.tensors, extent)
+        self.codecs.of(self.cache.sendable, extent)
 
     def decode(
         self,
@@ -153,7 +153,7 @@ class LocalEndpoint(KVEndpoint):
             ready.checksum,
             segment.raw,
         )
-        decoder = self.codecs.of(self.cache.tensors, Extent.of(segment))
+        decoder = self.codecs.of(self.cache.sendable, Extent.of(segment))
         return self.agent.run_codec(CodecJob(decoder, self._decode, payload, prepare, finish))
 
     def codec_idle(self) -> "Future[None]":
@@ -170,10 +170,12 @@ class LocalEndpoint(KVEndpoint):
         digests = []
         layout = self.layout
         for group in layout.groups:
+            if group.in_block:  # its bytes are those of the blocks
+                continue
             ranges = sent.pages(group.page_group)
             held = [page_tables[group.page_group][index] for pages in ranges for index in pages]
             tokens = sum(layout.plan.filled(pages, sent.kept) for pages in ranges)
-            tensors = group_tensors(self.cache.tensors, group, 0, len(layout.layers))
+            tensors = group_tensors(self.cache.sendable, group, 0, len(layout.layers))
             digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
         return "-".join(f"{digest:016x}" for digest in digests)
 

@@ -35,6 +35,7 @@ def plan_segments(
     sent: SentTokens | None = None,
     rank: int = 0,
     kv_heads: range | None = None,
+    split: bool = False,
 ) -> Iterator[SegmentPlan]:
     """Cut a chunk of tokens into segments that fit a slot.
 
@@ -51,6 +52,7 @@ def plan_segments(
             with the chunk.
         kv_heads: KV heads of the segments, counted over all ranks; default: those of a worker of
             one rank.
+        split: see `Route`.
 
     Raises:
         ValueError: one page of one layer does not fit.
@@ -60,6 +62,8 @@ def plan_segments(
     sent = SentTokens.whole(plan, end) if sent is None else sent
     chunk = plan.span(first_token, end)
     for number, group in enumerate(layout.groups):
+        if not group.is_sent(split=split):
+            continue
         held = page_tables[group.page_group]
         for pages in sent.pages(group.page_group):
             begin, stop = max(pages.start, chunk.start), min(pages.stop, chunk.stop)
@@ -119,15 +123,26 @@ class Coverage:
         sent: tokens and pages of the sequence that are sent.
         layout: the cache of the rank, with its KV heads.
         first_kv_head: index of its first KV head, counted over all ranks.
+        split: whether the routes to the rank are split, see `Route`.
     """
 
-    def __init__(self, sent: SentTokens, layout: CacheLayout, *, first_kv_head: int = 0) -> None:
+    def __init__(
+        self,
+        sent: SentTokens,
+        layout: CacheLayout,
+        *,
+        first_kv_head: int = 0,
+        split: bool = False,
+    ) -> None:
         self._tokens = sent.kept
         self._plan = layout.plan
         self._first_kv_head = first_kv_head
-        self._groups = layout.groups
+        self._split = split
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
-        self._sent = [sent.pages(group.page_group) for group in layout.groups]
+        self._sent = [
+            sent.pages(group.page_group) if group.is_sent(split=split) else ()
+            for group in layout.groups
+        ]
         shape = (
             len(layout.groups),
             layout.plan.pages(sent.kept),
@@ -153,8 +168,8 @@ class Coverage:
 
         Raises:
             ForeignSegment: the extent is outside the sequence or the cache, is not on page
-                boundaries, has only some KV heads of a block, or overlaps an earlier segment. No
-                cell is recorded then.
+                boundaries, has only some KV heads without ``split``, or overlaps an earlier
+                segment. No cell is recorded then.
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)
@@ -205,6 +220,6 @@ class Coverage:
                 f"{count} KV heads from {extent.first_kv_head} exceed the {kv_heads} KV heads from "
                 f"{self._first_kv_head}"
             )
-        if count < kv_heads and self._groups[extent.plane_group].is_block:
-            raise ForeignSegment("blocks of planes are sent with all KV heads")
+        if count < kv_heads and not self._split:
+            raise ForeignSegment(f"{count} of {kv_heads} KV heads, which are not sent separately")
         return range(first, first + count)

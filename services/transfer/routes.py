@@ -13,41 +13,40 @@ class Route:
     Attributes:
         sender, reader: ranks of the two workers.
         kv_heads: KV heads, counted over all ranks.
+        split: whether one of the ranks has other heads, too, so that blocks of planes are not sent
+            as a whole; see `runtime.kv.cache.PlaneGroup`.
     """
 
     sender: int
     reader: int
     kv_heads: range
+    split: bool = False
 
 
 MAX_RANKS = 64
 """Maximum number of ranks of a worker; bounds the lists that an untrusted peer sends."""
 
 
-def routes_between(
-    senders: Sequence[range], readers: Sequence[range], *, is_whole: bool = False
-) -> tuple[Route, ...]:
+def routes_between(senders: Sequence[range], readers: Sequence[range]) -> tuple[Route, ...]:
     """Return the routes by which every reader gets its KV heads, each of them once.
 
     The heads of a route are consecutive and on one sender and one reader. If several senders have a
-    head, the first of them sends it; several readers may have the same head.
+    head, the first of them sends it; several readers may have the same head. The routes to a
+    reader are all split, or it has a single one.
 
     Args:
         senders, readers: KV heads of each rank.
-        is_whole: whether the KV heads of a rank must be sent together, as blocks of planes are.
 
     Raises:
-        ValueError: one side lacks a KV head of the other, heads would have to be split, or a side
-            has more than `MAX_RANKS` ranks.
+        ValueError: one side lacks a KV head of the other, or has more than `MAX_RANKS` ranks.
     """
     if max(len(senders), len(readers)) > MAX_RANKS:
         raise ValueError(f"a worker has at most {MAX_RANKS} ranks")
     routes = []
     for reader, heads in enumerate(readers):
         for sender, part in _shares(heads, senders, "only the decode worker has head"):
-            routes.append(Route(sender, reader, part))
-            if is_whole and not heads == senders[sender] == part:
-                raise ValueError("this KV format does not split the heads of a rank")
+            split = not heads == senders[sender] == part
+            routes.append(Route(sender, reader, part, split))
     for heads in senders:
         for _ in _shares(heads, readers, "only the prefill worker has head"):
             pass

@@ -178,6 +178,7 @@ class Sender:
                 bound=partial(endpoint.codecs.max_frame_bytes, kv_heads=len(route.kv_heads)),
                 rank=route.sender,
                 kv_heads=route.kv_heads,
+                split=route.split,
             )
         )
 

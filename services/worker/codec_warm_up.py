@@ -46,7 +46,7 @@ def warm_up_codec(rank: LoadedRank, slab: Slab) -> int:
     Raises:
         CodecError: the codec does not reproduce its input.
     """
-    tensors = rank.executor.cache.tensors
+    tensors = rank.executor.cache.sendable
     codecs = rank.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
     plans = _kinds_of_segments(rank, slab.slot_bytes)

@@ -89,10 +89,12 @@ ENCODED = (
 
 def test_planes_of_bytes_that_are_encoded_into_are_parts_of_a_block() -> None:
     layout = CacheLayout(PAGE, HEADS, ((K, *ENCODED),) * 2)
-    assert [(g.dim, g.page_group, g.is_block) for g in layout.groups] == [
-        (8, 0, False),
-        (8, 1, False),
-        (5 + 4, 1, True),
+    assert [(g.dim, g.page_group, g.is_block, g.in_block) for g in layout.groups] == [
+        (8, 0, False, False),
+        (8, 1, False, False),
+        (5 + 4, 1, True, False),
+        (5, 1, False, True),
+        (1, 1, False, True),
     ]
     assert layout.groups[2].members == ((("block", 2),), (("block", 5),))
     cache = PagedCache(layout, PageCount(5, 4))
@@ -109,6 +111,11 @@ def test_planes_of_bytes_that_are_encoded_into_are_parts_of_a_block() -> None:
     codes[1], scales[1] = 7, 0.5
     block = cache.tensors[2].flatten(1)
     per_page = HEADS * PAGE
+    for name, group in (("k_codes", 3), ("scale", 4)):
+        members = layout.groups[group].members[0]
+        assert [member for member, _ in members] == [name]
+        part = cache.sendable[members[0][1]]
+        assert part.data_ptr() in (codes.data_ptr(), scales.data_ptr())
     assert (block[1, : 5 * per_page] == 7).all()
     assert (block[1, 5 * per_page :].view(torch.float32) == 0.5).all()
     assert not block[[0, 2, 3]].any()

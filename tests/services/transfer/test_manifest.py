@@ -32,8 +32,8 @@ def extent_of(
     return Extent(first_token, num_tokens, first_layer, num_layers, **{**heads, **changes})
 
 
-def coverage_of(tokens: int, layout: CacheLayout) -> Coverage:
-    return Coverage(SentTokens.whole(layout.plan, tokens), layout)
+def coverage_of(tokens: int, layout: CacheLayout, *, split: bool = False) -> Coverage:
+    return Coverage(SentTokens.whole(layout.plan, tokens), layout, split=split)
 
 
 def _bound(group: int, layers: int, tokens: int) -> int:
@@ -177,15 +177,48 @@ def test_page_of_the_other_group_is_refused() -> None:
         coverage.add(extent_of(0, 200, 0, 1))
 
 
-def test_part_of_the_kv_heads_of_a_block_is_refused() -> None:
+def test_segments_have_blocks_or_the_planes_of_blocks() -> None:
+    layout = layout_of(2, *COMPRESSED)
+    blocks, parts = (
+        [n for n, group in enumerate(layout.groups) if group.is_sent(split=split)]
+        for split in (False, True)
+    )
+    assert [layout.groups[n].is_block for n in blocks] == [False, False, True]
+    assert [layout.groups[n].in_block for n in parts] == [False, False, True, True]
+    for split, groups, others in ((False, blocks, parts), (True, parts, blocks)):
+        plans = list(
+            plan_segments(
+                layout,
+                first_token=0,
+                num_tokens=200,
+                page_tables=[tuple(range(13))] * len(layout.plan.groups),
+                capacity=1 << 20,
+                bound=_bound,
+                split=split,
+            )
+        )
+        assert {plan.extent.plane_group for plan in plans} == set(groups)
+        coverage = coverage_of(200, layout, split=split)
+        other = next(n for n in others if n not in groups)
+        with pytest.raises(ForeignSegment, match=f"are not sent in plane group {other}"):
+            coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=other))
+        for plan in plans:
+            coverage.add(plan.extent)
+        assert coverage.complete
+
+
+def test_some_kv_heads_of_a_rank_are_refused_unless_its_routes_are_split() -> None:
     layout = layout_of(1, *COMPRESSED)
-    latents, block = 1, 2
-    assert [group.is_block for group in layout.groups] == [False, False, True]
-    coverage = coverage_of(200, layout)
-    coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=latents, num_kv_heads=1))
-    with pytest.raises(ForeignSegment, match="all KV heads"):
-        coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=block, num_kv_heads=1))
-    coverage.add(extent_of(PAGE, PAGE, 0, 1, plane_group=block))
+    for group in (1, 2):
+        with pytest.raises(ForeignSegment, match="1 of 4 KV heads, which are not sent separately"):
+            coverage_of(200, layout).add(
+                extent_of(PAGE, PAGE, 0, 1, plane_group=group, num_kv_heads=1)
+            )
+    codes = 3
+    assert layout.groups[codes].in_block
+    coverage_of(200, layout, split=True).add(
+        extent_of(PAGE, PAGE, 0, 1, plane_group=codes, num_kv_heads=1)
+    )
 
 
 def test_planned_segments_skip_layers_without_planes_of_the_group() -> None:
@@ -221,6 +254,7 @@ def test_slot_too_small_for_a_page_is_refused() -> None:
         extent_of(0, 16, 0, 4, first_kv_head=1),  # one KV head too many
         extent_of(16, 16, 0, 4),  # has arrived already
         extent_of(16, 16, 2, 1, first_kv_head=3, num_kv_heads=1),
+        extent_of(0, 16, 0, 1, num_kv_heads=1),  # not all KV heads of the rank
     ],
 )
 def test_segment_outside_the_sequence_is_refused(extent: Extent) -> None:
@@ -241,7 +275,7 @@ def test_refused_segment_claims_nothing() -> None:
 
 
 def test_sequence_is_complete_with_all_kv_heads() -> None:
-    coverage = coverage_of(PAGE, layout_of(1))
+    coverage = coverage_of(PAGE, layout_of(1), split=True)
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
     assert not coverage.complete
     overlapping = extent_of(0, PAGE, 0, 1, first_kv_head=1, num_kv_heads=2, rank=1)

@@ -1,9 +1,8 @@
 """A decode worker assembles one sequence from the segments of two tensor-parallel ranks."""
 
 import asyncio
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
 from runtime.pages.plan import PageCount
 from runtime.pages.sent import SentTokens
-from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -28,36 +26,13 @@ from services.transfer.policy import LinkPolicy
 from services.transfer.routes import Route
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
+from tests.services.transfer.inline_agent import InlineAgent
 from tests.services.workers import normal_codebook
-
-T = TypeVar("T")
 
 HEADS, PAGE, LAYERS, PAGES = 4, 16, 3, 4
 RANKS = 2
 TOKENS = 55  # the last page is not full
 EPOCHS = ("00" * 16, "11" * 16)
-
-
-class InlineAgent:
-    """Runs codec calls immediately, and has no peers."""
-
-    name = "inline"
-    metadata = connection_metadata = b""
-    fault: "Future[None]" = Future()
-
-    def register(self, slab: Slab) -> None:
-        pass
-
-    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
-        future: Future[Timed[T] | None] = Future()
-        calls = CodecCalls(on_gpu=False)
-        calls.add(job, future)
-        calls.start_queued()
-        calls.poll()
-        return future
-
-    def notify(self, peer: str, message: bytes) -> None:
-        pass
 
 
 def layout_of(heads: int) -> CacheLayout:
@@ -124,7 +99,7 @@ class Rank:
         sequence = Outgoing(
             *("s", "reader", "peer", 1, SentTokens.whole(cache.layout.plan, TOKENS)),
             *("request", 0, "agent", 1 << 14),
-            (Route(number, 0, endpoint.kv_heads),),
+            (Route(number, 0, endpoint.kv_heads, split=True),),
             emit,
             fail,
         )
@@ -144,7 +119,7 @@ class Reader:
     def __init__(self) -> None:
         self.cache = PagedCache(layout_of(HEADS), PageCount(PAGES))
         self.coverage = Coverage(
-            SentTokens.whole(self.cache.layout.plan, TOKENS), self.cache.layout
+            SentTokens.whole(self.cache.layout.plan, TOKENS), self.cache.layout, split=True
         )
         self._landing = Slab(1, 1 << 14)
         codecs = SegmentCodecs(self.cache.layout, BOOKS)

@@ -27,14 +27,15 @@ def test_routes_of_equal_ranks(
     senders: int, readers: int, expected: list[tuple[int, int, int, int]]
 ) -> None:
     found = routes_between(split(8, senders), split(8, readers))
-    assert found == tuple(Route(s, r, range(first, end)) for s, r, first, end in expected)
+    is_split = senders != readers
+    assert found == tuple(Route(s, r, range(first, end), is_split) for s, r, first, end in expected)
 
 
 def test_heads_that_several_ranks_have_are_sent_once_to_each_reader() -> None:
     copies = [range(1), range(1), range(1, 2), range(1, 2)]
     assert routes_between(copies, [range(2)]) == (
-        Route(0, 0, range(1)),
-        Route(2, 0, range(1, 2)),
+        Route(0, 0, range(1), split=True),
+        Route(2, 0, range(1, 2), split=True),
     )
     assert [(route.sender, route.reader) for route in routes_between([range(2)], copies)] == [
         (0, 0),
@@ -58,6 +59,8 @@ def test_every_reader_gets_each_of_its_heads_once(sizes: list[int], cuts: set[in
     for rank, heads in enumerate(readers):
         got = [head for route in routes if route.reader == rank for head in route.kv_heads]
         assert got == list(heads)
+        own = [route for route in routes if route.reader == rank]
+        assert len(own) == 1 or all(route.split for route in own)
     assert all(set(route.kv_heads) <= set(senders[route.sender]) for route in routes)
 
 
@@ -70,11 +73,17 @@ def test_ranks_with_other_heads_are_refused() -> None:
         routes_between(split(8, 2), split(7, 1))
 
 
-def test_heads_that_belong_together_are_not_split() -> None:
-    assert len(routes_between(split(8, 2), split(8, 2), is_whole=True)) == 2
-    for senders, readers in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match="does not split the heads of a rank"):
-            routes_between(split(8, senders), split(8, readers), is_whole=True)
+def test_routes_are_split_unless_both_ranks_have_the_same_heads() -> None:
+    def found(senders: list[range], readers: list[range]) -> list[bool]:
+        return [route.split for route in routes_between(senders, readers)]
+
+    assert found(split(8, 2), split(8, 2)) == [False] * 2
+    assert found(split(8, 2), split(8, 1)) == [True] * 2
+    assert found(split(8, 1), split(8, 2)) == [True] * 2
+    assert found([range(1), range(1, 3)], [range(1), range(1, 2), range(2, 3)]) == [
+        *(False, True, True)
+    ]
+    assert found([range(1), range(1), range(1, 2)], [range(1), range(1, 2)]) == [False] * 2
 
 
 def test_ranges_of_a_peer_are_not_expanded() -> None:

@@ -119,10 +119,13 @@ async def test_ranks_with_other_kv_heads_are_refused(site: Site) -> None:
     assert "only the decode worker has head 1" in await _refusal(prefill, decode)
 
 
-async def test_ranks_that_would_split_a_block_of_planes_are_refused(site: Site) -> None:
-    prefill = await site.prefill(kv_format="int4")
-    decode = await site.decode(kv_format="int4")
+async def test_slots_must_hold_a_page_of_the_kv_heads_that_are_sent_together(site: Site) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
     hello = decode.worker._clients._hello
+    hello.slot_bytes = prefill.worker.endpoints[0].codecs.max_page_frame_bytes(1)
+    refusal = await _refusal(prefill, decode)
+    assert f"slot_bytes: decode worker has {hello.slot_bytes}, but one page" in refusal
     hello.endpoints[0].num_kv_heads = 1
     hello.endpoints.add(first_kv_head=1, num_kv_heads=1)
-    assert "does not split the heads of a rank" in await _refusal(prefill, decode)
+    client = await decode.worker._clients.connect(prefill.address)
+    assert client.alive
