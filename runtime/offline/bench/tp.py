@@ -132,6 +132,7 @@ class RankBench:
         )
         embedding = part.embedding.numel() * self._model.dtype.itemsize
         self.bytes_read = self._model.weight_bytes - embedding
+        self._layer_elements = self.bytes_read // self._model.dtype.itemsize - part.lm_head.numel()
         self._print_sizes(computed)
 
     def figures(self, copy: float, matmul: float) -> Iterator[Figure]:
@@ -169,8 +170,7 @@ class RankBench:
         cache = model.new_cache(PageCount(pages + 1))
         piece = SequenceSlice([1] * tokens, 0, range(pages))
         attention = 2 * model.config.num_layers * model.config.num_heads * model.config.head_dim
-        matmuls = 2 * self.bytes_read // model.dtype.itemsize
-        floor = (matmuls * tokens + attention * tokens**2) / rate
+        floor = (2 * self._layer_elements * tokens + attention * tokens**2) / rate
         batch = Batch.of([piece], self._case.device)
         name = f"{self.name}, prefill, {tokens} tokens"
         yield from self._timed(name, partial(model.forward, batch, cache), floor)
