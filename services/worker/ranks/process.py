@@ -116,13 +116,20 @@ class RankProcess(Peers):
                 log.warning("the first rank has ended", reason=repr(error))
                 os._exit(1)
             if isinstance(error, torch.OutOfMemoryError) and not self._serves:  # in the warm-up
-                error = SettingsError(f"rank {self._start.rank}: {error}")
+                error = self._refusal(error)
             is_refusal = isinstance(error, SettingsError)
             if not is_refusal:
                 log.error("ending on an error", exc_info=error)
             with suppress(OSError):  # the first rank has ended
                 self._control.send(Failed(str(error) if is_refusal else repr(error), is_refusal))
             os._exit(1)
+
+    def _refusal(self, error: torch.OutOfMemoryError) -> SettingsError:
+        try:
+            with refusing(self._start.settings, self._start.rank):
+                raise error
+        except SettingsError as refusal:
+            return refusal
 
     def known_files(self) -> HashedFiles:
         files: HashedFiles = self._control.recv()

@@ -103,7 +103,7 @@ async def test_probes_name_the_ranks_that_start(model: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        ("memory", SettingsError, "^rank 1: cannot serve .*: out of memory"),
+        ("memory", SettingsError, "^rank 1: not enough GPU memory for .*: out of memory"),
         ("SIGKILL", RankFault, "^rank 1 was ended by SIGKILL"),
         pytest.param(
             "differs",
