@@ -83,7 +83,6 @@ def load_worker(
     """
     followers = followers or Followers()
     with refusing(settings, rank=0):
-        followers.join(torch_device(settings.device))
         rank = load_rank(settings, followers, decodes=decodes)
         engine = Engine(followers.executor(rank.executor))
         warm_up(engine)

@@ -37,8 +37,7 @@ def load_model(
     hashed, which the first rank of a worker does for all. No tensor of the checkpoint stays in
     memory.
     """
-    group = peers.group
-    part = partial(Partition.of, rank=group.rank, size=group.size) if group.size > 1 else None
+    part = partial(Partition.of, rank=peers.rank, size=peers.size) if peers.size > 1 else None
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
@@ -59,7 +58,7 @@ def load_model(
         page_size=PAGE_SIZE,
         plan=plan,
         kv_format=settings.kv_format,
-        group=group,
+        group=peers.join(torch.device(device)),
     )
     log.info(
         "model loaded",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.pages.plan import PageCount
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -44,11 +46,15 @@ class RankFacts:
 class Peers:
     """The other ranks of a worker, seen from one that loads. This class has none.
 
+    Methods are called in the order in which they are defined.
+
     Attributes:
-        group: all ranks.
+        rank: number of this rank.
+        size: number of all ranks.
     """
 
-    group: RankGroup = ONE_RANK
+    rank = 0
+    size = 1
 
     def known_files(self) -> HashedFiles | None:
         """Return the files of the checkpoint if another rank has hashed them, or None."""
@@ -56,6 +62,10 @@ class Peers:
 
     def share_files(self, files: HashedFiles) -> None:
         """Send the files, which this rank has hashed, to the others."""
+
+    def join(self, device: torch.device) -> RankGroup:  # noqa: ARG002 - the rank's device
+        """Wait for the other ranks, and return the group of all of them."""
+        return ONE_RANK
 
     def agree(self, facts: RankFacts) -> PageCount:
         """Compare the facts of this rank with those of the others.

@@ -125,8 +125,8 @@ def load_rank(
         SettingsError: a setting does not fit the model or the device.
         RuntimeFault, CodecError, ValueError, OSError, OutOfMemoryError: see `refusing`.
     """
-    device = str(torch_device(settings.device, peers.group.rank))
-    if device == "cpu" and peers.group.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+    device = str(torch_device(settings.device, peers.rank))
+    if device == "cpu" and peers.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # each rank has a core
     path = resolve_model(settings.model)
     model, model_hash = load_model(path, settings, device, peers)

@@ -12,6 +12,7 @@ import torch
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
 from runtime.pages.plan import PageCount
+from runtime.parallel.group import ONE_RANK, RankGroup
 from services.common.errors import SettingsError
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
@@ -84,6 +85,7 @@ class Followers(Peers):
         """
         if settings.tp == 1:
             return
+        self.size = settings.tp
         self._limit_s = settings.rank_timeout_s
         self._rendezvous = Rendezvous.create(settings.tp)
         self._channel = StepChannel(settings.tp - 1, timeout_s=settings.rank_timeout_s)
@@ -93,14 +95,12 @@ class Followers(Peers):
         )
         threading.Thread(target=self._supervise, name="ranks", daemon=True).start()
 
-    def join(self, device: torch.device) -> None:
-        """Join the group of all ranks as the first one."""
-        if self.ranks:
-            self.group = self._rendezvous.join(0, device)
-
     def share_files(self, files: HashedFiles) -> None:
         for rank in self.ranks:
             rank.send(files)
+
+    def join(self, device: torch.device) -> RankGroup:
+        return self._rendezvous.join(0, device) if self.ranks else ONE_RANK
 
     def agree(self, facts: RankFacts) -> PageCount:
         self._stage = Stage.WARMING_UP

@@ -21,6 +21,7 @@ from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import StepReader, follow
 from runtime.errors import FirstRankEnded
 from runtime.pages.plan import PageCount
+from runtime.parallel.group import RankGroup
 from services.common.errors import SettingsError
 from services.common.file_limit import raise_file_limit
 from services.common.logging import configure_logging
@@ -68,10 +69,10 @@ def run_rank(
     limit_arenas()
     raise_file_limit()
     set_switch_interval()
-    process = RankProcess(start, reader, control, endpoint)
+    process = RankProcess(start, rendezvous, reader, control, endpoint)
     try:
         with reader.beating():
-            process.run(rendezvous)
+            process.run()
     except BaseException as error:  # noqa: BLE001 - reported, and the process ends
         process.fail(error)
     # The destructors of a communicator may wait for other ranks.
@@ -84,25 +85,27 @@ class RankProcess(Peers):
     def __init__(
         self,
         start: RankStart,
+        rendezvous: Rendezvous,
         reader: StepReader,
         control: Connection,
         endpoint: Connection,
     ) -> None:
+        self.rank = start.rank
+        self.size = rendezvous.size
         self._start = start
+        self._rendezvous = rendezvous
         self._reader = reader
         self._control = control
         self._endpoint = endpoint
         self._serves = False
         self._failing = threading.Lock()
 
-    def run(self, rendezvous: Rendezvous) -> None:
+    def run(self) -> None:
         """Load the rank, and follow the steps of the first one until it closes its channel."""
-        settings, number = self._start.settings, self._start.rank
+        settings = self._start.settings
         self._control.send(Started())
-        with refusing(settings, number):
-            device = torch_device(settings.device, number)
-            _thread("watch", self._watch, device)
-            self.group = rendezvous.join(number, device)
+        with refusing(settings, self.rank):
+            _thread("watch", self._watch, torch_device(settings.device, self.rank))
             rank = load_rank(settings, self, decodes=self._start.decodes)
         transfers = _thread("transfers", self._transfer, rank)
         follow(rank.executor, self._reader)
@@ -126,7 +129,7 @@ class RankProcess(Peers):
 
     def _refusal(self, error: torch.OutOfMemoryError) -> SettingsError:
         try:
-            with refusing(self._start.settings, self._start.rank):
+            with refusing(self._start.settings, self.rank):
                 raise error
         except SettingsError as refusal:
             return refusal
@@ -134,6 +137,9 @@ class RankProcess(Peers):
     def known_files(self) -> HashedFiles:
         files: HashedFiles = self._control.recv()
         return files
+
+    def join(self, device: torch.device) -> RankGroup:
+        return self._rendezvous.join(self.rank, device)
 
     def agree(self, facts: RankFacts) -> PageCount:
         self._control.send(facts)
@@ -146,7 +152,7 @@ class RankProcess(Peers):
         try:
             use_device(device)
             message: Open = self._control.recv()
-            with refusing(settings, self._start.rank):
+            with refusing(settings, self.rank):
                 endpoint = open_endpoint(rank, message.agent, settings.transfer_network)
             freeze_loaded()
             self._serves = True

@@ -4,7 +4,6 @@ All ranks are in this process, with a slab and an agent each. Their KV is random
 `test_two_ranks` has models, and ranks in other processes.
 """
 
-import asyncio
 from dataclasses import replace
 from itertools import product
 from typing import Any

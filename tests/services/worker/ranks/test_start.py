@@ -132,6 +132,14 @@ async def test_rank_that_does_not_start_ends_the_worker(
 
 
 @pytest.mark.slow
+async def test_more_ranks_than_heads_are_refused(model: Path) -> None:
+    message = "^rank 0: cannot serve .*: 7 ranks, but the model has only 6 query heads"
+    with pytest.raises(SettingsError, match=message):
+        async with running_ranks(settings_of(model, 7), "decode", decodes=True):
+            pass
+
+
+@pytest.mark.slow
 async def test_rank_that_reads_another_checkpoint_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
