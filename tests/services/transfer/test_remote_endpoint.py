@@ -22,7 +22,8 @@ from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.nixl_agent import ReadDone
 from services.transfer.remote_endpoint import RemoteEndpoint, serve_endpoint
 from services.transfer.slab import Slab
-from tests.services.transfer.test_ranks import BOOKS, HEADS, InlineAgent, layout_of
+from tests.services.transfer.inline_agent import InlineAgent
+from tests.services.transfer.test_ranks import BOOKS, HEADS, layout_of
 
 T = TypeVar("T")
 
