@@ -167,8 +167,10 @@ class KVEndpoint(ABC):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> str:
-        """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
+    ) -> dict[int, str]:
+        """Return a digest of a sequence's KV in all planes, for each KV head of this rank.
+
+        The keys are the KV heads, counted over all ranks. Call it on the engine thread.
 
         Args:
             page_tables: for each page group, page ids by the index of the page in the sequence.

@@ -165,19 +165,22 @@ class LocalEndpoint(KVEndpoint):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> str:
+    ) -> dict[int, str]:
         self.cache.events.wait(after)
-        digests = []
         layout = self.layout
+        found: dict[int, list[str]] = {head: [] for head in self.kv_heads}
         for group in layout.groups:
-            if group.in_block:  # its bytes are those of the blocks
+            if not group.is_sent(split=True):
                 continue
             ranges = sent.pages(group.page_group)
             held = [page_tables[group.page_group][index] for pages in ranges for index in pages]
             tokens = sum(layout.plan.filled(pages, sent.kept) for pages in ranges)
             tensors = group_tensors(self.cache.sendable, group, 0, len(layout.layers))
-            digests.append(codec.checksum_pages(tensors, held, tokens) if held else 0)
-        return "-".join(f"{digest:016x}" for digest in digests)
+            for index, digests in enumerate(found.values()):
+                of_head = [tensor[:, index : index + 1] for tensor in tensors]
+                digest = codec.checksum_pages(of_head, held, tokens) if held else 0
+                digests.append(f"{digest:016x}")
+        return {head: "-".join(digests) for head, digests in found.items()}
 
     def close(self) -> None:
         self.agent.close()

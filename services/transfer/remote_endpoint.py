@@ -167,8 +167,9 @@ class RemoteEndpoint(KVEndpoint):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> str:
-        return str(self._call("digest", page_tables, sent, after=after).result())
+    ) -> dict[int, str]:
+        found: dict[int, str] = self._call("digest", page_tables, sent, after=after).result()
+        return found
 
     def close(self) -> None:
         with self._lock, suppress(OSError):

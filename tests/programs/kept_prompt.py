@@ -145,8 +145,10 @@ async def serve(workload: Workload, codec: str) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": endpoint.digest(
-            engine.page_tables, SentTokens.whole(endpoint.layout.plan, workload.tokens)
+        "digest": repr(
+            endpoint.digest(
+                engine.page_tables, SentTokens.whole(endpoint.layout.plan, workload.tokens)
+            )
         ),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201

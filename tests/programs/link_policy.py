@@ -181,7 +181,7 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
-                    found = endpoint.digest(fetch.reserved.result().page_tables, sent)
+                    found = repr(endpoint.digest(fetch.reserved.result().page_tables, sent))
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}

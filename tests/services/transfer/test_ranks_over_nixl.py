@@ -126,6 +126,10 @@ async def test_kv_arrives_bit_for_bit_at_any_number_of_ranks(
         pages = await pages_of_fetch(prefill, decode)
         sent = prefill.worker.sent_tokens(fetch_of(prefill, TOKENS).request, 0)
         assert reader.kv.holds(sender.kv, sent, pages)
+        arrived = await decode.worker.digest([range(PAGES)] * len(pages), sent)
+        assert arrived == await prefill.worker.digest(pages, sent)
+        reader.kv.caches[-1].planes[0][0, -1, 0, 0] += 1
+        assert arrived != await decode.worker.digest([range(PAGES)] * len(pages), sent)
         assert prefill.worker.sender.slots_in_use == 0
         assert {landing.held for landing in decode.worker.receiver.landing} == {0}
     for engine in [prefill.worker.engine for prefill in prefills]:
