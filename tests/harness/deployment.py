@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.common.addresses import is_loopback
 from services.local.state import Deployment
+from tests.harness.belongings import is_running
 from tests.ports import free_ports
 
 RESTART_S = 180.0  # maximum time of a restart; a busy machine needs more than a minute
@@ -81,6 +82,12 @@ class Running:
         lines = text[: text.rfind("\n") + 1].splitlines()  # without a line being written
         parsed = [json.loads(line) for line in lines if line.startswith("{")]
         return [record for record in parsed if record.get("event") == event]
+
+    def rank_pids(self, worker: str) -> list[int]:
+        """Return the process ids of a worker's ranks, the first one first."""
+        pids = self.records(worker, "ready")[-1]["pids"]
+        assert isinstance(pids, list)
+        return pids
 
     def metric(self, process: str, name: str, **labels: str) -> float:
         """Return a metric of one worker, summed over all labels that are not given."""
@@ -165,8 +172,12 @@ class Running:
             AssertionError: if a process listens elsewhere, or if a service does not listen.
         """
         state = self.state
-        pids = {**state.pids, "supervisor": state.supervisor_pid}
-        listeners = [entry for name, pid in pids.items() for entry in _listeners(name, pid)]
+        pids = {name: [pid] for name, pid in state.pids.items()}
+        pids |= {worker: self.rank_pids(worker) for worker in self.workers()}
+        pids["supervisor"] = [state.supervisor_pid]
+        listeners = [
+            entry for name, each in pids.items() for pid in each for entry in _listeners(name, pid)
+        ]
         assert {name for name, _, _ in listeners} >= set(state.pids), listeners
         outside = [entry for entry in listeners if not is_loopback(entry[1])]
         assert not outside, f"listening outside 127.0.0.1: {outside}"
@@ -263,7 +274,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
         raise
     finally:
-        left = [child for child in children if _runs(child)]
+        left = [child for child in children if is_running(child)]
         for child in left:
             child.kill()
     if left:
@@ -303,11 +314,3 @@ def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs. A zombie has ended, and its parent has not yet reaped it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

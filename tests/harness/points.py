@@ -1,19 +1,21 @@
 """Points at which a test holds the processes of a deployment.
 
 `hooks/sitecustomize.py` is loaded into every service. A process that reaches a point blocks while
-the file ``<process>.<point>.hold`` exists, and creates ``<process>.<point>.reached``.
+the file ``<process>.<point>.hold`` exists, and creates ``<process>.<point>.reached``. A process is
+named like its worker; that of rank 1 is ``decode-0.1``.
 
 | point | the process is held |
 |---|---|
 | queued | before the engine takes new requests |
-| computing | before a forward pass, with its sequences planned |
+| computing | on the first rank, before a forward pass, with its sequences planned |
+| collective | in a step of several ranks, before an all-reduce |
 | encoded | on a prefill worker, when a segment is encoded and its reader does not know |
 | pull | on a decode worker, before a READ is started |
 | reading | on a decode worker, after a READ was started |
 
 Other control files: ``damage`` (what the next prefill worker does to one segment),
 ``notifications`` (lost or doubled), ``clock`` (seconds added to the wall clock) and
-``<process>.gpu`` (how its next forward pass fails: "out of memory" or "kernel").
+``<process>.gpu`` (how its next forward pass or all-reduce fails: "out of memory" or "kernel").
 """
 
 import asyncio

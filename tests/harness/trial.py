@@ -1,14 +1,17 @@
 """A deployment under faults, its clients, and the checks that follow every fault.
 
-Every fault test asserts the same five things. Nothing hangs: each wait has a limit. Output equals
-that of one process: `Reply.check`. Leases and pages return, and the other processes live:
-`Trial.check_recovered`.
+Every fault test asserts the same six things. Nothing hangs: each wait has a limit. Output equals
+that of one process: `Reply.check`. Leases and pages return, ended processes leave nothing behind,
+and the other processes live: `Trial.check_recovered`.
+
+Names of processes are those of `headrace up`. Rank 1 of a worker is ``decode-0.1``.
 """
 
 import asyncio
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from grpc import aio
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
+from tests.harness.belongings import Belongings
 from tests.harness.deployment import Running, deployed
 from tests.harness.points import Points
 from tests.harness.reference import GPU_SHARE, Case, cases, model_folder
@@ -38,6 +42,8 @@ _SETTINGS = {
     # A busy machine delays threads for seconds; a stopped worker is noticed within the lease.
     "HEADRACE_GATEWAY_PING_TIMEOUT_S": "6",
     "HEADRACE_DECODE_PING_TIMEOUT_S": "6",
+    "HEADRACE_PREFILL_RANK_TIMEOUT_S": "6",
+    "HEADRACE_DECODE_RANK_TIMEOUT_S": "6",
     "HEADRACE_GATEWAY_MAX_LOST_WORKERS": "8",
 }
 _WORKERS = {
@@ -78,14 +84,24 @@ class Reply:
 
 
 class Trial:
-    """A running deployment with its fault points."""
+    """A running deployment with its fault points.
 
-    def __init__(self, running: Running, points: Points, device: str = "cpu") -> None:
+    Args:
+        temporary: folder of its temporary files.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        points: Points,
+        device: str = "cpu",
+        temporary: Path | None = None,
+    ) -> None:
         self.running = running
         self.points = points
         self._device = device
-        self._pids = running.state.pids
-        self._epochs = self._current_epochs()
+        self._temporary = temporary
+        self._look()
 
     @property
     def short(self) -> Case:
@@ -109,7 +125,9 @@ class Trial:
 
     def signal(self, process: str, number: signal.Signals) -> None:
         """Send a signal to a process; after SIGSTOP, wait until all its threads have stopped."""
-        pid = self.running.state.pids[process]
+        worker, _, rank = process.partition(".")
+        running = self.running
+        pid = running.rank_pids(worker)[int(rank)] if rank else running.state.pids[process]
         os.kill(pid, number)
         if number is signal.SIGSTOP:
             stopped = psutil.Process(pid)
@@ -126,7 +144,7 @@ class Trial:
         """Check that leases, slots and pages return, that the other processes live, and answers.
 
         Args:
-            restarted: processes that must restart.
+            restarted: processes that must restart; of a worker, all ranks do.
             resumed: processes that may have restarted.
         """
         self.points.release()
@@ -151,8 +169,13 @@ class Trial:
         for process in self._pids.keys() - {*restarted, *resumed}:
             assert pids[process] == self._pids[process], f"{process} has restarted"
             assert epochs.get(process) == self._epochs.get(process), f"{process} has restarted"
-        self._pids = pids
-        self._epochs = epochs
+        left = [
+            one for name in {*restarted} & epochs.keys() for one in self._belongings[name].left()
+        ]
+        assert not left, f"left by earlier epochs: {left}"
+        files = self._files
+        self._look()
+        assert self._files == files, "temporary files were left"
 
     def busy(self, role: str) -> str:
         """Return the only worker of a role with a lease, or with a running sequence."""
@@ -212,6 +235,16 @@ class Trial:
                  for name in self.workers("decode")}  # fmt: skip
         return {name: value for name, value in held.items() if value}
 
+    def _look(self) -> None:
+        """Keep what may change with a fault."""
+        self._pids = self.running.state.pids
+        self._epochs = self._current_epochs()
+        self._belongings = {
+            worker: Belongings.of(self.running.rank_pids(worker))
+            for worker in self._pids.keys() & self._epochs.keys()
+        }
+        self._files = {*self._temporary.rglob("*")} if self._temporary else set()
+
     def _current_epochs(self) -> dict[str, object]:
         return {name: worker["epoch"] for name, worker in self.running.workers().items()}
 
@@ -260,6 +293,8 @@ def trial(
         **_SETTINGS, **transports, **workers, **points.environment, **(environment or {})
     }  # fmt: skip
     model = ("--model", str(model_folder(device)), "--device", device)
-    with deployed(*model, *flags, environment=variables, logs=logs, patient=False) as running:
-        running.wait_for_all_workers()
-        yield Trial(running, points, device)
+    with tempfile.TemporaryDirectory() as temporary:
+        variables["TMPDIR"] = temporary
+        with deployed(*model, *flags, environment=variables, logs=logs, patient=False) as running:
+            running.wait_for_all_workers()
+            yield Trial(running, points, device, Path(temporary))

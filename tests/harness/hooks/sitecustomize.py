@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 _SERVICES = ("gateway", "router", "prefill", "decode")
+_SPAWNED = "--multiprocessing-fork"
+"""Argument of every process that multiprocessing spawns."""
 _POLL_S = 0.005
 
 
@@ -85,6 +87,27 @@ class _Faults:
 
         module.Engine.compute = held
 
+    def group(self, module: ModuleType) -> None:
+        """Hold a rank in a step before a collective, for which the other ranks then wait."""
+        all_reduce = module.DistributedGroup.all_reduce
+
+        def held(group: Any, addend: Any) -> Any:
+            self.hold("collective")
+            self.damage_gpu()
+            return all_reduce(group, addend)
+
+        module.DistributedGroup.all_reduce = held
+
+    def rank(self, module: ModuleType) -> None:
+        """Add the number of the rank to the name of its process."""
+        run = module.RankProcess.run
+
+        def named(process: Any, *arguments: Any) -> None:
+            self._process += f".{process._start.rank}"
+            run(process, *arguments)
+
+        module.RankProcess.run = named
+
     def damage_gpu(self) -> None:
         """Run out of GPU memory, or launch a kernel with an invalid index, if this is ordered."""
         name = f"{self._process}.gpu"
@@ -94,7 +117,9 @@ class _Faults:
 
         (self._folder / name).unlink()
         if kind == "out of memory":
-            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            if torch.cuda.is_available():
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            raise torch.OutOfMemoryError("out of memory")
         torch.zeros(1, device="cuda")[torch.tensor([1 << 20], device="cuda")]
 
     def owner(self, module: ModuleType) -> None:
@@ -214,7 +239,13 @@ class _Finder(MetaPathFinder):
 
 
 def _process_name(command: list[str]) -> str | None:
-    """Return the worker's id, or the name of the gateway or router; None for other processes."""
+    """Return the worker's id, or the name of the gateway or router; None for other processes.
+
+    The process of another rank than the first has the name of its parent, until it runs the rank.
+    """
+    if _SPAWNED in command:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        command = parent.split("\0")
     arguments = command[command.index("services.cli") + 1 :] if "services.cli" in command else []
     if not arguments or arguments[0] not in _SERVICES:
         return None
@@ -233,6 +264,8 @@ def _install() -> None:
     changes: dict[str, Callable[[ModuleType], None]] = {
         "services.worker.engine_thread": faults.engine_thread,
         "runtime.engine.engine": faults.engine,
+        "runtime.parallel.group": faults.group,
+        "services.worker.ranks.process": faults.rank,
         "services.transfer.nixl_agent": faults.owner,
         "services.transfer.agent": faults.agent,
         "services.transfer.sender": faults.sender,
