@@ -17,7 +17,7 @@ from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.plan_deltas import PlanDecoder, PlanEncoder
 from runtime.engine.plan_fields import WordReader
 from runtime.engine.ring import RingSize, RingWriter
-from runtime.pages.plan import PAGE_SIZE, PagePlan
+from runtime.pages.plan import PAGE_SIZE, PagePlan, pages_for
 
 LIMIT = 1 << 20
 """Maximum length of the sequences."""
@@ -70,7 +70,7 @@ def _sequence(arrival: int, tokens: int) -> SequenceState:
     request = Request(str(arrival), (1,) * tokens, tokens, SamplingParams(), LIMIT)
     group = SequenceGroup.of(request, Purpose.GENERATE, arrival, limit=LIMIT, evicts=0)
     [sequence] = group.sequences
-    sequence.page_tables = [[*range(tokens // PAGE_SIZE)]]
+    sequence.page_tables = [[*range(pages_for(tokens, PAGE_SIZE))]]
     return sequence
 
 
