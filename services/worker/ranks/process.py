@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -154,11 +155,16 @@ class RankProcess(Peers):
             message: Open = self._control.recv()
             with refusing(settings, self.rank):
                 endpoint = open_endpoint(rank, message.agent, settings.transfer_network)
+            endpoint.fault.add_done_callback(self._transfer_failed)
             freeze_loaded()
             self._serves = True
             self._control.send(Opened(allocated_bytes(device)))
             serve_endpoint(self._endpoint, endpoint)
         except BaseException as error:  # noqa: BLE001 - reported, and the process ends
+            self.fail(error)
+
+    def _transfer_failed(self, fault: "Future[None]") -> None:
+        if error := fault.exception():
             self.fail(error)
 
     def _watch(self, device: torch.device) -> None:
