@@ -180,9 +180,9 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             bases = k_basis[own].to(device), v_basis[own].to(device)
             ranks = k_ranks[own], v_ranks[own]
             layers.append(FdcLayer(*bases, *ranks, rotation, self.kernels, prefill))
-        self.fused = after_rope and all(
-            rank % RANK_MULTIPLE == 0 for found in layers for rank in found.k_ranks + found.v_ranks
-        )
+        # All ranks of a worker choose alike, so that all can replay steps or none.
+        whole = (table % RANK_MULTIPLE == 0 for table in tables.values())
+        self.fused = after_rope and all(bool(multiples.all()) for multiples in whole)
         return layers
 
 

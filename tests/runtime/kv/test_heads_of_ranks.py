@@ -133,3 +133,13 @@ def test_dense_planes_have_the_kv_heads_of_the_rank(size: int) -> None:
     for config in configs(size):
         made = create_format("dense", config, torch.device("cpu"), torch.float32)
         assert [plane.shape[0] for plane in made.planes(0, PAGE)] == [len(config.kv_heads)] * 2
+
+
+def test_all_ranks_have_fused_kernels_or_none() -> None:
+    """The kernels need ranks that are multiples of 16; here, those of one head are not."""
+    narrow = replace(CONFIG, head_dim=40)
+    for first, is_fused in ((32, True), (40, False)):
+        artifact = fdc_artifact(narrow, (first, 32, 32, 32, 32, 32, 32, 32))
+        for size in (1, 2):
+            parts = [Partition.of(narrow, rank, size).config_of(narrow) for rank in range(size)]
+            assert {from_artifact("fdc", artifact, part).fused for part in parts} == {is_fused}
