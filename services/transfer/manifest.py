@@ -62,10 +62,7 @@ def plan_segments(
     sent = SentTokens.whole(plan, end) if sent is None else sent
     chunk = plan.span(first_token, end)
     for number, group in enumerate(layout.groups):
-        if not group.is_sent(split=split):
-            continue
-        held = page_tables[group.page_group]
-        for pages in sent.pages(group.page_group):
+        for pages in _sent_pages(sent, group, split=split):
             begin, stop = max(pages.start, chunk.start), min(pages.stop, chunk.stop)
             if begin >= stop:
                 continue
@@ -73,7 +70,7 @@ def plan_segments(
             layers, count = _segment_shape(group, number, own_tokens, plan, capacity, bound)
             for page in range(begin, stop, count):
                 last = min(page + count, stop)
-                own = held[page - chunk.start : last - chunk.start]
+                own = page_tables[group.page_group][page - chunk.start : last - chunk.start]
                 for run in group.runs:
                     for layer in range(run.start, run.stop, layers):
                         extent = Extent(
@@ -87,6 +84,15 @@ def plan_segments(
                             rank=rank,
                         )
                         yield SegmentPlan(extent, own)
+
+
+def _sent_pages(sent: SentTokens, group: PlaneGroup, *, split: bool) -> tuple[range, ...]:
+    """Return the pages of a sequence that are sent in a plane group.
+
+    Args:
+        split: see `Route`.
+    """
+    return sent.pages(group.page_group) if group.is_sent(split=split) else ()
 
 
 def _segment_shape(
@@ -139,10 +145,7 @@ class Coverage:
         self._first_kv_head = first_kv_head
         self._split = split
         self._present = [[bool(tensors) for tensors in group.members] for group in layout.groups]
-        self._sent = [
-            sent.pages(group.page_group) if group.is_sent(split=split) else ()
-            for group in layout.groups
-        ]
+        self._sent = [_sent_pages(sent, group, split=split) for group in layout.groups]
         shape = (
             len(layout.groups),
             layout.plan.pages(sent.kept),
