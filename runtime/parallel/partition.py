@@ -15,7 +15,7 @@ from typing import Literal, Self
 from runtime.config import ModelConfig
 
 MAX_RANKS = 64
-"""Maximum number of ranks of a worker."""
+"""Maximum number of ranks of a worker; also bounds the lists that an untrusted peer sends."""
 _UNITS = (64, 8, 1)
 """Numbers of features or vocabulary rows that are not divided, where they divide the whole: GPU
 kernels need multiples of 8, and tiles have 64 rows."""

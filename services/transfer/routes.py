@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import prefill_pb2 as pb
+from runtime.parallel.partition import MAX_RANKS
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,6 @@ class Route:
     reader: int
     kv_heads: range
     split: bool = False
-
-
-MAX_RANKS = 64
-"""Maximum number of ranks of a worker; bounds the lists that an untrusted peer sends."""
 
 
 def routes_between(senders: Sequence[range], readers: Sequence[range]) -> tuple[Route, ...]:

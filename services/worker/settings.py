@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from runtime.parallel.partition import MAX_RANKS
 from services.common.addresses import address_towards, bracketed, is_loopback, is_unspecified
 from services.common.settings import ServiceSettings
 from services.transfer.network import TransferNetwork
-from services.transfer.routes import MAX_RANKS
 
 MAX_KV_TOKENS = 1 << 26
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from runtime.parallel.partition import MAX_RANKS
 from services import cli
 from services.cli_errors import EXIT_INTERRUPTED, describe
 from services.common.http_server import listen
 from services.local import up as up_module
 from services.local.options import UpOptions
 from services.local.supervisor import EXIT_SETTINGS_ERROR
-from services.transfer.routes import MAX_RANKS
 from tests.ports import free_ports
 
 

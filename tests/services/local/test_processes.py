@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from runtime.parallel.partition import MAX_RANKS
 from services.common.errors import SettingsError
 from services.decode.settings import DecodeSettings
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
 from services.prefill.settings import PrefillSettings
-from services.transfer.routes import MAX_RANKS
 from services.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow

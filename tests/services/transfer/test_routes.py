@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transfer.routes import MAX_RANKS, Route, routes_between
+from runtime.parallel.partition import MAX_RANKS
+from services.transfer.routes import Route, routes_between
 
 
 def split(heads: int, ranks: int) -> list[range]:
