@@ -28,7 +28,7 @@ _RUN = "run"
 _FAULT = re.compile(
     r"(kill|terminate|stop|run)\s+(\S.*?)\s+at\s+([\d.]+)\s*s?(?:\s+for\s+([\d.]+)\s*s?)?"
 )
-_NAME = re.compile(r"[\w-]+")
+_NAME = re.compile(r"[\w-]+(\.\d+)?")
 _STATUS_LEAD_S = 2.0
 """Seconds before a fault at which `headrace status` is started, because it is slow."""
 _POLL_S = 0.1
@@ -41,7 +41,8 @@ class Fault:
 
     Attributes:
         action: ``kill``, ``terminate``, ``stop`` or ``run``.
-        process: name of a process, or a role; a role selects its first process. For ``run``, it is
+        process: name of a process, or a role; a role selects its first process. ``decode-0.1`` is
+            rank 1 of a worker of several ranks, whose rank 0 is ``decode-0``. For ``run``, it is
             the command, which is a fault for as long as it runs.
         at: time in seconds after the start of the run.
         for_s: seconds between stopping a process and continuing it, or between the start of a
@@ -177,13 +178,23 @@ class FaultInjector:
         )  # fmt: skip
         if done.returncode != 0:
             raise UsageError(f"no deployment of `headrace up` on port {self._port}")
-        return dict(orjson.loads(done.stdout)["processes"])
+        return _with_ranks(**orjson.loads(done.stdout))
 
     def _pid(self, name: str, processes: dict[str, int]) -> int:
         for process, pid in sorted(processes.items()):
             if process == name or process.rpartition("-")[0] == name:
                 return pid
         raise UsageError(f"no process {name}; running: {', '.join(sorted(processes))}")
+
+
+def _with_ranks(
+    processes: dict[str, int], ranks: dict[str, list[int]], **_: object
+) -> dict[str, int]:
+    """Return the process ids of a deployment, also those of the ranks after the first."""
+    others = {
+        f"{name}.{rank}": pid for name, pids in ranks.items() for rank, pid in enumerate(pids, 1)
+    }
+    return processes | others
 
 
 async def _end_command(

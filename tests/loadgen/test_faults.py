@@ -1,6 +1,7 @@
 """Fault injection: syntax and effects on processes."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from loadgen.faults import Fault, FaultInjector
     [
         ("kill prefill at 30s", Fault("kill", "prefill", 30.0)),
         (" terminate decode-1 at 0.5 s ", Fault("terminate", "decode-1", 0.5)),
+        ("kill decode-0.1 at 5s", Fault("kill", "decode-0.1", 5.0)),
         ("stop router at 2 for 1.5s", Fault("stop", "router", 2.0, 1.5)),
         ("run ./cut 'a link' at 3s for 2s", Fault("run", "./cut 'a link'", 3.0, 2.0)),
     ],
@@ -32,7 +34,7 @@ def test_fault_syntax(text: str, fault: Fault) -> None:
     "text",
     ["", "kill at 3s", "kill prefill", "stop decode at 3s", "kill decode at 3s for 2s",
      "burn decode at 3s", "kill decode at 3.3.3s", "kill decode at 3s; stop decode at 4s",
-     "run ./cut at 3s", "kill a decode at 3s"],
+     "run ./cut at 3s", "kill a decode at 3s", "kill decode-0.x at 3s"],
 )  # fmt: skip
 def test_invalid_faults_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -147,6 +149,15 @@ def test_remote_target_and_unknown_process_are_refused(processes: dict[str, int]
     with pytest.raises(UsageError, match="no process gateway; running: decode-0, prefill-0"):
         FaultInjector.for_target([Fault("kill", "gateway", 1.0)], TARGET, None)
     assert not FaultInjector.for_target([], "http://example.org/v1", None).log
+
+
+def test_ranks_are_named_after_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"port": 8000, "processes": {"decode-0": 5}, "ranks": {"decode-0": [6, 7]}}
+    status = subprocess.CompletedProcess([], 0, stdout=json.dumps(document))
+    monkeypatch.setattr("loadgen.faults.subprocess.run", lambda *_, **__: status)
+    FaultInjector.for_target([Fault("kill", "decode-0.2", 1.0)], TARGET, None)
+    with pytest.raises(UsageError, match=r"running: decode-0, decode-0\.1, decode-0\.2$"):
+        FaultInjector.for_target([Fault("kill", "decode-0.3", 1.0)], TARGET, None)
 
 
 def test_missing_deployment_is_a_usage_error() -> None:
