@@ -16,8 +16,9 @@ KEEP   ?= 1
 UP     ?=
 # Arguments of the serving benchmark.
 SERVING ?=
-# Duration in seconds and seed of the soak, or its number of cancelled requests.
+# Duration in seconds, seed and ranks per worker of the soak, or its number of cancelled requests.
 SECONDS ?= 600
+TP      ?= 1
 SEED    ?=
 CANCELS ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
@@ -90,7 +91,7 @@ serving: $(VENV)/.ready-dev ## serving benchmark, see tests/programs/README.md: 
 
 soak: $(VENV)/.ready-dev ## load, cancellations and faults; SECONDS=600 SEED=1 or CANCELS=10000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.soak --seconds $(SECONDS) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(CANCELS),--cancels $(CANCELS))
+	  --tp $(TP) $(if $(SEED),--seed $(SEED)) $(if $(CANCELS),--cancels $(CANCELS))
 
 speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.speed

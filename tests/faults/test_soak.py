@@ -29,6 +29,15 @@ def test_faults_are_drawn_from_the_seed() -> None:
     assert "run" not in {fault.action for fault in draw(3, 6000, None)}
 
 
+def test_ranks_are_killed_and_stopped_but_not_terminated() -> None:
+    faults = draw(3, 6000, "cut-link", ranks=3)
+    assert [Fault.parse(as_option(fault)) for fault in faults] == faults
+    hit = {(fault.action, fault.process) for fault in faults}
+    assert hit >= {("kill", "decode-1"), ("kill", "decode-1.2"), ("stop", "prefill-0.1")}
+    assert {action for action, process in hit if process[-2] == "."} == {"kill", "stop"}
+    assert not [fault for fault in draw(3, 6000, "cut-link") if fault.process[-2] == "."]
+
+
 def record(ended: float | None, failure: Failure | None = None, **changes: Any) -> Record:
     return Record(0, 1.0, 5, 9, sent=1.0, ended=ended, failure=failure, **changes)
 
@@ -95,8 +104,24 @@ def test_exits_without_a_fault_are_crashes(tmp_path: Path) -> None:
     exits = [{"event": "process exited", "process": p, "code": c} for p, c in codes.items()]
     log = tmp_path / "up.log"
     log.write_text("\n".join(["ready", *map(json.dumps, exits)]))
-    assert crashes(log, with_faults=True) == ["router (1)", "prefill-0 (-11)"]
-    assert len(crashes(log, with_faults=False)) == 4
+    assert crashes(log, [], with_faults=True) == ["router (1)", "prefill-0 (-11)"]
+    assert len(crashes(log, [], with_faults=False)) == 4
+
+
+def test_workers_exit_once_for_each_fault_of_a_rank(tmp_path: Path) -> None:
+    names = ("decode-0", "decode-0", "decode-1", "prefill-0", "router")
+    log = tmp_path / "up.log"
+    exits = [{"event": "process exited", "process": name, "code": 1} for name in names]
+    log.write_text("\n".join(map(json.dumps, exits)))
+    faults = [
+        {"at": 1.0, "what": "kill decode-0.1"},
+        {"at": 2.0, "what": "stop decode-1 for 3 s"},
+        {"at": 3.0, "what": "kill prefill-0.1", "failed": "no such process"},
+        {"at": 4.0, "what": "kill router"},
+    ]
+    crashed = crashes(log, faults, with_faults=True, ranks=2)
+    assert crashed == ["decode-0 (1)", "prefill-0 (1)", "router (1)"]
+    assert len(crashes(log, faults, with_faults=True)) == len(names)
 
 
 def test_outages_and_memory_slopes() -> None:

@@ -199,10 +199,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--model", help="default: a small one of random weights")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker")
     own = parser.parse_args()
     say(f"seed {own.seed}")
     model = ("--model", own.model or str(RandomModel("tiny").ensure()))
-    with deployed("--prefill", "1", "--decode", "1", *model) as running:
+    workers = ("--prefill", "1", "--decode", "1", "--tp", str(own.tp))
+    with deployed(*workers, *model) as running:
         found = faults_of(running, own.seconds, own.seed, own.concurrency)
     say("\n".join(found) or "nothing is wrong")
     return 1 if found else 0

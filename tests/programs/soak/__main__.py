@@ -32,10 +32,14 @@ from tests.programs.soak.verdict import DEADLINE_S, HUNG_S, Verdict, crashes, fi
 from tests.programs.soak.watch import Watch, watched
 
 SLOT_BYTES = str(1 << 14)
+RANK_TIMEOUT_S = "3"
+"""Shorter than some of the times for which ranks are stopped, and longer than others."""
 ENVIRONMENT = {
     "HEADRACE_GATEWAY_DEADLINE_S": str(DEADLINE_S),
     "HEADRACE_PREFILL_SLOT_BYTES": SLOT_BYTES,  # prompts have many segments, some exceed the slab
     "HEADRACE_DECODE_SLOT_BYTES": SLOT_BYTES,
+    "HEADRACE_PREFILL_RANK_TIMEOUT_S": RANK_TIMEOUT_S,
+    "HEADRACE_DECODE_RANK_TIMEOUT_S": RANK_TIMEOUT_S,
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # 1,024 kernels of 0.6 MiB would look like a leak
     "UCX_TLS": "tcp,self",
 }
@@ -62,7 +66,7 @@ def main() -> int:
     if no_cuts is not None:
         say(f"links are not cut: {no_cuts}")
     model = ("--model", str(RandomModel("tiny").ensure()))
-    workers = ("--prefill", "2", "--decode", "2")
+    workers = ("--prefill", "2", "--decode", "2", "--tp", str(own.tp))
     with (
         deployed("--colocated", *model) as reference,
         deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out, patient=False) as running,
@@ -82,6 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600, help="duration of the load")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--cancels", type=int, default=0, help="requests to cancel, without faults")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker; faults hit all")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     return parser.parse_args()
 
@@ -106,7 +111,7 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
         command += ["--cancel", str(CANCELLED), "--cancel-within", str(CANCEL_WITHIN_S)]
         if cuts:
             _write_cut_command(own.out, running.port)
-        for fault in draw(own.seed, own.seconds, CUT if cuts else None):
+        for fault in draw(own.seed, own.seconds, CUT if cuts else None, own.tp):
             command += ["--fault", as_option(fault)]
     environment = os.environ | {
         "GRPC_VERBOSITY": "ERROR",  # else it logs each fork of the process
@@ -128,9 +133,10 @@ def _write_cut_command(folder: Path, port: int) -> None:
 def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> int:
     records, document = read_run(own.out)
     verdict = Verdict.of(records, document)
-    answers = first_answers(records, document["faults"])
-    crashed = crashes(own.out / "up.log", with_faults=not own.cancels)
-    _say_outcomes(verdict, document["faults"])
+    faults = document["faults"]
+    answers = first_answers(records, faults)
+    crashed = crashes(own.out / "up.log", faults, with_faults=not own.cancels, ranks=own.tp)
+    _say_outcomes(verdict, faults)
     say(f"crashed: {', '.join(crashed) or 'nothing'}")
     say("leaked: " + (", ".join(f"{k} {v:g}" for k, v in leaked.items()) or "nothing"))
     _say_recovery(watch, answers)

@@ -15,17 +15,20 @@ LASTS_S = (0.5, 6.0)
 """Bounds of the uniform time between two faults, and of the time for which one lasts."""
 QUIET_S = 4.0
 """Time without faults at the start."""
+RANK_ACTIONS = ("kill", "stop")
+"""Actions that may hit any rank of a worker; the others are for its first one."""
 LAST = 0.85
 """Fraction of the run after which no fault starts."""
 
 
-def draw(seed: int, seconds: float, cut_command: str | None) -> list[Fault]:
+def draw(seed: int, seconds: float, cut_command: str | None, ranks: int = 1) -> list[Fault]:
     """Return the faults of a run.
 
     Args:
         seconds: length of the run.
         cut_command: command to which the name of a worker is added to cut its links; None if
             links cannot be cut.
+        ranks: number of ranks of each worker.
     """
     rng = random.Random(seed)
     actions = {name: weight for name, weight in ACTIONS.items() if name != "cut" or cut_command}
@@ -38,6 +41,8 @@ def draw(seed: int, seconds: float, cut_command: str | None) -> list[Fault]:
         if not is_other:
             weights = actions
         action = rng.choices(list(weights), list(weights.values()))[0]
+        if ranks > 1 and not is_other and action in RANK_ACTIONS and (rank := rng.randrange(ranks)):
+            process += f".{rank}"
         lasts_s = round(rng.uniform(*LASTS_S), 1) if action in ("stop", "cut") else None
         if action == "cut":
             action = "run"

@@ -1,6 +1,7 @@
 """Evaluation of a soak: the outcome of each request, and recovery after each fault."""
 
 import json
+import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ _TYPED = {Failure.REJECTED, Failure.CLIENT_ERROR, Failure.SERVER_ERROR, Failure.
 
 _SIGNALLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, 0}
 """Exit codes after faults. UCX may abort a worker that was stopped and then continued."""
+_RANK_FAULT = 1
+"""Exit code of a worker one of whose ranks has failed."""
+_OF_RANK = re.compile(r"(?:kill|stop) ((?:prefill|decode)-\d+)")
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,35 @@ class Verdict:
         )
 
 
-def crashes(log: Path, *, with_faults: bool) -> list[str]:
+def crashes(
+    log: Path, faults: Sequence[dict[str, Any]], *, with_faults: bool, ranks: int = 1
+) -> list[str]:
     """Return the processes that exited on their own, each with its exit code.
 
     Args:
         log: log of `headrace up`.
+        faults: faults that were injected.
         with_faults: whether processes were killed and terminated, so that some exits are expected.
+        ranks: number of ranks of each worker. With several, a worker exits if one of them was
+            killed, or stopped for too long.
     """
     lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
     exits = [one for one in map(json.loads, lines) if one.get("event") == "process exited"]
     expected = _SIGNALLED if with_faults else set()
-    return [f"{one['process']} ({one['code']})" for one in exits if one["code"] not in expected]
+    hit = Counter(map(_worker, faults)) if ranks > 1 else Counter()
+    found = []
+    for one in exits:
+        if one["code"] == _RANK_FAULT and hit[one["process"]]:
+            hit[one["process"]] -= 1
+        elif one["code"] not in expected:
+            found.append(f"{one['process']} ({one['code']})")
+    return found
+
+
+def _worker(fault: dict[str, Any]) -> str | None:
+    """Return the worker of which a fault has killed or stopped a rank, or None."""
+    found = _OF_RANK.match(fault["what"])
+    return found[1] if found and "failed" not in fault else None
 
 
 def first_answers(
