@@ -1,7 +1,8 @@
 """Compare the tokens of disaggregated deployments with those of a colocated one.
 
 ``python -m tests.programs.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated
-deployment and to disaggregated ones, 8 at a time, and prints a table. A difference is `close` if
+deployment and to disaggregated ones, 8 at a time, and prints a table. Workers have one rank, then
+prefill workers two and decode workers three. A difference is `close` if
 the reference's two best logits differ by less than ``EPSILON`` at that token, because another batch
 composition may round it differently. Any other difference is a failure.
 
@@ -166,33 +167,51 @@ class Row:
         )
 
 
+def colocated(
+    cases: Sequence[Case], model_flags: Sequence[str] = (), concurrency: int = CONCURRENCY
+) -> dict[str, Answer]:
+    """Return the answers of a colocated deployment, the reference."""
+    with deployed("--colocated", *model_flags) as running:
+        return asyncio.run(ask_all(running, cases, concurrency))
+
+
 def run(
     cases: Sequence[Case],
+    reference: dict[str, Answer],
     model_flags: Sequence[str],
     label: str,
     concurrency: int = CONCURRENCY,
     codecs: Sequence[str] = ("raw", "splitzip"),
 ) -> Iterator[Row]:
-    """Send the cases to a colocated deployment, then to a disaggregated one for each codec.
+    """Send the cases to a disaggregated deployment for each codec.
 
     Slabs of the raw deployment have two slots of 64 KiB. Most prompts are larger than such a slab
     and are sent in several rounds.
     """
-    with deployed("--colocated", *model_flags) as running:
-        reference = asyncio.run(ask_all(running, cases, concurrency))
     for codec in codecs:
         slab = _tiny_slabs() if codec == "raw" else {}
         flags = ("--codec", codec, *model_flags)
-        with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
-            answers = asyncio.run(ask_all(running, cases, concurrency))
-            running.wait_until_idle()  # digests may be logged after the answers
-            sent = digests(running, "prefill-0", "kv computed")
-            landed = digests(running, "decode-0", "kv verified")
-        equal = sum(sent.get(request) == digest for request, digest in landed.items())
-        yield Row(f"{label}, {codec}", compare(reference, answers), equal, len(landed))
+        with deployed(*flags, environment=LOG_DIGESTS | slab) as running:
+            yield compared(running, cases, reference, f"{label}, {codec}", concurrency)
 
 
-_LOG_DIGESTS = {
+def compared(
+    running: Running,
+    cases: Sequence[Case],
+    reference: dict[str, Answer],
+    label: str,
+    concurrency: int = CONCURRENCY,
+) -> Row:
+    """Send the cases to a deployment of one prefill and one decode worker with `LOG_DIGESTS`."""
+    answers = asyncio.run(ask_all(running, cases, concurrency))
+    running.wait_until_idle()  # digests may be logged after the answers
+    sent = digests(running, "prefill-0", "kv computed")
+    landed = digests(running, "decode-0", "kv verified")
+    equal = sum(sent.get(request) == digest for request, digest in landed.items())
+    return Row(label, compare(reference, answers), equal, len(landed))
+
+
+LOG_DIGESTS = {
     f"HEADRACE_{role}_{name}": value
     for role in ("PREFILL", "DECODE")
     for name, value in (("KV_DIGEST", "true"), ("LOG_FORMAT", "json"))
@@ -215,10 +234,12 @@ def main() -> int:
     console = Console(width=110)
     cases = make_cases(own.prompts, longest=3000, max_tokens=48)
     table = Table("deployment", "equal", "close", "different", "page digests equal")
-    rows = [
-        *run(cases, (), "dense", own.concurrency),
-        *run(cases, ("--keep", "0.8"), "factorized, keep 0.8", own.concurrency),
-    ]
+    rows = []
+    for name, flags in (("dense", ()), ("factorized, keep 0.8", ("--keep", "0.8"))):
+        reference = colocated(cases, flags, own.concurrency)
+        rows += run(cases, reference, flags, name, own.concurrency)
+        ranks = (*flags, "--prefill-tp", "2", "--decode-tp", "3")
+        rows += run(cases, reference, ranks, f"{name}, 2 to 3 ranks", own.concurrency, ["splitzip"])
     for row in rows:
         found = row.comparison
         table.add_row(
