@@ -1,8 +1,9 @@
-"""Kernel plans: the kernel of each GEMM, and the factor pairs to multiply out.
+"""Kernel plans: the kernel of each GEMM, the factor pairs to multiply out, and the scheme of ranks.
 
 A plan file holds the choices that `runtime.offline.bench.plan` measured for one model on one
-device. Without a file, `default_tile` chooses. The results of two workers are bitwise identical
-only with the same plan, so its hash is part of the handshake.
+device. Without a file, `default_tile` chooses, and the scheme is `Scheme.LOW_RANK`. The results of
+two workers are bitwise identical only with the same plan, so its hash is part of the handshake. A
+plan does not depend on the number of ranks: tiles are chosen by the shapes of a rank's part.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from runtime.checkpoint.weights import (
 from runtime.errors import PlanError
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.kernels.alignment import VECTOR_ELEMENTS
+from runtime.parallel.partition import Scheme
 
 Shapes = tuple[tuple[int, int], ...]
 """(rows, columns) of each weight matrix of one grouped GEMM."""
@@ -139,13 +141,14 @@ def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | N
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Kernel of every GEMM of a model, and the factor pairs to multiply out.
+    """Kernel of every GEMM of a model, and how ranks divide it.
 
     Attributes:
         choices: tile by `choice_key`, or None to use torch. `default_tile` applies to missing keys.
         dense: keys (`group_key`) of the groups of factor pairs that are replaced by their product
             because it is faster.
         device: name of the device on which the plan was measured; empty if it was not measured.
+        scheme: division of linears among the ranks of a worker; unused by a worker of one rank.
         forced: whether to use our kernels for every GEMM, and to compute queries from their factors
             inside prefill attention. Set only for comparisons.
     """
@@ -153,6 +156,7 @@ class KernelPlan:
     choices: Mapping[str, Tile | LargeTile | None] = field(default_factory=dict)
     dense: frozenset[str] = frozenset()
     device: str = ""
+    scheme: Scheme = Scheme.LOW_RANK
     forced: bool = False
 
     def tile(self, name: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
@@ -199,12 +203,14 @@ class KernelPlan:
     @property
     def _text(self) -> str:
         choices = {name: tile and asdict(tile) for name, tile in self.choices.items()}
-        fields = {
+        fields: dict[str, Any] = {
             "forced": self.forced,
             "device": self.device,
             "dense": sorted(self.dense),
             "choices": choices,
         }
+        if self.scheme is not Scheme.LOW_RANK:  # earlier plans have no scheme, and keep their hash
+            fields["scheme"] = self.scheme
         return json.dumps(fields, sort_keys=True, indent=1)
 
     def save(self, path: Path) -> None:
@@ -223,7 +229,8 @@ class KernelPlan:
             choices = {name: tile and _tile(tile) for name, tile in read["choices"].items()}
             if not all(tile is None or tile.valid for tile in choices.values()):
                 raise ValueError("a tile has a size that the kernels do not support")
-            return cls(choices, frozenset(read["dense"]), read["device"], read["forced"])
+            scheme = Scheme(read.get("scheme", Scheme.LOW_RANK))
+            return cls(choices, frozenset(read["dense"]), read["device"], scheme, read["forced"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is not a kernel plan: {error!r}") from error
 

@@ -17,7 +17,7 @@ from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
 from runtime.parallel.group import ONE_RANK, RankGroup
-from runtime.parallel.partition import Scheme
+from runtime.parallel.partition import Partition, Scheme
 
 
 def build_model(
@@ -69,10 +69,16 @@ def build_model(
         layers=layers,
         final_norm=final_norm,
         lm_head=lm_head,
-        matmul="packed" if uses_packed_layout(device, dtype) else "plain",
+        matmul=_matmul(checkpoint.partition, device, dtype),
         weight_bytes=weight_bytes,
         group=group,
     )
+
+
+def _matmul(partition: Partition | None, device: torch.device, dtype: torch.dtype) -> str:
+    if partition is not None and partition.scheme is Scheme.BASE:
+        return "summed"
+    return "packed" if uses_packed_layout(device, dtype) else "plain"
 
 
 def _layers(

@@ -18,6 +18,11 @@ def kernel_plan_hash(model: Model) -> str:
     If it differs between workers, results may not be bitwise identical. The handshake compares
     weights and KV format separately.
 
+    The number of ranks is not hashed, although it changes the order of sums: workers with different
+    numbers of ranks exchange KV, as workers with different batches do. The scheme is hashed
+    (`Model.matmul`), because the layers of `Scheme.BASE` have other kernels than those of
+    `Scheme.LOW_RANK` and of one rank.
+
     Returns:
         16 hex digits.
     """

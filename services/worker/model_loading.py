@@ -15,7 +15,7 @@ from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PAGE_SIZE
-from runtime.parallel.partition import Partition
+from runtime.parallel.partition import Partition, Scheme
 from services.common.errors import SettingsError
 from services.worker.peers import NO_PEERS, Peers
 from services.worker.settings import WorkerSettings
@@ -37,20 +37,26 @@ def load_model(
     hashed, which the first rank of a worker does for all. No tensor of the checkpoint stays in
     memory.
     """
-    part = partial(Partition.of, rank=peers.rank, size=peers.size) if peers.size > 1 else None
+    plan = _kernel_plan(settings.kernel_plan_file, device)
+    scheme = Scheme.LOW_RANK if plan is None else plan.scheme
+    part = None
+    if peers.size > 1:
+        part = partial(Partition.of, rank=peers.rank, size=peers.size, scheme=scheme)
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
-        checkpoint = load_checkpoint(path, dtype=None, part=part, known=peers.known_files())
+        checkpoint = load_checkpoint(
+            path, dtype=None, part=part if group.size > 1 else None, known=peers.known_files()
+        )
         peers.share_files(checkpoint.hashed)
         context.result()
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
-    if unsupported is not None and settings.kernel_plan_file is not None:
-        raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
-    plan = _kernel_plan(settings.kernel_plan_file, device)
+    packed = group.size == 1 or scheme is Scheme.LOW_RANK
+    if plan is not None and packed and unsupported is not None:
+        raise _needs_gemm_backend(unsupported)
     model = build_fastest_model(
         checkpoint,
         device=device,
@@ -90,10 +96,16 @@ def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
         return None
     from runtime.gemm.plan import KernelPlan
 
+    if device == "cpu":
+        raise _needs_gemm_backend("the device is cpu")
     plan = KernelPlan.load(path)
     if plan.device != torch.cuda.get_device_name(device):
         raise SettingsError(f"{path} is for {plan.device}: run `headrace tune` on this GPU")
     return plan
+
+
+def _needs_gemm_backend(reason: str) -> SettingsError:
+    return SettingsError(f"kernel_plan_file needs the GEMM backend: {reason}")
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

@@ -1,5 +1,8 @@
 """Kernel plans: files, choice of tiles, and models that use a plan."""
 
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import KernelPlan, LargeTile, Tile, choice_key, group_key, large_tile
 from runtime.models.build import build_model
 from runtime.models.kernel_plan_hash import kernel_plan_hash
+from runtime.parallel.partition import Scheme
 from tests.runtime.tiny import tiny_checkpoint
 
 PAIRS = (9, 5, 8, 12, 17, 11, 24)
@@ -35,9 +39,28 @@ def test_saved_plan_loads_back_equal(tmp_path: Path) -> None:
     assert read.hash == plan.hash != KernelPlan().hash
     assert read.tile("PLAIN", 9, SHAPES) == tile
     assert read.tile("PLAIN", 500, SHAPES) == large
+    replace(plan, scheme=Scheme.BASE).save(tmp_path / "base.json")
+    assert KernelPlan.load(tmp_path / "base.json") == replace(plan, scheme=Scheme.BASE)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"choices": {"a": {"b": 1}}, "dense": []}'])
+def test_plan_files_without_a_scheme_keep_their_hash(tmp_path: Path) -> None:
+    """The file is one that earlier versions wrote."""
+    fields = {"forced": False, "device": "a GPU", "dense": ["a"], "choices": {"x": None}}
+    text = json.dumps(fields, sort_keys=True, indent=1)
+    (tmp_path / "plan.json").write_text(text + "\n")
+    plan = KernelPlan.load(tmp_path / "plan.json")
+    assert plan.scheme is Scheme.LOW_RANK
+    assert plan.hash == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert plan.hash != replace(plan, scheme=Scheme.BASE).hash
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"choices": {"a": {"b": 1}}, "dense": []}'),
+        '{"choices": {}, "dense": [], "device": "", "forced": false, "scheme": "none"}',
+    ],
+)
 def test_invalid_plan_file_raises_plan_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanError, match="is not a kernel plan"):

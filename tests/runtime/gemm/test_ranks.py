@@ -1,6 +1,7 @@
 """Layers over packed weights of workers with several ranks, against those of `build_model`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from runtime.gemm.model import build_gemm_model, unsupported_by_gemm
 from runtime.gemm.plan import KernelPlan, group_key
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.build import build_model
+from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.pages.plan import PageCount
+from runtime.parallel.group import ONE_RANK, RankGroup
 from runtime.parallel.partition import Partition, Scheme
 from tests.runtime.device import DEVICE
 from tests.runtime.rank_threads import ThreadGroup, on_ranks
@@ -59,6 +62,29 @@ def test_factor_pairs_of_several_ranks_are_not_multiplied_out() -> None:
     whole = build_gemm_model(checkpoint, device="cpu", plan=plan)
     assert set(whole.weights.layers[0].inner) == {"gate"}
     assert on_ranks(2, packed) == [{"q", "o", "gate", "down"}] * 2
+
+
+def test_kernel_plan_hash_covers_the_scheme_but_not_the_number_of_ranks() -> None:
+    checkpoint = tiny_checkpoint(ranks=PAIRS)
+    plan = KernelPlan({"PLAIN 16: 1x1": None}, device="a GPU")
+
+    def hash_of(scheme: Scheme, group: RankGroup) -> str:
+        part = checkpoint
+        if group.size > 1:
+            part = rank_checkpoint(checkpoint, Partition.of(CONFIG, group.rank, group.size, scheme))
+        if scheme is Scheme.BASE:
+            return kernel_plan_hash(build_model(part, group=group))
+        return kernel_plan_hash(build_gemm_model(part, device="cpu", plan=plan, group=group))
+
+    one = hash_of(Scheme.LOW_RANK, ONE_RANK)
+    low_rank, base = (
+        {hash for size in (2, 3) for hash in on_ranks(size, partial(hash_of, scheme))}
+        for scheme in Scheme
+    )
+    assert low_rank == {one}
+    assert len(base) == 1
+    assert base != {one}
+    assert base != {kernel_plan_hash(build_model(checkpoint))}
 
 
 def test_base_scheme_needs_layers_of_torch() -> None:
