@@ -24,6 +24,7 @@ def load_checkpoint(
     dtype: torch.dtype | None = torch.float32,
     *,
     part: Callable[[ModelConfig], Partition] | None = None,
+    prepare: Callable[[Checkpoint], Checkpoint] = lambda whole: whole,
     known: HashedFiles | None = None,
 ) -> Checkpoint:
     """Read a model as ``dtype`` on the CPU. Pickles are never read.
@@ -36,6 +37,7 @@ def load_checkpoint(
             read the whole model into memory: safetensors are memory-mapped, and layers of
             GGUF files are dequantized to fp32 each time they are accessed.
         part: returns the part to read of a model of this shape; None reads the whole model.
+        prepare: changes the layers of the model before a part of them is taken.
         known: `Checkpoint.hashed` of another process that loaded the same files, which are then
             not hashed again.
 
@@ -45,10 +47,10 @@ def load_checkpoint(
         ValueError: ``part`` cannot divide the model.
     """
     if part is None:
-        checkpoint = _load(path, known, lambda _: ALL)
+        checkpoint = prepare(_load(path, known, lambda _: ALL))
     else:
         whole = _load(path, known, lambda config: part(config).token_rows)
-        checkpoint = with_rank_layers(whole, part(whole.config))
+        checkpoint = with_rank_layers(prepare(whole), part(whole.config))
     return checkpoint if dtype is None else converted(checkpoint, dtype)
 
 

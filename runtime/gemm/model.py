@@ -115,7 +115,8 @@ def build_gemm_model(
 def _multiplied_out(checkpoint: Checkpoint, plan: KernelPlan) -> Checkpoint:
     """Return the checkpoint with the factor pairs multiplied out that the plan names.
 
-    Ranks of a worker hold parts of U and of V that cannot be multiplied.
+    Ranks of a worker hold parts of U and of V that cannot be multiplied. The whole checkpoint was
+    multiplied out before a part of it was taken; see ``prepare`` of `load_checkpoint`.
     """
     return plan.multiply_out(checkpoint) if checkpoint.partition is None else checkpoint
 

@@ -48,7 +48,11 @@ def load_model(
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
         checkpoint = load_checkpoint(
-            path, dtype=None, part=part if group.size > 1 else None, known=peers.known_files()
+            path,
+            dtype=None,
+            part=part if group.size > 1 else None,
+            prepare=plan.multiply_out if plan else lambda whole: whole,
+            known=peers.known_files(),
         )
         peers.share_files(checkpoint.hashed)
         context.result()

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import load_checkpoint, write_checkpoint
 from runtime.checkpoint.slices import rank_checkpoint
 from runtime.gemm.model import build_gemm_model, unsupported_by_gemm
 from runtime.gemm.plan import KernelPlan, group_key
+from runtime.gemm.weights import PackedLayer
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.build import build_model
 from runtime.models.kernel_plan_hash import kernel_plan_hash
@@ -48,20 +51,28 @@ def test_ranks_have_the_logits_of_the_whole_model(ranks: Sequence[int | None]) -
     torch.testing.assert_close(first, expected, rtol=0, atol=0.04 * float(expected.abs().max()))
 
 
-def test_factor_pairs_of_several_ranks_are_not_multiplied_out() -> None:
+def test_factor_pairs_are_multiplied_out_before_ranks_divide_them(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(ranks=(8, 8, 8, 20, 16, 16, 30))
+    write_checkpoint(checkpoint, tmp_path / "model")
     layer = checkpoint.layers[0]
     groups = ("q", "k", "v"), ("o",), ("down",)
     plan = KernelPlan(dense=frozenset(str(group_key(layer, names)) for names in groups))
 
-    def packed(group: ThreadGroup) -> set[str]:
-        part = rank_checkpoint(checkpoint, Partition.of(CONFIG, group.rank, group.size))
-        model = build_gemm_model(part, device="cpu", plan=plan, group=group)
-        return set(model.weights.layers[0].inner)
+    def packed(group: ThreadGroup) -> PackedLayer:
+        part = load_checkpoint(
+            tmp_path / "model",
+            dtype=None,
+            part=partial(Partition.of, rank=group.rank, size=group.size),
+            prepare=plan.multiply_out,
+        )
+        return build_gemm_model(part, device="cpu", plan=plan, group=group).weights.layers[0]
 
-    whole = build_gemm_model(checkpoint, device="cpu", plan=plan)
-    assert set(whole.weights.layers[0].inner) == {"gate"}
-    assert on_ranks(2, packed) == [{"q", "o", "gate", "down"}] * 2
+    whole = build_gemm_model(checkpoint, device="cpu", plan=plan).weights.layers[0]
+    first, second = on_ranks(2, packed)
+    assert set(whole.inner) == set(first.inner) == set(second.inner) == {"gate"}
+    for name, dim in (("q", 0), ("k", 0), ("v", 0), ("o", 1), ("down", 1)):
+        parts = [layer.outer[name].weight for layer in (first, second)]
+        assert torch.equal(torch.cat(parts, dim), whole.outer[name].weight)
 
 
 def test_kernel_plan_hash_covers_the_scheme_but_not_the_number_of_ranks() -> None:
