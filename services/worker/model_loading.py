@@ -50,7 +50,7 @@ def load_model(
         checkpoint = load_checkpoint(
             path,
             dtype=None,
-            part=part if group.size > 1 else None,
+            part=part,
             prepare=plan.multiply_out if plan else lambda whole: whole,
             known=peers.known_files(),
         )
@@ -58,7 +58,7 @@ def load_model(
         context.result()
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
-    packed = group.size == 1 or scheme is Scheme.LOW_RANK
+    packed = part is None or scheme is Scheme.LOW_RANK
     if plan is not None and packed and unsupported is not None:
         raise _needs_gemm_backend(unsupported)
     model = build_fastest_model(

@@ -234,7 +234,7 @@ def main() -> int:
     console = Console(width=110)
     cases = make_cases(own.prompts, longest=3000, max_tokens=48)
     table = Table("deployment", "equal", "close", "different", "page digests equal")
-    rows = []
+    rows: list[Row] = []
     for name, flags in (("dense", ()), ("factorized, keep 0.8", ("--keep", "0.8"))):
         reference = colocated(cases, flags, own.concurrency)
         rows += run(cases, reference, flags, name, own.concurrency)
