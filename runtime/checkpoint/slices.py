@@ -76,14 +76,14 @@ class _Slicer:
     """Slices the layers of a model.
 
     Attributes:
-        shared: slices of V by the id of the tensor and the first row, so that layers that share a
+        shared: slices of V by the id of the tensor and the rows, so that layers that share a
             basis share its slice; None if tensors of earlier layers do not stay in memory.
     """
 
     partition: Partition
     layout: LayerLayout
     head_dim: int
-    shared: dict[tuple[int, int], Tensor] | None
+    shared: dict[tuple[int, range], Tensor] | None
 
     def layer(self, weights: Any) -> Any:
         own = self._summed if self.partition.scheme is Scheme.BASE else self._divided
@@ -143,7 +143,7 @@ class _Slicer:
 
     def _v(self, v: Tensor, rows: range) -> Tensor:
         own = _rows(v, rows)
-        return own if self.shared is None else self.shared.setdefault((id(v), rows.start), own)
+        return own if self.shared is None else self.shared.setdefault((id(v), rows), own)
 
 
 def _rows(matrix: Tensor, rows: range) -> Tensor:

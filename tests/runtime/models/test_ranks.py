@@ -115,6 +115,26 @@ def test_biases_of_the_residual_stream_are_added_once() -> None:
         check_equal(replace(checkpoint, layers=tuple(layers)), 2, scheme)
 
 
+@pytest.mark.parametrize("k_ranks", [(8, 8), (8, 40)])
+def test_basis_shared_by_layers_may_have_other_rows_in_each(k_ranks: tuple[int, int]) -> None:
+    """Which rows of q's V a rank holds depends on the ranks of k and v in the same layer."""
+    layers = [
+        tiny_checkpoint(ranks=(32, k, 8, None, None, None, None)).layers[at]
+        for at, k in enumerate(k_ranks)
+    ]
+    layers[1] = replace(layers[1], q=replace(layers[1].q, v=layers[0].q.v))
+    check_equal(replace(tiny_checkpoint(), layers=tuple(layers)), 2, Scheme.LOW_RANK)
+
+
+def test_linears_of_one_layer_may_share_a_basis() -> None:
+    checkpoint = tiny_checkpoint(ranks=(16, 16, 16, None, None, None, None))
+    layers = [
+        replace(layer, k=replace(layer.k, v=layer.q.v), v=replace(layer.v, v=layer.q.v))
+        for layer in checkpoint.layers
+    ]
+    check_equal(replace(checkpoint, layers=tuple(layers)), 2, Scheme.LOW_RANK)
+
+
 def test_layers_that_share_a_basis_share_its_slices() -> None:
     checkpoint = tiny_checkpoint(ranks=(16, 16, 16, None, None, None, None))
     first, second = checkpoint.layers
