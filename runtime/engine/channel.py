@@ -12,7 +12,7 @@ that events and sampled tokens equal those of the first rank.
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,9 +30,9 @@ from runtime.steps.warm_up import silent
 BEAT_S = 0.1
 """Seconds between two beats of a follower."""
 _EXECUTED, _BEAT, _BUSY = range(3)
-"""Words of a follower's progress: executed messages, time of its last beat, and time at which it
-took the message that it executes, 0 if it waits for one. Times are those of `time.monotonic_ns`,
-which are equal in all processes of a host."""
+"""Words of a follower's progress: executed messages, time of its last beat, and time since which it
+is busy, 0 if it is not. Times are those of `time.monotonic_ns`, which are equal in all processes of
+a host."""
 _PROGRESS = 3
 _NOT_FINITE = -2
 """Token of a draw without finite logits."""
@@ -57,7 +57,9 @@ class RankProgress:
     Attributes:
         rank: number of the rank, from 1.
         executed: number of messages that it has executed.
-        busy_s: seconds since it took the message that it executes; 0 if it waits for one.
+        busy_s: seconds since it took the message that it executes or, if it is older, since it took
+            the oldest launch that was not read: its device may compute that step, or wait in one of
+            its collectives. 0 if there is none.
         silent_s: seconds since its last beat, or since the channel was created if it has not
             started. It is much longer than `BEAT_S` if the process is stopped or dead, or if a
             call holds the interpreter's lock.
@@ -67,6 +69,18 @@ class RankProgress:
     executed: int
     busy_s: float
     silent_s: float
+
+
+@dataclass(frozen=True)
+class UnreadStep:
+    """A launched step of a follower.
+
+    Attributes:
+        since: `time.monotonic_ns` at its launch.
+    """
+
+    step: LaunchedStep
+    since: int
 
 
 @dataclass(frozen=True)
@@ -109,13 +123,17 @@ class StepReader:
             thread.join()
 
     @contextmanager
-    def executing(self) -> Iterator[None]:
-        """Publish that a message is executed, and that it was if there is no error."""
+    def executing(self, unread: Mapping[int, UnreadStep]) -> Iterator[None]:
+        """Publish that a message is executed, and that it was if there is no error.
+
+        Args:
+            unread: steps that were launched and not read, oldest first.
+        """
         row = self._row
-        row[_BUSY] = time.monotonic_ns()
+        row[_BUSY] = row[_BUSY] or time.monotonic_ns()
         yield
         row[_EXECUTED] += 1
-        row[_BUSY] = 0
+        row[_BUSY] = next((step.since for step in unread.values()), 0)
 
 
 class StepChannel:
@@ -214,14 +232,14 @@ class Follower:
 
     Attributes:
         executed: number of executed messages.
+        unread: launched steps that were not read, by number, oldest first.
         plans: decodes plans.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.plans = PlanDecoder()
-        # Launched steps that were not read, by number.
-        self._steps: dict[int, LaunchedStep] = {}
+        self.unread: dict[int, UnreadStep] = {}
         self.executed = 0
 
     def execute(self, message: Words) -> bool:
@@ -240,7 +258,8 @@ class Follower:
             case Call.WARM_UP:
                 executor.warm_up(silent)
             case Call.LAUNCH:
-                self._steps[self.executed] = executor.launch(self.plans.decode(reader))
+                plan, since = self.plans.decode(reader), time.monotonic_ns()
+                self.unread[self.executed] = UnreadStep(executor.launch(plan), since)
             case Call.READ:
                 self._read(reader)
             case Call.COPY_PAGES:
@@ -252,10 +271,11 @@ class Follower:
 
     def _read(self, reader: WordReader) -> None:
         number, ready = reader.take(2)
-        step = self._steps.pop(number)
+        step = self.unread[number].step
         _check(f"event of step {number}", ready, step.ready)
         tokens = [_token(draw) for draw in step.read()]
         _check(f"tokens of step {number}", reader.rest(), tokens)
+        del self.unread[number]
 
 
 def follow(executor: Executor, reader: StepReader) -> None:
@@ -272,7 +292,7 @@ def follow(executor: Executor, reader: StepReader) -> None:
             message = reader.messages.read()
             if message is None:
                 raise FirstRankEnded(f"the first rank ended after {follower.executed} messages")
-            with reader.executing():
+            with reader.executing(follower.unread):
                 more = follower.execute(message)
 
 

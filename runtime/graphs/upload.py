@@ -29,7 +29,9 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._lanes = threading.local()
-        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "upload")
+        self._pool = ThreadPoolExecutor(
+            min(_MAX_THREADS, len(os.sched_getaffinity(0))), "upload", initializer=self._use_device
+        )
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device. It can be used on the current CUDA stream at once.
@@ -54,6 +56,14 @@ class Uploader:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
+
+    def _use_device(self) -> None:
+        """Make the device the current one of a thread of the pool.
+
+        Otherwise it is the first GPU, on which leaving a stream of another one creates a context.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def _copy(self, source: Tensor, target: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:

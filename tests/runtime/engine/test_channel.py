@@ -226,6 +226,26 @@ def test_followers_of_a_killed_first_rank_end() -> None:
         assert "after 9 messages" in str(ended[0])
 
 
+def test_follower_is_busy_until_its_launches_are_read() -> None:
+    """A device may hang in a collective after the launch has returned, on any rank."""
+    channel = StepChannel(1, timeout_s=0)
+    [reader] = channel.readers
+    first, second = (FakeExecutor(64, LIMITS, lookahead=True) for _ in range(2))
+    thread = threading.Thread(target=follow, args=(second, reader))
+    thread.start()
+    engine = Engine(Ranks(first, channel))
+    engine.step([Add(request_of("a", 40, 3))])
+    until(lambda: channel.ranks()[0].executed == channel.sent)
+    busy_s = channel.ranks()[0].busy_s
+    assert busy_s > 0
+    until(lambda: channel.ranks()[0].busy_s > busy_s)
+    drive(engine)
+    until(lambda: channel.ranks()[0].executed == channel.sent)
+    assert channel.ranks()[0].busy_s == 0
+    channel.close()
+    thread.join()
+
+
 @pytest.mark.slow
 def test_progress_shows_a_stuck_and_a_stopped_follower_and_the_timeout_names_it() -> None:
     channel = StepChannel(1, timeout_s=0.1, size=RingSize(records=64, words=16))
