@@ -1,6 +1,6 @@
 """State of one sequence whose KV a decode worker reads."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,14 +20,14 @@ class SentSegment:
     """A segment that occupies a slot, from the start of its encode to its acknowledgement.
 
     Attributes:
-        rank: the sender's rank, whose slab has the slot.
+        route: the route of the segment; the slab of its sender has the slot.
         ready: message to the reader that the segment is encoded; None until the end of the encode
             is processed on the event loop. Until then, the slot may be written to.
         timing: the reader's measurements; None until the acknowledgement, which may arrive before
             ``ready`` is set.
     """
 
-    rank: int
+    route: Route
     ref: SlotRef
     mode: WireMode
     ready: pb.SegmentReady | None = None
@@ -95,6 +95,13 @@ class Outgoing:
     def outstanding(self) -> int:
         """Planned segments that are not acknowledged yet."""
         return sum(map(len, self.planned)) + len(self.unacknowledged)
+
+    @property
+    def by_load(self) -> list[tuple[Route, deque[tuple[SegmentPlan, int | None]]]]:
+        """Routes with their planned segments, those with the fewest segments in flight first."""
+        in_flight = Counter(sent.route for sent in self.unacknowledged.values())
+        pairs = zip(self.routes, self.planned, strict=True)
+        return sorted(pairs, key=lambda pair: in_flight[pair[0]])
 
     @property
     def readable(self) -> bool:

@@ -135,7 +135,7 @@ class Sender:
         outgoing.closed = True
         for sent in outgoing.unacknowledged.values():
             if sent.ready is not None:  # else `_settle` releases the slot
-                self._slots[sent.rank].release(sent.ref, outgoing.reader)
+                self._slots[sent.route.sender].release(sent.ref, outgoing.reader)
         outgoing.unacknowledged = {
             index: sent for index, sent in outgoing.unacknowledged.items() if sent.ready is None
         }
@@ -193,7 +193,7 @@ class Sender:
         """Free the slot of an acknowledged segment."""
         del outgoing.unacknowledged[index]
         self.policy.arrived(outgoing.peer, sent.mode, ready.raw_bytes, ready.length, timing)
-        self._slots[sent.rank].release(sent.ref, outgoing.reader)
+        self._slots[sent.route.sender].release(sent.ref, outgoing.reader)
         self._leases.progressed(outgoing.reader, time.monotonic())
         if not outgoing.readable:
             self._leases.pause(outgoing.key)
@@ -208,14 +208,25 @@ class Sender:
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""
         for outgoing in self._outgoing.values():
-            for route, planned in zip(outgoing.routes, outgoing.planned, strict=True):
-                while planned and outgoing.credits[route.reader]:
-                    ref = self._slots[route.sender].acquire(outgoing.reader)
-                    if ref is None:  # this reader's share is used up; others may get a slot
-                        break
-                    outgoing.credits[route.reader] -= 1
-                    plan, ready = planned.popleft()
-                    self._start(outgoing, route, plan, ref, ready)
+            while self._start_next(outgoing):
+                pass
+
+    def _start_next(self, outgoing: Outgoing) -> bool:
+        """Start an encode of a sequence; return False if none has a credit and a slot.
+
+        Routes take turns, so that all ranks that send to one rank use its credits.
+        """
+        for route, planned in outgoing.by_load:
+            if not planned or not outgoing.credits[route.reader]:
+                continue
+            ref = self._slots[route.sender].acquire(outgoing.reader)
+            if ref is None:  # this reader's share is used up; others may get a slot
+                continue
+            outgoing.credits[route.reader] -= 1
+            plan, ready = planned.popleft()
+            self._start(outgoing, route, plan, ref, ready)
+            return True
+        return False
 
     def _start(
         self, outgoing: Outgoing, route: Route, plan: SegmentPlan, ref: SlotRef, ready: int | None
@@ -227,7 +238,7 @@ class Sender:
         endpoint = self._endpoints[route.sender]
         mode = self._mode_of(outgoing, endpoint, plan.extent)
         segment = _manifest_entry(plan.extent, outgoing, route.reader, ref, mode)
-        sent = outgoing.unacknowledged[segment.index] = SentSegment(route.sender, ref, mode)
+        sent = outgoing.unacknowledged[segment.index] = SentSegment(route, ref, mode)
         outgoing.issued += 1
         header = FrameHeader.of(
             segment, epoch=self._epoch, request_id=outgoing.request_id, attempt=outgoing.attempt
@@ -273,7 +284,7 @@ class Sender:
             self._record(outgoing, sent, extent, encoded)
         if encoded is None or outgoing.closed:
             del outgoing.unacknowledged[index]
-            self._slots[sent.rank].release(sent.ref, outgoing.reader)
+            self._slots[sent.route.sender].release(sent.ref, outgoing.reader)
             self._pump()
             if error is not None and not outgoing.closed:
                 outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
@@ -292,7 +303,7 @@ class Sender:
     ) -> None:
         """Record the times and sizes of an encode."""
         ready = encoded.value.ready
-        codecs = self._endpoints[sent.rank].codecs
+        codecs = self._endpoints[sent.route.sender].codecs
         outgoing.encodes.add(encoded.value.start, encoded.value.end)
         self.policy.encoded(sent.mode, ready.raw_bytes, ready.length, encoded.seconds)
         self._metrics.encoded(

@@ -114,8 +114,8 @@ class Transfer:
             metrics=TransferMetrics(CollectorRegistry()),
         )
 
-    async def send(self, pages: tuple[tuple[int, ...], ...]) -> None:
-        """Encode all segments. No slot is free before all of them are read."""
+    async def send(self, pages: tuple[tuple[int, ...], ...], credits: int = SLOTS) -> None:
+        """Encode segments, as many for each reader as it grants credits."""
         sequence = Outgoing(
             *("s", "reader", "peer", 1, self.sent, "request", 0, "agent", SLOT_BYTES),
             self.routes,
@@ -124,7 +124,7 @@ class Transfer:
         )
         self._sender.open(sequence)
         for rank in range(len(self.readers)):
-            self._sender.credit("s", rank, SLOTS)
+            self._sender.credit("s", rank, credits)
         self._sender.add_computed(Computed("s", 0, TOKENS, pages))
         self._sender.finish_computing("s")
         async with asyncio.timeout(60):
@@ -213,3 +213,12 @@ async def test_formats_with_blocks_send_whole_blocks_between_equal_ranks() -> No
         sent = {segment.plane_group for segment in transfer.segments}
         assert any(groups[number].is_block for number in sent) is is_block
         assert any(groups[number].in_block for number in sent) is not is_block
+
+
+async def test_ranks_take_turns_to_use_the_credits_of_a_reader() -> None:
+    sender, reader = (kv_of("int4", THREE_HEADS, size, filled=True) for size in (3, 1))
+    for credits in (1, 3, 4):
+        transfer = Transfer(sender, reader, "raw")
+        pages = (tuple(range(PAGES)),) * len(sender.whole.layout.page_groups)
+        await transfer.send(pages, credits)
+        assert [segment.rank for segment in transfer.segments] == [0, 1, 2, 0][:credits]

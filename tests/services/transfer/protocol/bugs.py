@@ -54,8 +54,9 @@ def _free_encoded(settle: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         await settle(self, outgoing, index, sent, *rest)
         if index in outgoing.unacknowledged:
-            self._slots[sent.rank].release(sent.ref, outgoing.reader)
-            self._slots[sent.rank] = cast(Any, _Lenient(self._slots[sent.rank]))
+            rank = sent.route.sender
+            self._slots[rank].release(sent.ref, outgoing.reader)
+            self._slots[rank] = cast(Any, _Lenient(self._slots[rank]))
             self._pump()
 
     return mutated
