@@ -1,6 +1,6 @@
 """Which rank of a prefill worker sends which KV heads to which rank of a decode worker."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import prefill_pb2 as pb
@@ -27,9 +27,10 @@ class Route:
 def routes_between(senders: Sequence[range], readers: Sequence[range]) -> tuple[Route, ...]:
     """Return the routes by which every reader gets its KV heads, each of them once.
 
-    The heads of a route are consecutive and on one sender and one reader. If several senders have a
-    head, the first of them sends it; several readers may have the same head. The routes to a
-    reader are all split, or it has a single one.
+    The heads of a route are consecutive and on one sender and one reader. If several senders have
+    copies of a head, its readers are divided among them in order. With as many senders as readers,
+    each reader therefore reads from the sender of the same number. The routes to a reader are all
+    split, or it has a single one.
 
     Args:
         senders, readers: KV heads of each rank.
@@ -41,29 +42,29 @@ def routes_between(senders: Sequence[range], readers: Sequence[range]) -> tuple[
         raise ValueError(f"a worker has at most {MAX_RANKS} ranks")
     routes = []
     for reader, heads in enumerate(readers):
-        for sender, part in _shares(heads, senders, "only the decode worker has head"):
-            split = not heads == senders[sender] == part
-            routes.append(Route(sender, reader, part, split))
+        first = heads.start
+        while first < heads.stop:
+            holders, copies = _ranks_with(first, senders), _ranks_with(first, readers)
+            if not holders:
+                raise ValueError(f"only the decode worker has head {first}")
+            sender = holders[copies.index(reader) * len(holders) // len(copies)]
+            end = min(heads.stop, senders[sender].stop)
+            split = not heads == senders[sender] == range(first, end)
+            routes.append(Route(sender, reader, range(first, end), split))
+            first = end
     for heads in senders:
-        for _ in _shares(heads, readers, "only the prefill worker has head"):
-            pass
+        first = heads.start
+        while first < heads.stop:
+            holders = _ranks_with(first, readers)
+            if not holders:
+                raise ValueError(f"only the prefill worker has head {first}")
+            first = readers[holders[0]].stop
     return tuple(routes)
 
 
-def _shares(heads: range, ranks: Sequence[range], missing: str) -> Iterator[tuple[int, range]]:
-    """Yield the ranks that have the heads, and the part of the heads that each provides.
-
-    Raises:
-        ValueError: no rank has a head; the message is ``missing`` and the head.
-    """
-    first = heads.start
-    while first < heads.stop:
-        rank = next((at for at, own in enumerate(ranks) if first in own), None)
-        if rank is None:
-            raise ValueError(f"{missing} {first}")
-        end = min(heads.stop, ranks[rank].stop)
-        yield rank, range(first, end)
-        first = end
+def _ranks_with(head: int, ranks: Sequence[range]) -> list[int]:
+    """Return the ranks that have a KV head."""
+    return [rank for rank, own in enumerate(ranks) if head in own]
 
 
 def heads_of(endpoint: pb.Endpoint) -> range:

@@ -1,11 +1,14 @@
 """KV heads are cut where a range of either worker ends, and each reader gets each head once."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.parallel.partition import MAX_RANKS
+from runtime.parallel.partition import MAX_RANKS, Partition
 from services.transfer.routes import Route, routes_between
+from tests.runtime.tiny import CONFIG
 
 
 def split(heads: int, ranks: int) -> list[range]:
@@ -44,6 +47,39 @@ def test_heads_that_several_ranks_have_are_sent_once_to_each_reader() -> None:
         (0, 2),
         (0, 3),
     ]
+
+
+def test_readers_of_a_head_are_divided_among_the_senders_that_have_it() -> None:
+    def copies(each: int) -> list[range]:
+        return [range(head, head + 1) for head in range(2) for _ in range(each)]
+
+    def found(senders: int, readers: int) -> list[int]:
+        return [route.sender for route in routes_between(copies(senders), copies(readers))]
+
+    assert found(2, 2) == [0, 1, 2, 3]
+    assert found(2, 1) == [0, 2]
+    assert found(1, 2) == [0, 0, 1, 1]
+    assert found(2, 3) == [0, 0, 1, 2, 2, 3]
+
+
+@given(kv_heads=st.integers(1, 9), senders=st.integers(1, 18), readers=st.integers(1, 18))
+def test_workers_of_any_numbers_of_ranks_have_routes(
+    kv_heads: int, senders: int, readers: int
+) -> None:
+    config = replace(CONFIG, num_heads=18 * kv_heads, num_kv_heads=kv_heads)
+
+    def heads(size: int) -> list[range]:
+        return [Partition.of(config, rank, size).kv_heads for rank in range(size)]
+
+    routes = routes_between(heads(senders), heads(readers))
+    for rank, wanted in enumerate(heads(readers)):
+        got = [head for route in routes if route.reader == rank for head in route.kv_heads]
+        assert got == list(wanted)
+    if senders == readers:
+        assert [(route.sender, route.reader) for route in routes] == [
+            (rank, rank) for rank in range(senders)
+        ]
+        assert not any(route.split for route in routes)
 
 
 ranks = st.lists(st.integers(1, 5), min_size=1, max_size=6)
