@@ -26,7 +26,9 @@ def sliding_window(tokens: int) -> PageGroup:
 class Plane:
     """Elements of one layer over all pages: a tensor ``[page, *shape]`` of ``dtype``.
 
-    Each page is contiguous. Consecutive pages may have other planes of their group between them.
+    The elements of a KV head depend on K and V of that head alone, unless the format refuses ranks
+    that have only some of the heads that it stores together. Each page is contiguous. Consecutive
+    pages may have other planes of their group between them.
 
     Attributes:
         name: name, unique within the layer. The codec has one codebook per layer and name.
