@@ -21,8 +21,9 @@ from runtime.kv.gpu import CompressedPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.windowed import WindowedFormat
-from runtime.offline.bench.kv_formats import random_fdc, random_palu
+from runtime.offline.bench.kv_formats import fdc_artifact, random_fdc, random_palu
 from runtime.pages.window import first_recent
+from runtime.parallel.partition import Partition
 from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, compressed_planes, gaussian, same_bits
@@ -197,6 +198,30 @@ def test_lengths_may_change_between_launches(create: Create) -> None:
     for lengths in ([600, 95], [96, 97], [1, 500]):
         sequences = made.sequences(config, lengths)
         q = random(2, 4, 64)
+        got = made.kernels.attend(q, sequences.planes, sequences.batch)
+        torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_ranks_attend_to_their_heads_and_store_them_as_one_rank_does() -> None:
+    """The planes of `fdc` are wider than the ranks of the heads of the second rank."""
+    config = replace(SMALL, num_heads=6, num_kv_heads=3, context_length=300)
+    artifact = fdc_artifact(config, (48, 16, 32, 48, 16, 16))
+    whole = FdcFormat(config, artifact, device=DEVICE)
+    kernels = whole.layer(0).kernels(DEVICE)
+    assert kernels is not None
+    keys = gaussian(config, 2).to(DEVICE)
+    pages = torch.arange(2, device=DEVICE)
+    expected = on_device(compressed_planes(whole, 2))
+    kernels.encode(keys, keys, expected, pages, None, pages)
+    for rank in range(2):
+        part = Partition.of(config, rank, 2).config_of(config)
+        own = slice(part.kv_heads.start, part.kv_heads.stop)
+        made = Compared(FdcFormat(part, artifact), FdcFormat(part, artifact, device=DEVICE))
+        found = on_device(compressed_planes(made, 2))  # type: ignore[arg-type]
+        made.kernels.encode(keys[:, own], keys[:, own], found, pages, None, pages)
+        assert same_bits(found, tuple(plane[:, own] for plane in expected))
+        sequences = made.sequences(part, [200, 150])
+        q = random(2, part.num_heads, part.head_dim)
         got = made.kernels.attend(q, sequences.planes, sequences.batch)
         torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 
