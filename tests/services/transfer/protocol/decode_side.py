@@ -102,7 +102,7 @@ class DecodeSide:
         self._memory = _Landing(self, bounds.slots)
         self.agent = Agent(f"decode-{epoch}", slab_of(bounds.slots))
         self._endpoint = LocalEndpoint(
-            cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
+            cast(Any, SimpleNamespace(sendable=(), events=IGNORE)),
             Codecs(bounds.layers, self._memory),
             slab_of(bounds.slots),
             self.agent,

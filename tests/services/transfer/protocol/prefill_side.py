@@ -117,7 +117,7 @@ class PrefillSide:
         self._nonces = 1000 * epoch
         self.written: list[int] = []
         endpoint = LocalEndpoint(
-            cast(Any, SimpleNamespace(tensors=(), events=IGNORE)),
+            cast(Any, SimpleNamespace(sendable=(), events=IGNORE)),
             Codecs(bounds.layers, self._memory),
             slab_of(bounds.sender_slots),
             self._agent,
