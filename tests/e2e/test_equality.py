@@ -21,6 +21,9 @@ from tests.programs.equality import (
 
 pytestmark = pytest.mark.e2e
 
+FEW = 7
+"""Cases for several ranks, which are slow on few cores: among them the longest prompt."""
+
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
@@ -49,9 +52,11 @@ def test_tokens_and_pages_of_unequal_ranks_equal_those_of_one_worker(
     cases: list[Case], dense: dict[str, Answer]
 ) -> None:
     """Two prefill ranks have one and two of three KV heads, each decode rank has one."""
+    few = cases[:FEW]
+    reference = {case.name: dense[case.name] for case in few}
     flags = ("--prefill-tp", "2", "--decode-tp", "3")
     with deployed(*flags, environment=LOG_DIGESTS) as running:
-        _check(compared(running, cases, dense, "2 to 3 ranks"), len(cases))
+        _check(compared(running, few, reference, "2 to 3 ranks"), FEW)
         _check_streamed_choices(running)
         _check_closed_stream(running)
         running.check_listeners()
