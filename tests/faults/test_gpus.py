@@ -58,6 +58,35 @@ async def test_worker_stopped_during_a_read(gpus: Trial, role: str) -> None:
     await gpus.check_recovered(resumed=(victim,))
 
 
+@pytest.fixture(scope="module")
+def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    """One worker of two ranks, each on a GPU of its own."""
+    folder = tmp_path_factory.mktemp("points")
+    with trial(folder, "--colocated", "--tp", "2", device="cuda") as running:
+        yield running
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_rank_killed_or_stopped_while_the_other_waits_in_a_collective(
+    gpu_ranks: Trial, rank: int, number: signal.Signals
+) -> None:
+    """The request continues on the next epoch of the worker."""
+    victim = "decode-0.1" if rank else "decode-0"
+    gpu_ranks.points.hold("launching", [victim], after=3)
+    async with gpu_ranks.client() as client:
+        reply = client.ask(gpu_ranks.stream)
+        await gpu_ranks.points.reached("launching")
+        gpu_ranks.signal(victim, number)
+        gpu_ranks.points.release()
+        if victim == "decode-0" and number is signal.SIGSTOP:
+            await asyncio.sleep(2 * LEASE_S)
+            gpu_ranks.signal(victim, signal.SIGCONT)
+        await reply.check()
+    await gpu_ranks.check_recovered("decode-0")
+
+
 @pytest.mark.parametrize("fault", ["out of memory", "kernel"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_forward_pass_fails(gpus: Trial, role: str, fault: str) -> None:

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 RANKS = 2
 STOPPED_S = 2 * LEASE_S
 """Time after which a first rank resumes. Other ranks that wait for it have ended by then."""
-PASSED = 20
-"""Collectives of a decode worker before the fault; there are several in each step."""
+PASSED = 7
+"""Steps of a decode worker before the fault."""
 EACH_ONCE = {
     ("in a collective", "prefill", 1, SIGKILL),
     ("in a collective", "decode", 0, SIGKILL),
@@ -55,15 +55,15 @@ async def at_rest(ranks: Trial, role: str, rank: int) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def in_a_collective(ranks: Trial, role: str, rank: int) -> AsyncIterator[str]:
-    """Hold a rank before a collective, in which the other one waits; return its process.
+    """Hold a rank in a prefill or in a decode step; return its process.
 
-    The rank is in a prefill, or in a decode step.
+    The other rank waits for it in a collective.
     """
     processes = [process_of(worker, rank) for worker in ranks.workers(role)]
-    ranks.points.hold("collective", processes, after=PASSED if role == "decode" else 0)
+    ranks.points.hold("launching", processes, after=PASSED if role == "decode" else 0)
     async with ranks.client() as client:
         reply = client.ask(ranks.stream if role == "decode" else ranks.long)
-        yield await ranks.points.reached("collective")
+        yield await ranks.points.reached("launching")
         ranks.points.release()
         await reply.check()
 

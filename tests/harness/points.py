@@ -6,16 +6,17 @@ named like its worker; that of rank 1 is ``decode-0.1``.
 
 | point | the process is held |
 |---|---|
+| loading | on ranks other than the first, before they read the model, which the first has hashed |
 | queued | before the engine takes new requests |
 | computing | on the first rank, before a forward pass, with its sequences planned |
-| collective | in a step of several ranks, before an all-reduce |
+| launching | on any rank, before its part of a step, for which other ranks wait in a collective |
 | encoded | on a prefill worker, when a segment is encoded and its reader does not know |
 | pull | on a decode worker, before a READ is started |
 | reading | on a decode worker, after a READ was started |
 
 Other control files: ``damage`` (what the next prefill worker does to one segment),
 ``notifications`` (lost or doubled), ``clock`` (seconds added to the wall clock) and
-``<process>.gpu`` (how its next forward pass or all-reduce fails: "out of memory" or "kernel").
+``<process>.gpu`` (how its next forward pass fails: "out of memory" or "kernel").
 """
 
 import asyncio

@@ -82,31 +82,36 @@ class _Faults:
         def held(engine: Any) -> Any:
             if engine.has_work:  # else a step that only frees what an ended request held
                 self.hold("computing")
-                self.damage_gpu()
             return compute(engine)
 
         module.Engine.compute = held
 
-    def group(self, module: ModuleType) -> None:
-        """Hold a rank in a step before a collective, for which the other ranks then wait."""
-        all_reduce = module.DistributedGroup.all_reduce
+    def executor(self, module: ModuleType) -> None:
+        """Hold a rank before its part of a step; the other ranks wait in their first collective."""
+        launch = module.LocalExecutor.launch
 
-        def held(group: Any, addend: Any) -> Any:
-            self.hold("collective")
+        def held(executor: Any, plan: Any) -> Any:
+            self.hold("launching")
             self.damage_gpu()
-            return all_reduce(group, addend)
+            return launch(executor, plan)
 
-        module.DistributedGroup.all_reduce = held
+        module.LocalExecutor.launch = held
 
     def rank(self, module: ModuleType) -> None:
-        """Add the number of the rank to the name of its process."""
-        run = module.RankProcess.run
+        """Add the number of the rank to the name of its process; hold it before it loads."""
+        run, known_files = module.RankProcess.run, module.RankProcess.known_files
 
-        def named(process: Any, *arguments: Any) -> None:
-            self._process += f".{process._start.rank}"
-            run(process, *arguments)
+        def named(process: Any) -> None:
+            self._process += f".{process.rank}"
+            run(process)
+
+        def held(process: Any) -> Any:
+            files = known_files(process)
+            self.hold("loading")
+            return files
 
         module.RankProcess.run = named
+        module.RankProcess.known_files = held
 
     def damage_gpu(self) -> None:
         """Run out of GPU memory, or launch a kernel with an invalid index, if this is ordered."""
@@ -264,7 +269,7 @@ def _install() -> None:
     changes: dict[str, Callable[[ModuleType], None]] = {
         "services.worker.engine_thread": faults.engine_thread,
         "runtime.engine.engine": faults.engine,
-        "runtime.parallel.group": faults.group,
+        "runtime.engine.local_executor": faults.executor,
         "services.worker.ranks.process": faults.rank,
         "services.transfer.nixl_agent": faults.owner,
         "services.transfer.agent": faults.agent,
