@@ -27,19 +27,17 @@ from tests.harness.deployment import Running, deployed
 from tests.harness.random_model import RandomModel
 from tests.programs.soak.leaks import Resources
 from tests.programs.soak.prompts import write_prompts
-from tests.programs.soak.schedule import as_option, draw
+from tests.programs.soak.schedule import RANK_TIMEOUT_S, as_option, draw
 from tests.programs.soak.verdict import DEADLINE_S, HUNG_S, Verdict, crashes, first_answers
 from tests.programs.soak.watch import Watch, watched
 
 SLOT_BYTES = str(1 << 14)
-RANK_TIMEOUT_S = "3"
-"""Shorter than some of the times for which ranks are stopped, and longer than others."""
 ENVIRONMENT = {
     "HEADRACE_GATEWAY_DEADLINE_S": str(DEADLINE_S),
     "HEADRACE_PREFILL_SLOT_BYTES": SLOT_BYTES,  # prompts have many segments, some exceed the slab
     "HEADRACE_DECODE_SLOT_BYTES": SLOT_BYTES,
-    "HEADRACE_PREFILL_RANK_TIMEOUT_S": RANK_TIMEOUT_S,
-    "HEADRACE_DECODE_RANK_TIMEOUT_S": RANK_TIMEOUT_S,
+    "HEADRACE_PREFILL_RANK_TIMEOUT_S": str(RANK_TIMEOUT_S),
+    "HEADRACE_DECODE_RANK_TIMEOUT_S": str(RANK_TIMEOUT_S),
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # 1,024 kernels of 0.6 MiB would look like a leak
     "UCX_TLS": "tcp,self",
 }

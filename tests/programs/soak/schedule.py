@@ -13,6 +13,10 @@ ACTIONS = {"kill": 3.0, "terminate": 3.0, "stop": 2.0, "cut": 2.0}
 GAP_S = (5.0, 20.0)
 LASTS_S = (0.5, 6.0)
 """Bounds of the uniform time between two faults, and of the time for which one lasts."""
+RANK_TIMEOUT_S = 6.0
+RANK_STOPPED_S = (0.5, 2 * RANK_TIMEOUT_S)
+"""With several ranks, time without progress after which a worker ends, and bounds of the time for
+which a rank is stopped. On a busy machine, ranks wait for one another for seconds."""
 QUIET_S = 4.0
 """Time without faults at the start."""
 RANK_ACTIONS = ("kill", "stop")
@@ -43,7 +47,8 @@ def draw(seed: int, seconds: float, cut_command: str | None, ranks: int = 1) -> 
         action = rng.choices(list(weights), list(weights.values()))[0]
         if ranks > 1 and not is_other and action in RANK_ACTIONS and (rank := rng.randrange(ranks)):
             process += f".{rank}"
-        lasts_s = round(rng.uniform(*LASTS_S), 1) if action in ("stop", "cut") else None
+        bounds = RANK_STOPPED_S if ranks > 1 and action == "stop" else LASTS_S
+        lasts_s = round(rng.uniform(*bounds), 1) if action in ("stop", "cut") else None
         if action == "cut":
             action = "run"
             process = f"{cut_command} {process}"
