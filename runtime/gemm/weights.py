@@ -163,9 +163,11 @@ def unsupported(checkpoint: Checkpoint) -> str | None:
             f"heads of {config.head_dim}: the GEMM backend needs a multiple of "
             f"{_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}"
         )
-    if config.hidden_size % VECTOR_ELEMENTS or config.intermediate_size % VECTOR_ELEMENTS:
+    features = _features_of_ranks(checkpoint)
+    if any(size % VECTOR_ELEMENTS for size in (config.hidden_size, *features)):
         return (
-            f"hidden size {config.hidden_size} and intermediate size {config.intermediate_size}: "
+            f"hidden size {config.hidden_size} and intermediate size "
+            f"{', '.join(map(str, sorted(features)))}: "
             f"the GEMM backend needs multiples of {VECTOR_ELEMENTS}"
         )
     layers = layer_shapes(checkpoint)
@@ -175,6 +177,15 @@ def unsupported(checkpoint: Checkpoint) -> str | None:
     if any((layer.q_norm is None) != (layer.k_norm is None) for layer in layers):
         return "norms of query heads without norms of key heads, or the reverse"
     return None
+
+
+def _features_of_ranks(checkpoint: Checkpoint) -> set[int]:
+    """Return the numbers of features of the MLP of all ranks, so that all use the same backend."""
+    config, own = checkpoint.config, checkpoint.partition
+    if own is None or config.whole is None:
+        return {config.intermediate_size}
+    parts = (Partition.of(config.whole, rank, own.size, own.scheme) for rank in range(own.size))
+    return {len(part.features) for part in parts}
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """Layers over packed weights of workers with several ranks, against those of `build_model`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import load_checkpoint, write_checkpoint
 from runtime.checkpoint.slices import rank_checkpoint
+from runtime.config import ModelConfig
 from runtime.gemm.model import build_gemm_model, unsupported_by_gemm
 from runtime.gemm.plan import KernelPlan, group_key
-from runtime.gemm.weights import PackedLayer
+from runtime.gemm.weights import PackedLayer, unsupported
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.build import build_model
 from runtime.models.kernel_plan_hash import kernel_plan_hash
@@ -30,25 +32,53 @@ PAIRS: tuple[int | None, ...] = (12, 5, 9, 20, 16, 30, 24)
 MIXED: tuple[int | None, ...] = (None, 12, None, 20, 16, None, 9)
 
 
+UNEVEN = replace(CONFIG, num_heads=9, num_kv_heads=3, num_layers=1)
+"""As many heads as SmolLM2. Of four ranks, two have the same KV head, and 2 and 1 of its queries.
+Features and vocabulary rows are uneven as well."""
+WIDE = replace(UNEVEN, head_dim=64, vocab_size=47)
+
+
 @pytest.mark.triton
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [DENSE, PAIRS, MIXED], ids=["dense", "pairs", "mixed"])
-def test_ranks_have_the_logits_of_the_whole_model(ranks: Sequence[int | None]) -> None:
-    checkpoint = tiny_checkpoint(bias=True, ranks=ranks)
+@pytest.mark.parametrize(
+    ("config", "ranks", "head_norms", "size"),
+    [
+        pytest.param(CONFIG, DENSE, False, 2, id="dense"),
+        pytest.param(CONFIG, PAIRS, False, 2, id="pairs"),
+        pytest.param(CONFIG, MIXED, False, 2, id="mixed"),
+        pytest.param(UNEVEN, PAIRS, True, 4, id="pairs, shared KV heads"),
+        pytest.param(UNEVEN, DENSE, False, 4, id="dense, shared KV heads"),
+        pytest.param(WIDE, MIXED, True, 2, id="mixed, uneven heads of 64"),
+    ],
+)
+def test_ranks_have_the_logits_of_the_whole_model(
+    config: ModelConfig, ranks: Sequence[int | None], head_norms: bool, size: int
+) -> None:
+    checkpoint = tiny_checkpoint(config=config, bias=True, head_norms=head_norms, ranks=ranks)
     batch = Batch.of([SequenceSlice(range(TOKENS), 0, (0,))], DEVICE)
     whole = build_model(checkpoint, device=DEVICE)
     expected = whole.forward(batch, whole.new_cache(PageCount(1)))
 
     def run(group: ThreadGroup) -> Tensor:
-        part = rank_checkpoint(checkpoint, Partition.of(CONFIG, group.rank, group.size))
+        part = rank_checkpoint(checkpoint, Partition.of(config, group.rank, group.size))
         model = build_gemm_model(part, device=DEVICE, group=group)
         assert "one rank" in str(unsupported_by_megakernel(model))
         return model.forward(batch, model.new_cache(PageCount(1)))
 
-    first, second = on_ranks(2, run)
-    assert torch.equal(first, second)
+    first, *others = on_ranks(size, run)
+    assert all(torch.equal(first, other) for other in others)
     # The GEMM kernels compute in bf16, torch in fp32 here.
     torch.testing.assert_close(first, expected, rtol=0, atol=0.04 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("features", "size"), [(17, 2), (64, 9)])
+def test_all_ranks_use_packed_layers_or_none(features: int, size: int) -> None:
+    """Only some ranks have a multiple of 8 features, which the kernels need."""
+    config = replace(UNEVEN, intermediate_size=features)
+    whole = tiny_checkpoint(config=config)
+    parts = [rank_checkpoint(whole, Partition.of(config, rank, size)) for rank in range(size)]
+    assert len({part.config.intermediate_size % 8 == 0 for part in parts}) == 2
+    assert all("multiples of 8" in str(unsupported(part)) for part in parts)
 
 
 def test_factor_pairs_are_multiplied_out_before_ranks_divide_them(tmp_path: Path) -> None:
