@@ -20,6 +20,7 @@ from services.cli_options import (
     Port,
     Ranks,
     RanksOfRole,
+    RanksOfWorkers,
     RouterPort,
     TlsDir,
     TokenizerSource,
@@ -249,11 +250,12 @@ def calibrate(
 def tune(
     out: Annotated[Path, typer.Option(help="file to write the kernel plan to")],
     model: Model = "smollm2-135m",
+    tp: RanksOfWorkers = None,
 ) -> None:
     """Find the fastest kernels for a model on this machine's GPU, and write a kernel plan."""
     from services.offline.tune import tune as run
 
-    print(f"wrote kernel plan {run(model, out)} to {out}")  # noqa: T201
+    print(f"wrote kernel plan {run(model, out, tp or (1,))} to {out}")  # noqa: T201
 
 
 @app.command()

@@ -29,6 +29,15 @@ RanksOfRole = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="ranks of each worker of this role; default: --tp"),
 ]
+RanksOfWorkers = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=1,
+        max=64,
+        help="ranks of the workers that will use the plan; give it several times for a plan that "
+        "workers with different numbers share; default: 1",
+    ),
+]
 Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]

@@ -1,21 +1,23 @@
 """Choose a kernel plan for one model on this GPU: ``python -m runtime.offline.bench plan --help``.
 
-For each GEMM shape, the benchmark compares torch with a few tile sizes of our kernels. For each
-shape of factor pairs, it compares a decode step that uses the pairs with one that uses their
-products. It prints the measured times and writes the plan to a file for `KernelPlan.load`.
+For each GEMM shape of each rank, the benchmark compares torch with a few tile sizes of our kernels.
+For each shape of factor pairs, it compares a decode step that uses the pairs with one that uses
+their products; for several ranks, also the schemes by which they divide the model. It prints the
+measured times and writes the plan to a file for `KernelPlan.load`.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.attention.base import Batch
 from runtime.checkpoint import checkpoint_path, load_checkpoint
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.checkpoint.weights import Checkpoint, layer_shapes
 from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import (
     BUCKETS,
@@ -23,94 +25,110 @@ from runtime.gemm.plan import (
     LargeTile,
     Tile,
     choice_key,
-    group_key,
     large_tile,
-    multiplied_out,
 )
-from runtime.gemm.weights import PROJECTION_GROUPS
-from runtime.megakernel.decode_step import decode_step
 from runtime.offline.bench.device import captured, describe, milliseconds
-from runtime.offline.bench.shapes import PAGE
-from runtime.pages.plan import PageCount, pages_for
+from runtime.offline.bench.ranks import SilentGroup
+from runtime.offline.bench.shapes import PAGE, with_random_weights, without_content
+from runtime.offline.bench.variants import (
+    GAIN,
+    LAYERS,
+    Log,
+    Shape,
+    log_times,
+    shape_of,
+    with_variants,
+)
+from runtime.parallel.partition import Partition, Scheme
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import GroupedGemm
 
-_LAYERS = 8
-"""Number of layers of one shape per measurement. Their weights do not fit into the L2 cache."""
-_MAX_SHAPES = 12
-"""Maximum number of layer shapes that are measured. Other layers keep their factor pairs."""
-_GAIN = 0.97
-"""An alternative is chosen if it takes less than this fraction of the default's time."""
 _FEW_BLOCKS = 200
 """A launch with fewer blocks does not fill the device, so tiles with split-K are tried as well."""
-_CONTEXT = 512
-Log = Callable[[str], None]
 
 
-def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
-    """Measure the kernels of a checkpoint on this GPU and return the fastest plan.
+def measure(checkpoint: Checkpoint, sizes: Sequence[int] = (1,), log: Log = print) -> KernelPlan:
+    """Measure the kernels of a checkpoint on this machine and return the fastest plan.
+
+    Only shapes are read of the checkpoint; the weights are random.
+
+    Args:
+        sizes: numbers of ranks of the workers that use the plan. Products and scheme are measured
+            only for numbers up to that of the GPUs.
 
     Raises:
         ValueError: the GEMM backend does not support the checkpoint.
     """
-    device = torch.cuda.get_device_name()
-    plan = KernelPlan(dense=frozenset(_faster_dense(checkpoint, log)), device=device)
-    applied = plan.multiply_out(checkpoint)
-    model = build_gemm_model(applied, device="cuda", page_size=PAGE, plan=plan)
-    alike: dict[str, list[GroupedGemm]] = {}
-    for gemm in model.grouped_gemms():
-        for bucket in BUCKETS:
-            alike.setdefault(choice_key(gemm.name, bucket, gemm.shapes), []).append(gemm)
-    choices = {name: _best_tile(name, some[:_LAYERS], log) for name, some in alike.items()}
-    return replace(plan, choices=choices)
+    whole = without_content(checkpoint)
+    gpus = torch.cuda.device_count()
+    for size in sizes:
+        if size > gpus:
+            log(f"{size} ranks need as many GPUs to measure products and scheme; there are {gpus}")
+    plan = KernelPlan(device=torch.cuda.get_device_name())
+    plan = with_variants(plan, whole, [size for size in sizes if size <= gpus], log)
+    gemms = gemms_by_choice(plan, whole, sizes, "cuda")
+    return replace(plan, choices={name: _best_tile(name, alike, log) for name, alike in gemms})
 
 
-def _faster_dense(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
-    """Yield the keys of projection groups whose factor pairs are slower than their products."""
-    shapes: dict[tuple[str | None, ...], LayerWeights] = {}
-    for layer in checkpoint.layers:
-        shapes.setdefault(tuple(group_key(layer, names) for names in PROJECTION_GROUPS), layer)
-    measured = set()
-    for layer in list(shapes.values())[:_MAX_SHAPES]:
-        pairs_ms = None
-        for names in PROJECTION_GROUPS:
-            name = group_key(layer, names)
-            if name is None or name in measured:
-                continue
-            measured.add(name)
-            pairs_ms = pairs_ms or _step_ms(checkpoint, layer)
-            dense_ms = _step_ms(checkpoint, multiplied_out(layer, names))
-            _line(log, name, pairs=pairs_ms, dense=dense_ms)
-            if dense_ms < _GAIN * pairs_ms:
-                yield name
+def gemms_by_choice(
+    plan: KernelPlan, whole: Checkpoint, sizes: Sequence[int], device: str
+) -> Iterator[tuple[str, Sequence["GroupedGemm"]]]:
+    """Yield the key of each choice and up to `LAYERS` GEMMs of its shape, of any rank.
+
+    One rank at a time is on the device, without the ranks whose layers have the same shapes. The
+    GEMMs are those of its part of the model: its collectives exchange nothing.
+    """
+    applied = plan.multiply_out(whole)
+    few = _few_of_each_shape(layer_shapes(applied))
+    config = replace(whole.config, num_layers=len(few))
+    yielded: set[str] = set()
+    for rank, size, part in distinct_parts(replace(applied, config=config, layers=few), sizes):
+        if size > 1 and plan.scheme is Scheme.BASE:
+            continue
+        model = build_gemm_model(
+            with_random_weights(part, device),
+            device=device,
+            page_size=PAGE,
+            group=SilentGroup(rank, size),
+        )
+        alike: dict[str, list[GroupedGemm]] = {}
+        for gemm in model.grouped_gemms():
+            for bucket in BUCKETS:
+                alike.setdefault(choice_key(gemm.name, bucket, gemm.shapes), []).append(gemm)
+        yield from ((name, some[:LAYERS]) for name, some in alike.items() if name not in yielded)
+        yielded |= alike.keys()
 
 
-def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
-    """Return the milliseconds of a decode step of one sequence through `_LAYERS` equal layers."""
-    config = replace(checkpoint.config, num_layers=_LAYERS, context_length=_CONTEXT + 1)
-    layers = tuple(_copied(layer) for _ in range(_LAYERS))
-    part = replace(checkpoint, config=config, layers=layers)
-    model = build_gemm_model(part, device="cuda", page_size=PAGE)
-    pages = pages_for(_CONTEXT + 1, PAGE)
-    batch = Batch.static(1, pages, "cuda")
-    batch.page_table.copy_(torch.arange(pages)[None])
-    batch.positions.fill_(_CONTEXT)
-    batch.lengths.fill_(_CONTEXT + 1)
-    return milliseconds(captured(decode_step(model, batch, model.new_cache(PageCount(pages)))))
+def distinct_parts(
+    whole: Checkpoint, sizes: Sequence[int]
+) -> Iterator[tuple[int, int, Checkpoint]]:
+    """Yield rank, number of ranks and part of ranks whose parts have different shapes.
+
+    Raises:
+        ValueError: a number of ranks cannot divide the model.
+    """
+    shapes = set()
+    for size in sizes:
+        for rank in range(size):
+            part = whole
+            if size > 1:
+                part = rank_checkpoint(whole, Partition.of(whole.config, rank, size))
+            shape = size, tuple(map(shape_of, layer_shapes(part)))
+            if shape not in shapes:
+                shapes.add(shape)
+                yield rank, size, part
 
 
-def _copied(layer: LayerWeights) -> LayerWeights:
-    """Return a layer copied to the GPU."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to("cuda", torch.bfloat16, copy=True)
-        if isinstance(value, Dense | FactorPair):
-            return replace(value, **{name: copied(part) for name, part in vars(value).items()})
-        return value
-
-    return replace(layer, **{name: copied(value) for name, value in vars(layer).items()})
+def _few_of_each_shape(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """Return up to `LAYERS` layers of each shape."""
+    count: Counter[Shape] = Counter()
+    few = []
+    for layer in layers:
+        count[shape_of(layer)] += 1
+        if count[shape_of(layer)] <= LAYERS:
+            few.append(layer)
+    return tuple(few)
 
 
 def _best_tile(name: str, alike: Sequence["GroupedGemm"], log: Log) -> Tile | LargeTile | None:
@@ -141,8 +159,8 @@ def _best_tile(name: str, alike: Sequence["GroupedGemm"], log: Log) -> Tile | La
 
     torch_ms = ms(None)
     ours_ms, tile = min((ms(tile), n, tile) for n, tile in enumerate(_tiles(tokens, first)))[::2]
-    _line(log, name, torch=torch_ms, ours=ours_ms)
-    return tile if ours_ms < _GAIN * torch_ms else None
+    log_times(log, name, torch=torch_ms, ours=ours_ms)
+    return tile if ours_ms < GAIN * torch_ms else None
 
 
 def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
@@ -170,18 +188,17 @@ def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
             yield Tile(high, wide, columns, 4, 4, stages)
 
 
-def _line(log: Log, name: str, **figures: float) -> None:
-    log(f"{name:72} " + ", ".join(f"{what} {1e3 * ms:.1f} us" for what, ms in figures.items()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench plan")
     parser.add_argument("--model", default="smollm2-135m", help="name or path of a checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], help="numbers of ranks of the workers"
+    )
     own = parser.parse_args()
     print(describe("cuda"))
-    checkpoint = load_checkpoint(checkpoint_path(own.model), dtype=torch.bfloat16)
+    checkpoint = load_checkpoint(checkpoint_path(own.model), dtype=None)
     with torch.inference_mode():
-        plan = measure(checkpoint)
+        plan = measure(checkpoint, own.tp)
     plan.save(own.out)
     print(f"kernel plan {plan.hash}: {own.out}")

@@ -1,6 +1,8 @@
 """Random checkpoints with the shapes of real models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from runtime.checkpoint.weights import (
     LayersOnDemand,
     LayerWeights,
     Linear,
+    layer_shapes,
+    mapped,
 )
 from runtime.config import ModelConfig, RopeConfig
 from runtime.models.llama import LLAMA
@@ -103,6 +107,45 @@ def random_checkpoint(
         random(config.vocab_size, hidden, scale=hidden**-0.5),
         "",
         keep=keep,
+    )
+
+
+def without_content(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose bf16 tensors have the same shapes, on the meta device."""
+
+    def empty(like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=torch.bfloat16, device="meta")
+
+    return _with_tensors(checkpoint, empty, tuple(mapped(tuple(layer_shapes(checkpoint)), empty)))
+
+
+def with_random_weights(checkpoint: Checkpoint, device: str) -> Checkpoint:
+    """Return a checkpoint with random bf16 tensors of the same shapes, drawn layer by layer.
+
+    No layer shares tensors with another.
+    """
+
+    def random(like: Tensor) -> Tensor:
+        values = torch.empty(like.shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(0, like.shape[-1] ** -0.5)
+
+    shapes = tuple(layer_shapes(checkpoint))
+    return _with_tensors(
+        checkpoint, random, LayersOnDemand(lambda index: mapped(shapes[index], random), shapes)
+    )
+
+
+def _with_tensors(
+    checkpoint: Checkpoint, tensor: Callable[[Tensor], Tensor], layers: Sequence[Any]
+) -> Checkpoint:
+    embedding = tensor(checkpoint.embedding)
+    tied = checkpoint.lm_head is checkpoint.embedding
+    return replace(
+        checkpoint,
+        embedding=embedding,
+        layers=layers,
+        final_norm=tensor(checkpoint.final_norm),
+        lm_head=embedding if tied else tensor(checkpoint.lm_head),
     )
 
 

@@ -11,20 +11,15 @@ DeInfer paper, an all-reduce counts once in the first number; as on the link, tw
 """
 
 import argparse
-import io
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint.family import LinearTensor, family_of
@@ -41,9 +36,10 @@ from runtime.offline.bench.device import (
     milliseconds,
     show,
 )
+from runtime.offline.bench.ranks import SilentGroup, over_ranks
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
-from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
+from runtime.parallel.group import RankGroup
 from runtime.parallel.partition import LowRankRows, Partition, Scheme
 
 
@@ -71,23 +67,28 @@ class CountedGroup(RankGroup):
 
     Attributes:
         counted: elements so far.
-        silent: whether collectives return their argument, for times without communication.
+        silent: whether collectives are those of `SilentGroup`, for times without communication.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
+        self._without_peers = SilentGroup(group.rank, group.size)
         self.rank, self.size = group.rank, group.size
         self.counted = Elements()
         self.silent = False
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         self.counted += Elements.of_sum(addend.numel())
-        return addend if self.silent else self._group.all_reduce(addend)
+        return self._collectives.all_reduce(addend)
 
     def all_gather(self, part: Tensor) -> Tensor:
         count = part.numel() * self.size
         self.counted += Elements(count, count)
-        return part.repeat(1, self.size) if self.silent else self._group.all_gather(part)
+        return self._collectives.all_gather(part)
+
+    @property
+    def _collectives(self) -> RankGroup:
+        return self._without_peers if self.silent else self._group
 
 
 @dataclass(frozen=True)
@@ -251,60 +252,6 @@ def figures(case: Case, group: RankGroup) -> Iterator[Figure]:
             yield from RankBench(case, group, keep, scheme).figures(copy, matmul)
 
 
-def _run_rank(rank: int, case: Case, rendezvous: str, results: Any) -> None:
-    """Run one rank in a process of its own; the first sends its figures."""
-    torch.set_num_threads(1)
-    on_gpu = case.device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=case.ranks,
-    )
-    group: RankGroup = ONE_RANK
-    if case.ranks > 1:
-        group = DistributedGroup(distributed.new_group())
-    output = nullcontext() if rank == 0 else redirect_stdout(io.StringIO())
-    with torch.inference_mode(), output:
-        for figure in figures(case, group):
-            if rank == 0:
-                results.put(figure)
-    results.put(None)
-    distributed.destroy_process_group()
-
-
-def over_ranks(case: Case) -> Iterator[Figure]:
-    """Start the ranks of a case and yield the figures of the first.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    context = get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = case, f"{folder}/rendezvous", results
-        ranks = [
-            context.Process(target=_run_rank, args=(rank, *arguments), daemon=True)
-            for rank in range(case.ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        running = case.ranks
-        while running:
-            if results.empty():
-                if any(rank.exitcode for rank in ranks):
-                    raise RuntimeError("a rank failed")
-                time.sleep(0.05)
-            elif (figure := results.get()) is not None:
-                yield figure
-            else:
-                running -= 1
-        for rank in ranks:
-            rank.join()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench tp")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-70b", help="model")
@@ -335,4 +282,5 @@ def main() -> None:
         )
         for ranks in args.ranks
     )  # fmt: skip
-    show(describe(args.device), chain.from_iterable(map(over_ranks, cases)), args.json)
+    rows = (over_ranks(case.ranks, case.device, partial(figures, case)) for case in cases)
+    show(describe(args.device), chain.from_iterable(rows), args.json)

@@ -111,6 +111,26 @@ def test_compress_benchmark_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_benchmark_of_ranks_runs(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "runtime.offline.bench", "tp", "--shape", "tiny"]
+    command += ["--layers", "1", "--ranks", "2", "--keep", "0.5", "--device", "cpu"]
+    command += ["--batch", "1", "--context", "20", "--tokens", "--runs", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(target.read_text())
+    assert [figure["name"].partition("T = 2, ")[2] for figure in figures] == [
+        f"{scheme}, decode, batch 1, context 20{suffix}"
+        for scheme in ("low-rank", "base")
+        for suffix in ("", ", without communication")
+    ]
+    elements = [line for line in done.stdout.splitlines() if "elements per token" in line]
+    for computed, counted in zip(elements[::2], elements[1::2], strict=True):
+        assert computed.replace("computed", "counted") == counted
+
+
 _HELP = """
 import sys
 sys.modules["triton"] = None  # an import raises ImportError
