@@ -6,11 +6,14 @@ that of prefill the time of the rank's floating-point operations at the rate of 
 Neither contains communication. Times without communication are those of the same model with
 collectives that return their argument.
 
+Memory is that of tensors after the model was built, without the KV cache.
+
 Elements are those of a token in all collectives of a layer, by their formula and counted. As in the
 DeInfer paper, an all-reduce counts once in the first number; as on the link, twice in the second.
 """
 
 import argparse
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +116,7 @@ class RankBench:
         config = SHAPES[case.shape]
         if case.layers:
             config = replace(config, num_layers=case.layers)
+        before = _allocated(case.device)
         whole = random_checkpoint(config, keep, device=case.device, on_demand=True)
         self.name = f"{title(case.shape, keep)}, T = {group.size}"
         part, computed = whole, Elements()
@@ -134,6 +138,8 @@ class RankBench:
         embedding = part.embedding.numel() * self._model.dtype.itemsize
         self.bytes_read = self._model.weight_bytes - embedding
         self._layer_elements = self.bytes_read // self._model.dtype.itemsize - part.lm_head.numel()
+        del whole, part
+        self._print_memory(_allocated(case.device) - before)
         self._print_sizes(computed)
 
     def figures(self, copy: float, matmul: float) -> Iterator[Figure]:
@@ -192,6 +198,19 @@ class RankBench:
     def _milliseconds(self, call: Callable[[], object]) -> float:
         return milliseconds(call, device=self._case.device, runs=self._case.runs)
 
+    def _print_memory(self, allocated: int) -> None:
+        """Print the GPU memory of the model on each rank, beside its share of the weights."""
+        device = self._case.device
+        if device != "cuda":
+            return
+        own = torch.tensor([[allocated, self._model.weight_bytes]], device=device)
+        sizes = self._group.all_gather(own).view(-1, 2).tolist()
+        for rank, (found, share) in enumerate(sizes):
+            print(
+                f"{self.name}, rank {rank}: {found / 1e9:.3f} GB allocated, "
+                f"{share / 1e9:.3f} GB of weights by its part, ratio {found / share:.4f}"
+            )
+
     def _print_sizes(self, computed: Elements) -> None:
         """Print the weights that a rank reads, and the elements that its layers exchange."""
         print(f"{self.name}: {self.bytes_read / 1e9:.3f} GB of weights read on each rank")
@@ -237,6 +256,12 @@ def elements_of(layer: Any, linears: Mapping[str, LinearTensor], partition: Part
         height = LowRankRows.of(ranks, partition.rank, partition.size).height * partition.size
         total += Elements(height, height)
     return total
+
+
+def _allocated(device: str) -> int:
+    """Return the bytes of tensors on the GPU; 0 on the CPU."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def _owned(part: Checkpoint) -> Checkpoint:

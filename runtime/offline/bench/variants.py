@@ -141,7 +141,10 @@ def _distinct(layers: Sequence[Any]) -> list[Any]:
 def step_times(whole: Checkpoint, variants: Sequence[Variant], size: int) -> Sequence[float]:
     """Measure a decode step of each variant with ``size`` ranks, on as many GPUs."""
     work = partial(times_of_rank, replace(whole, layers=()), variants, "cuda")
-    return list(work(ONE_RANK) if size == 1 else over_ranks(size, "cuda", work))
+    if size == 1:
+        return list(work(ONE_RANK))
+    torch.cuda.empty_cache()  # the first rank is another process, on the same GPU
+    return list(over_ranks(size, "cuda", work))
 
 
 def times_of_rank(
