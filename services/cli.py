@@ -25,6 +25,7 @@ from services.cli_options import (
     TlsDir,
     TokenizerSource,
 )
+from services.common.process_end import ending
 from services.launch import SERVICES, load_settings, run_service
 from services.local.options import UpOptions
 from services.offline import calibrate_flags as flags
@@ -342,5 +343,11 @@ def version() -> None:
     print(installed_version("headrace"))  # noqa: T201
 
 
+def main() -> None:
+    """Run the command, and end the process."""
+    with ending():
+        app()
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,7 +1,6 @@
 """Start-up of a worker: its ranks, the engine that schedules for them, and its identity."""
 
 import asyncio
-import signal
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -29,8 +28,6 @@ log = structlog.get_logger()
 
 CAUSE_S = 1.0
 """Time in which the fault of a rank is found after the rank has broken a collective, seconds."""
-_EXIT_S = 5
-"""Maximum time in which a process with several ranks exits after their end, seconds."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,6 @@ async def running_ranks(
         await asyncio.to_thread(followers.end)
     finally:
         followers.kill()
-        if followers.ranks:
-            # Destructors of communicators, and threads in a collective, may wait for ended ranks.
-            signal.alarm(_EXIT_S)
 
 
 def _in_thread(call: Callable[[], T]) -> "Future[T]":

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from runtime.parallel.group import DistributedGroup, RankGroup
+from services.common.process_end import end_at_once
 from services.worker.device import use_device
 
 _LIMIT = timedelta(minutes=10)
@@ -42,11 +43,13 @@ class Rendezvous:
     def join(self, rank: int, device: torch.device) -> RankGroup:
         """Join the group of all ranks; NCCL for GPUs, gloo for CPUs. Blocks until all have joined.
 
-        Connections use the loopback interface only.
+        Connections use the loopback interface only. From now on, the process must end at once:
+        destructors of communicators, and threads in a collective, may wait for ended ranks.
 
         Raises:
             RuntimeError: another rank has ended or does not join in time.
         """
+        end_at_once()
         os.environ.update(_LOOPBACK)
         on_gpu = device.type == "cuda"
         use_device(device)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_process() -> Iterator[None]:
     """Undo what a worker of several ranks does to its process, and check that no rank is left."""
     yield
-    signal.alarm(0)
     if distributed.is_initialized():
         distributed.destroy_process_group()
     left = [child for child in psutil.Process().children() if "spawn_main" in str(child.cmdline())]
