@@ -15,6 +15,8 @@ from services.worker.ranks.process import run_rank
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.stall import Stall
 
+LOOK_S = 0.25
+"""Time between two looks at the beats of the ranks, seconds."""
 _KILLED_S = 5.0
 """Maximum time in which the kernel ends a process, seconds."""
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -53,7 +55,7 @@ class Follower:
         # The main thread, which computes the steps, has the id of the process.
         on_cpu = torch_device(start.settings.device).type == "cpu"
         self._stall = Stall(lambda: f"{self.pid}/task/{self.pid}", by_processor=on_cpu)
-        self._silence = Stall(lambda: f"{self.pid}", by_processor=True)
+        self._silence = Stall(lambda: f"{self.pid}", by_processor=True, pause_s=2 * LOOK_S)
         for end in (control, endpoint):
             end.close()  # otherwise, the end of the process would not close the pipe
 
@@ -70,7 +72,7 @@ class Follower:
         """Return the seconds for which the process has neither beaten nor used the processor.
 
         Compilers may hold the lock of the interpreter, which a beat needs. While the process is
-        starting, it does not beat, and the result is 0.
+        starting, it does not beat, and the result is 0. To be called every `LOOK_S`.
         """
         silent_s = 0.0 if self.stage is Stage.STARTING else progress.silent_s
         return self._silence.seconds(silent_s)

@@ -17,15 +17,13 @@ from services.common.errors import SettingsError
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.peers import Peers, RankFacts
-from services.worker.ranks.follower import Follower
+from services.worker.ranks.follower import LOOK_S, Follower
 from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Stage, Started
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
 
-_LOOK_S = 0.25
-"""Time between two looks at the beats of the ranks, seconds."""
 _END_S = 12.0
 """Maximum time in which the ranks end after their channel was closed, seconds."""
 
@@ -157,13 +155,10 @@ class Followers(Peers):
     def _supervise(self) -> None:
         """Take the messages of the ranks, and look at their beats, until one fails."""
         by_pipe = {rank.control: rank for rank in self.ranks}
-        looked = time.monotonic()
         while not (self.fault.done() or self._is_ending):
-            for pipe in connection.wait(by_pipe, _LOOK_S):
+            for pipe in connection.wait(by_pipe, LOOK_S):
                 self._take(by_pipe[pipe])  # type: ignore[index]  # one of these pipes
-            since_s, looked = time.monotonic() - looked, time.monotonic()
-            if since_s < 2 * _LOOK_S:  # else this process was stopped too, as in a paused container
-                self._look()
+            self._look()
 
     def _look(self) -> None:
         for rank, progress in zip(self.ranks, self._channel.ranks(), strict=True):

@@ -174,7 +174,7 @@ class RankProcess(Peers):
         """
         limit_s = self._start.settings.rank_timeout_s
         main = f"self/task/{threading.main_thread().native_id}"
-        stall = Stall(lambda: main, by_processor=device.type == "cpu")
+        stall = Stall(lambda: main, by_processor=device.type == "cpu", pause_s=2 * _WATCH_S)
         while True:
             time.sleep(_WATCH_S)
             stalled_s = stall.seconds(self._reader.busy_s)
