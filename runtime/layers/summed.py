@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import FactorPair, Linear
+from runtime.kernels.alignment import round_up
 from runtime.layers.linear import LinearOp, linear_op
 from runtime.parallel.group import RankGroup
 from runtime.parallel.partition import even_part
@@ -37,8 +38,8 @@ def _part(linear: Linear) -> tuple[LinearOp, bool]:
     """Return a rank's part of a linear, and whether it reads the whole input."""
     if not isinstance(linear, FactorPair):
         return linear_op(linear.weight, linear.bias), False
-    # GPUs multiply matrices with sizes that are no multiples of 8 several times slower.
-    padding = -linear.rank % 8
+    # GPUs multiply matrices of other sizes several times slower.
+    padding = round_up(linear.rank) - linear.rank
     v, u = functional.pad(linear.v, (0, 0, 0, padding)), functional.pad(linear.u, (0, padding))
     down, up = linear_op(v), linear_op(u, linear.bias)
     return lambda x: up(down(x)), True

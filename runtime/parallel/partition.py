@@ -13,14 +13,13 @@ from enum import StrEnum
 from typing import Literal, Self
 
 from runtime.config import ModelConfig
+from runtime.kernels.alignment import round_up
 
 MAX_RANKS = 64
 """Maximum number of ranks of a worker; also bounds the lists that an untrusted peer sends."""
 _UNITS = (64, 8, 1)
 """Numbers of features or vocabulary rows that are not divided, where they divide the whole: GPU
 kernels need multiples of 8, and tiles have 64 rows."""
-_LOW_RANK_UNIT = 8
-"""Rows of V that are not divided, because GPU kernels read inner activations in units of 8."""
 
 
 class Scheme(StrEnum):
@@ -126,9 +125,9 @@ class Partition:
 class LowRankRows:
     """How ranks divide the stacked V of factor pairs that read the same input.
 
-    The V are stacked, each padded with zeros to a multiple of 8 rows, and every rank holds the same
-    number of consecutive rows. The gathered outputs of all ranks are therefore the outputs of the
-    stacked V, followed by padding.
+    The V are stacked, each padded with zeros by `round_up`, because GPU kernels read inner
+    activations in these units. Every rank holds the same number of consecutive rows. The gathered
+    outputs of all ranks are therefore the outputs of the stacked V, followed by padding.
 
     Attributes:
         height: rows of each rank.
@@ -153,8 +152,8 @@ class LowRankRows:
         offsets, total = [], 0
         for rows in ranks:
             offsets.append(total)
-            total += -(-rows // _LOW_RANK_UNIT) * _LOW_RANK_UNIT
-        height = -(-total // (_LOW_RANK_UNIT * size)) * _LOW_RANK_UNIT
+            total += round_up(rows)
+        height = round_up(-(-total // size))
         first, end = rank * height, (rank + 1) * height
         parts, places = [], []
         for rows, offset in zip(ranks, offsets, strict=True):
