@@ -111,7 +111,7 @@ def describe(epoch: str = "00112233445566778899aabbccddeeff") -> FrameHeader:
 
 def test_header_has_the_documented_bytes() -> None:
     raw = bytes_of(packed(describe()))
-    assert raw[:8] == b"HRKV\x04\x00\x60\x00"
+    assert raw[:8] == b"HRKV\x05\x00\x60\x00"
     assert raw[12:16] == (1).to_bytes(4, "little")
     assert raw[16:32] == bytes.fromhex("00112233445566778899aabbccddeeff")
     assert raw[32:48] == hashlib.sha256("req-ü".encode()).digest()[:16]
