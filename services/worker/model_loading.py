@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from runtime.checkpoint import load_checkpoint
+from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.gemm.model import build_fastest_model, unsupported_by_gemm
 from runtime.megakernel.decode_step import unsupported_by_megakernel
 from runtime.models.kernel_plan_hash import kernel_plan_hash
@@ -38,28 +38,14 @@ def load_model(
     memory.
     """
     plan = _kernel_plan(settings.kernel_plan_file, device)
-    scheme = Scheme.LOW_RANK if plan is None else plan.scheme
-    part = None
-    if peers.size > 1:
-        part = partial(Partition.of, rank=peers.rank, size=peers.size, scheme=scheme)
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     log.info("reading checkpoint", model=str(path))
-    with ThreadPoolExecutor(1) as pool:
-        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
-        checkpoint = load_checkpoint(
-            path,
-            dtype=None,
-            part=part,
-            prepare=plan.multiply_out if plan else lambda whole: whole,
-            known=peers.known_files(),
-        )
-        peers.share_files(checkpoint.hashed)
-        context.result()
+    checkpoint = _read(path, device, plan, peers)
     log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
-    packed = part is None or scheme is Scheme.LOW_RANK
-    if plan is not None and packed and unsupported is not None:
+    summed = checkpoint.partition is not None and checkpoint.partition.scheme is Scheme.BASE
+    if plan is not None and unsupported is not None and not summed:
         raise _needs_gemm_backend(unsupported)
     model = build_fastest_model(
         checkpoint,
@@ -89,6 +75,24 @@ def load_model(
         plan_multiplied_out=plan and sorted(plan.dense),
     )
     return model, checkpoint.model_hash
+
+
+def _read(path: Path, device: str, plan: "KernelPlan | None", peers: Peers) -> Checkpoint:
+    """Return a rank's part of the checkpoint; create the CUDA context meanwhile."""
+    scheme = Scheme.LOW_RANK if plan is None else plan.scheme
+    part = partial(Partition.of, rank=peers.rank, size=peers.size, scheme=scheme)
+    with ThreadPoolExecutor(1) as pool:
+        context = pool.submit(lambda: torch.zeros(1, device=device))
+        checkpoint = load_checkpoint(
+            path,
+            dtype=None,
+            part=part if peers.size > 1 else None,
+            prepare=plan.multiply_out if plan else lambda whole: whole,
+            known=peers.known_files(),
+        )
+        peers.share_files(checkpoint.hashed)
+        context.result()
+    return checkpoint
 
 
 def _seconds_since(started: float) -> float:

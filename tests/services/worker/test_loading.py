@@ -10,8 +10,12 @@ import torch
 
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpoint
 from runtime.engine import Add
+from runtime.gemm.plan import KernelPlan
 from runtime.kv.int4 import Int4Format
 from runtime.models.build import build_model
+from runtime.offline.bench.ranks import SilentGroup
+from runtime.parallel.group import RankGroup
+from runtime.parallel.partition import Scheme
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.offline.tune import tune
@@ -20,6 +24,7 @@ from services.tokenizer.identity import TokenizerIdentity
 from services.tokenizer.loading import load_tokenizer
 from services.worker import model_loading
 from services.worker.loading import load_worker
+from services.worker.peers import NO_PEERS, Peers
 from services.worker.settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
 from tests.services.tiny_model import save_tiny_model
@@ -97,6 +102,30 @@ def test_kernel_plan_file_needs_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match="requires a GPU"):
         tune(str(model), tmp_path / "plan.json")
+
+
+class SecondOfTwo(Peers):
+    rank = 1
+    size = 2
+
+    def join(self, device: torch.device) -> RankGroup:
+        return SilentGroup(self.rank, self.size)
+
+
+def test_plan_decides_the_scheme_of_several_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of the base scheme are those of torch, so that its plan needs no GEMM backend."""
+
+    def loaded(scheme: Scheme, peers: Peers) -> str:
+        plan = KernelPlan(scheme=scheme)
+        monkeypatch.setattr(model_loading, "_kernel_plan", lambda *_: plan)
+        return model_loading.load_model(model, settings_of(model), "cpu", peers)[0].matmul
+
+    assert loaded(Scheme.BASE, SecondOfTwo()) == "summed"
+    for scheme, peers in ((Scheme.LOW_RANK, SecondOfTwo()), (Scheme.BASE, NO_PEERS)):
+        with pytest.raises(SettingsError, match="needs the GEMM backend: the device is cpu"):
+            loaded(scheme, peers)
 
 
 def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> None:
