@@ -85,7 +85,7 @@ class Followers(Peers):
             return
         self.size = settings.tp
         self._limit_s = settings.rank_timeout_s
-        self._rendezvous = Rendezvous.create(settings.tp)
+        self._rendezvous = Rendezvous.create(settings.tp, step_s=settings.rank_timeout_s)
         self._channel = StepChannel(settings.tp - 1, timeout_s=settings.rank_timeout_s)
         self.ranks = tuple(
             Follower(RankStart(settings, role, rank, decodes), self._rendezvous, reader)

@@ -12,12 +12,11 @@ from runtime.parallel.group import DistributedGroup, RankGroup
 from services.common.process_end import end_at_once
 from services.worker.device import use_device
 
-_LIMIT = timedelta(minutes=10)
-"""Maximum time that a rank waits for the others, to join and in a collective.
+_START_S = 600.0
+"""Minimum of `Rendezvous.timeout_s`, seconds.
 
-While the ranks warm up, one may compile kernels that another finds in a cache. The time of steps is
-limited by the setting `rank_timeout_s`."""
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+While the ranks warm up, one may compile kernels that another finds in a cache."""
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # NCCL takes prefixes
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,23 @@ class Rendezvous:
     Attributes:
         path: path of the open file, for processes of the same user.
         size: number of ranks.
+        timeout_s: maximum time that a rank waits for the others, to join and in a collective,
+            seconds.
     """
 
     path: str
     size: int
+    timeout_s: float
 
     @classmethod
-    def create(cls, size: int) -> Self:
-        """Open a file, which stays open until this process ends."""
+    def create(cls, size: int, *, step_s: float) -> Self:
+        """Open a file, which stays open until this process ends.
+
+        Args:
+            step_s: maximum time of a step, seconds.
+        """
         descriptor = os.memfd_create("headrace-ranks")
-        return cls(f"/proc/{os.getpid()}/fd/{descriptor}", size)
+        return cls(f"/proc/{os.getpid()}/fd/{descriptor}", size, max(_START_S, step_s))
 
     def join(self, rank: int, device: torch.device) -> RankGroup:
         """Join the group of all ranks; NCCL for GPUs, gloo for CPUs. Blocks until all have joined.
@@ -58,7 +64,7 @@ class Rendezvous:
             store=distributed.FileStore(self.path, self.size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=self.size,
-            timeout=_LIMIT,
+            timeout=timedelta(seconds=self.timeout_s),
             device_id=device if on_gpu else None,
         )
         group = distributed.group.WORLD

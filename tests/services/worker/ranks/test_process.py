@@ -38,7 +38,7 @@ def process_with(pipe: Pipe) -> RankProcess:
     unused: Any = None
     control: Any = pipe
     start = RankStart(settings, "decode", 1, decodes=True)
-    return RankProcess(start, Rendezvous("", 2), unused, control, unused)
+    return RankProcess(start, Rendezvous("", 2, 60), unused, control, unused)
 
 
 def test_fault_of_the_transfer_is_reported(ended: list[int]) -> None:
