@@ -17,7 +17,7 @@ import codec
 from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import LocalExecutor
-from runtime.errors import RuntimeFault
+from runtime.errors import FirstRankEnded, RuntimeFault
 from runtime.models.kernel_plan_hash import kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
@@ -95,18 +95,31 @@ def refusing(settings: WorkerSettings, rank: int) -> Iterator[None]:
 
     With several ranks, the message names this one.
     """
-    where = f"rank {rank}: " if settings.tp > 1 else ""
     try:
         yield
-    except SettingsError as error:
-        raise SettingsError(f"{where}{error}") from error
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(
-            f"{where}not enough GPU memory for {settings.model}, which more GPUs can divide "
-            f"(--tp): {error}"
-        ) from error
-    except (RuntimeFault, codec.CodecError, ValueError, OSError) as error:
-        raise SettingsError(f"{where}cannot serve {settings.model}: {error}") from error
+    except Exception as error:
+        refusal = refusal_of(error, settings, rank)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def refusal_of(error: BaseException, settings: WorkerSettings, rank: int) -> SettingsError | None:
+    """Return the error that `refusing` raises for another one; None if it does not replace it."""
+    where = f"rank {rank}: " if settings.tp > 1 else ""
+    match error:
+        case SettingsError():
+            return SettingsError(f"{where}{error}")
+        case torch.OutOfMemoryError():
+            return SettingsError(
+                f"{where}not enough GPU memory for {settings.model}, which more GPUs can divide "
+                f"(--tp): {error}"
+            )
+        case FirstRankEnded():
+            return None
+        case RuntimeFault() | codec.CodecError() | ValueError() | OSError():
+            return SettingsError(f"{where}cannot serve {settings.model}: {error}")
+    return None
 
 
 def load_rank(

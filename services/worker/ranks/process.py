@@ -32,7 +32,7 @@ from services.transfer.remote_endpoint import serve_endpoint
 from services.worker.device import allocated_bytes, torch_device, use_device
 from services.worker.peers import Peers, RankFacts
 from services.worker.rank_endpoint import open_endpoint
-from services.worker.rank_loading import LoadedRank, load_rank, refusing
+from services.worker.rank_loading import LoadedRank, load_rank, refusal_of, refusing
 from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Started
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.stall import Stall
@@ -104,7 +104,7 @@ class RankProcess(Peers):
     def run(self) -> None:
         """Load the rank, and follow the steps of the first one until it closes its channel."""
         settings = self._start.settings
-        self._control.send(Started())
+        self._send(Started())
         with refusing(settings, self.rank):
             _thread("watch", self._watch, torch_device(settings.device, self.rank))
             rank = load_rank(settings, self, decodes=self._start.decodes)
@@ -116,11 +116,11 @@ class RankProcess(Peers):
     def fail(self, error: BaseException) -> None:
         """Report an error to the first rank, and end the process."""
         with self._failing:  # held until the end: only the first error is reported
-            if isinstance(error, FirstRankEnded | EOFError | BrokenPipeError):
+            if isinstance(error, FirstRankEnded):
                 log.warning("the first rank has ended", reason=repr(error))
                 os._exit(1)
             if isinstance(error, torch.OutOfMemoryError) and not self._serves:  # in the warm-up
-                error = self._refusal(error)
+                error = refusal_of(error, self._start.settings, self.rank) or error
             is_refusal = isinstance(error, SettingsError)
             if not is_refusal:
                 log.error("ending on an error", exc_info=error)
@@ -128,23 +128,38 @@ class RankProcess(Peers):
                 self._control.send(Failed(str(error) if is_refusal else repr(error), is_refusal))
             os._exit(1)
 
-    def _refusal(self, error: torch.OutOfMemoryError) -> SettingsError:
+    def _send(self, message: object) -> None:
+        """Send a message to the first rank.
+
+        Raises:
+            FirstRankEnded: its process has ended.
+        """
         try:
-            with refusing(self._start.settings, self.rank):
-                raise error
-        except SettingsError as refusal:
-            return refusal
+            self._control.send(message)
+        except OSError as error:
+            raise FirstRankEnded("the first rank has closed its pipe") from error
+
+    def _receive(self) -> Any:
+        """Wait for a message of the first rank.
+
+        Raises:
+            FirstRankEnded: its process has ended.
+        """
+        try:
+            return self._control.recv()
+        except (EOFError, OSError) as error:
+            raise FirstRankEnded("the first rank has closed its pipe") from error
 
     def known_files(self) -> HashedFiles:
-        files: HashedFiles = self._control.recv()
+        files: HashedFiles = self._receive()
         return files
 
     def join(self, device: torch.device) -> RankGroup:
         return self._rendezvous.join(self.rank, device)
 
     def agree(self, facts: RankFacts) -> PageCount:
-        self._control.send(facts)
-        pages: PageCount = self._control.recv()
+        self._send(facts)
+        pages: PageCount = self._receive()
         return pages
 
     def _transfer(self, rank: LoadedRank) -> None:
@@ -152,13 +167,13 @@ class RankProcess(Peers):
         settings, device = self._start.settings, rank.executor.device
         try:
             use_device(device)
-            message: Open = self._control.recv()
+            message: Open = self._receive()
             with refusing(settings, self.rank):
                 endpoint = open_endpoint(rank, message.agent, settings.transfer_network)
             endpoint.fault.add_done_callback(self._transfer_failed)
             freeze_loaded()
             self._serves = True
-            self._control.send(Opened(allocated_bytes(device)))
+            self._send(Opened(allocated_bytes(device)))
             serve_endpoint(self._endpoint, endpoint)
         except BaseException as error:  # noqa: BLE001 - reported, and the process ends
             self.fail(error)

@@ -9,6 +9,7 @@ import torch
 
 from runtime.errors import FirstRankEnded
 from services.transfer.errors import TransferClosed
+from services.worker.rank_loading import refusing
 from services.worker.ranks.messages import Failed, RankStart
 from services.worker.ranks.process import RankProcess
 from services.worker.ranks.rendezvous import Rendezvous
@@ -23,6 +24,20 @@ class Pipe:
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+
+class Closed(Pipe):
+    """The same, after the process of the first rank has ended."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self._error = error
+
+    def send(self, _: object) -> None:
+        raise BrokenPipeError
+
+    def recv(self) -> object:
+        raise self._error
 
 
 @pytest.fixture
@@ -63,11 +78,23 @@ def test_out_of_memory_is_a_refusal_until_the_rank_serves(ended: list[int], serv
 
 
 def test_end_of_the_first_rank_is_not_reported_to_it(ended: list[int]) -> None:
-    class Closed(Pipe):
-        def send(self, message: object) -> None:
-            raise BrokenPipeError
-
-    pipe = Closed()
+    pipe = Closed(BrokenPipeError)
     process_with(pipe).fail(FirstRankEnded("it ended"))
     assert not pipe.sent
     assert ended[0] == 1
+
+
+def test_truncated_file_is_reported(ended: list[int]) -> None:
+    pipe = Pipe()
+    process_with(pipe).fail(EOFError("the file ends early"))
+    assert pipe.sent == [Failed("EOFError('the file ends early')", is_refusal=False)]
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])
+def test_closed_pipe_is_the_end_of_the_first_rank(error: type[Exception]) -> None:
+    process = process_with(Closed(error))
+    with pytest.raises(FirstRankEnded), refusing(process._start.settings, 1):
+        process.known_files()
+    with pytest.raises(FirstRankEnded), refusing(process._start.settings, 1):
+        process._send("message")
