@@ -108,8 +108,8 @@ async def running_ranks(
     """
     torch_device(settings.device, rank=settings.tp - 1)  # refused before any process starts
     followers = Followers()
-    followers.start(settings, role, decodes=decodes)
     try:
+        followers.start(settings, role, decodes=decodes)
         with serving_start(settings, lambda: followers.stages):
             loading = _in_thread(lambda: load_worker(settings, followers, decodes=decodes))
             loaded = await _unless_failed(loading, followers)

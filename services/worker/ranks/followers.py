@@ -77,6 +77,8 @@ class Followers(Peers):
     def start(self, settings: WorkerSettings, role: str, *, decodes: bool) -> None:
         """Start a process for each rank. They end when the calling thread does.
 
+        If one cannot be started, `kill` ends those before it.
+
         Args:
             role: role of the worker, also the name of its service in logs.
             decodes: see `load_rank`.
@@ -87,10 +89,9 @@ class Followers(Peers):
         self._limit_s = settings.rank_timeout_s
         self._rendezvous = Rendezvous.create(settings.tp, step_s=settings.rank_timeout_s)
         self._channel = StepChannel(settings.tp - 1, timeout_s=settings.rank_timeout_s)
-        self.ranks = tuple(
-            Follower(RankStart(settings, role, rank, decodes), self._rendezvous, reader)
-            for rank, reader in enumerate(self._channel.readers, 1)
-        )
+        for rank, reader in enumerate(self._channel.readers, 1):
+            start = RankStart(settings, role, rank, decodes)
+            self.ranks += (Follower(start, self._rendezvous, reader),)
         threading.Thread(target=self._supervise, name="ranks", daemon=True).start()
 
     def share_files(self, files: HashedFiles) -> None:
@@ -153,6 +154,14 @@ class Followers(Peers):
             rank.kill()
 
     def _supervise(self) -> None:
+        """Watch the ranks until one fails. If they cannot be watched, that is a fault, too."""
+        try:
+            self._watch()
+        except Exception as error:
+            log.exception("ranks are not supervised")
+            self._end_with(RankFault(f"ranks cannot be supervised: {error!r}"))
+
+    def _watch(self) -> None:
         """Take the messages of the ranks, and look at their beats, until one fails."""
         by_pipe = {rank.control: rank for rank in self.ranks}
         while not (self.fault.done() or self._is_ending):
@@ -195,6 +204,12 @@ class Followers(Peers):
             return
         error = refusal or RankFault(f"rank {rank.rank} {what}")
         log.error("rank failed", failed_rank=rank.rank, pid=rank.pid, reason=str(error))
+        self._end_with(error)
+
+    def _end_with(self, error: SettingsError | RankFault) -> None:
+        """Let `fault` fail, unless it has, and kill all ranks."""
+        if self.fault.done():
+            return
         self.fault.set_exception(error)
         for each in self.ranks:
             each.received(error)
