@@ -165,15 +165,17 @@ class Worker(ABC):
     ) -> "asyncio.Future[str]":
         """Start to compute the digest of a sequence's KV on all ranks, 32 hex digits.
 
-        It does not depend on which ranks have which KV heads, as long as all copies of a KV head
-        are equal.
+        It does not depend on which ranks have which KV heads. Of several copies of a KV head, that
+        of the first rank counts, which is also the one that is sent: on a GPU, copies may differ.
         """
 
         def compute(engine: Engine) -> str:
             ready = engine.executor.record_event()  # another rank may still execute a step
             of_ranks = [each.digest(page_tables, sent, after=ready) for each in self.endpoints]
-            of_heads = {item for digests in of_ranks for item in digests.items()}
-            return sha256(repr(sorted(of_heads)).encode()).hexdigest()[:32]
+            of_heads: dict[int, str] = {}
+            for digests in reversed(of_ranks):
+                of_heads.update(digests)
+            return sha256(repr(sorted(of_heads.items())).encode()).hexdigest()[:32]
 
         return self.engine.run(compute)
 

@@ -17,7 +17,7 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message,
 from services.common.placement import Role
 from services.decode.settings import DecodeSettings
 from services.worker import lifecycle
-from services.worker.lifecycle import _report_state
+from services.worker.lifecycle import Worker, _report_state
 from services.worker.metrics import WorkerMetrics
 from services.worker.stream_service import SERVICE
 from tests.services.workers import (
@@ -146,3 +146,22 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         await until(lambda: len(rounds) > 1)
         assert served == expected
     tending.cancel()
+
+
+@pytest.mark.parametrize("copy", ["b", "c"])
+def test_digest_takes_the_first_copy_of_each_head(copy: str) -> None:
+    """Copies of a KV head on several GPUs may differ; the first one is sent."""
+
+    def digest(*of_ranks: dict[int, str]) -> Any:
+        def endpoint(found: dict[int, str]) -> Any:
+            return SimpleNamespace(digest=lambda *_, **__: found)
+
+        executor = SimpleNamespace(record_event=lambda: 1)
+        engine = SimpleNamespace(run=lambda job: job(SimpleNamespace(executor=executor)))
+        worker: Any = SimpleNamespace(engine=engine, endpoints=list(map(endpoint, of_ranks)))
+        sent: Any = None
+        return Worker.digest(worker, [[1]], sent)
+
+    expected = digest({0: "a", 1: "b"})
+    assert digest({0: "a", 1: "b"}, {1: copy}) == digest({0: "a"}, {1: "b"}, {1: copy}) == expected
+    assert digest({0: "a"}, {1: "c"}) != expected
