@@ -246,8 +246,10 @@ kv_format: {{ . }}
     fieldRef:
       fieldPath: {{ $field }}
 {{- end }}
+{{- with include "headrace.threads" . }}
 - name: OMP_NUM_THREADS
-  {{- include "headrace.threads" . | nindent 2 }}
+  {{- . | nindent 2 }}
+{{- end }}
 {{- range $name, $value := $values.transfer.environment }}
 - name: {{ $name }}
   value: {{ $value | quote }}
@@ -274,17 +276,18 @@ kv_format: {{ . }}
 {{ include "headrace.cacheEnv" . | trim }}
 {{- end -}}
 
-{{/* Threads of each rank of a worker: its part of the CPU limit. */}}
+{{/* Threads of each rank of a worker: its part of the CPU limit. Without a limit, one rank has as many as the node
+     has cores; of several ranks, each chooses itself (empty). */}}
 {{- define "headrace.threads" -}}
 {{- $ranks := include "headrace.ranks" . | int -}}
 {{- $limit := dig "limits" "cpu" "" .role.resources | toString -}}
-{{- if and (gt $ranks 1) $limit -}}
-{{- $cores := hasSuffix "m" $limit | ternary (divf (trimSuffix "m" $limit) 1000) (float64 $limit) -}}
-value: {{ divf $cores $ranks | floor | int | max 1 | quote }}
-{{- else -}}
+{{- if eq $ranks 1 -}}
 valueFrom:
   resourceFieldRef:
     resource: limits.cpu
+{{- else if $limit -}}
+{{- $cores := hasSuffix "m" $limit | ternary (divf (trimSuffix "m" $limit) 1000) (float64 $limit) -}}
+value: {{ divf $cores $ranks | floor | int | max 1 | quote }}
 {{- end -}}
 {{- end -}}
 

@@ -9,6 +9,7 @@ from tests.operate.chart.manifests import (
     ROLES,
     Manifest,
     containers,
+    helm,
     main_container,
     pod_of,
     pod_templates,
@@ -165,6 +166,14 @@ def test_each_rank_has_at_least_one_thread(limit: str, threads: str) -> None:
         variables = {one["name"]: one.get("value") for one in main_container(pod)["env"]}
         assert variables["OMP_NUM_THREADS"] == threads
         assert gpus_of(pod) == {}, "the image is for the CPU"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_choose_their_threads_if_there_is_no_cpu_limit(ranks: int) -> None:
+    manifests = helm("4.1").render("--set", f"workers.settings.tp={ranks}")
+    for role in ("prefill", "decode"):
+        variables = {one["name"]: one for one in main_container(pod_of(manifests, role))["env"]}
+        assert ("OMP_NUM_THREADS" in variables) is (ranks == 1)
 
 
 @pytest.mark.parametrize(
