@@ -165,8 +165,9 @@ class Worker(ABC):
     ) -> "asyncio.Future[str]":
         """Start to compute the digest of a sequence's KV on all ranks, 32 hex digits.
 
-        It does not depend on which ranks have which KV heads. Of several copies of a KV head, that
-        of the first rank counts, which is also the one that is sent: on a GPU, copies may differ.
+        It does not depend on which ranks have which KV heads. Copies of a KV head may differ on
+        GPUs. That of the first rank counts, which is sent to the first rank of a reader that has
+        the head; see `routes_between`.
         """
 
         def compute(engine: Engine) -> str:
