@@ -1,6 +1,6 @@
-"""Hash of everything that determines the results of a worker's kernels.
+"""Everything that determines the results of a worker's kernels, and its hash.
 
-Workers compare it in the handshake.
+Workers compare the hash in the handshake.
 """
 
 import hashlib
@@ -11,23 +11,23 @@ import torch
 from runtime import kernels
 from runtime.models.model import Model
 
+KernelFacts = dict[str, str | int | bool | None]
+"""Software, hardware and kernel choices, by name."""
 
-def kernel_plan_hash(model: Model) -> str:
-    """Return the hash of software, hardware and kernel choices that determine a model's results.
+
+def kernel_facts(model: Model) -> KernelFacts:
+    """Return the software, hardware and kernel choices that determine a model's results.
 
     If it differs between workers, results may not be bitwise identical. The handshake compares
     weights and KV format separately.
 
-    The number of ranks is not hashed, although it changes the order of sums: workers with different
-    numbers of ranks exchange KV, as workers with different batches do. The scheme is hashed
+    The number of ranks is not one of them, although it changes the order of sums: workers with
+    different numbers of ranks exchange KV, as workers with different batches do. The scheme is
     (`Model.matmul`), because the layers of `Scheme.BASE` have other kernels than those of
     `Scheme.LOW_RANK` and of one rank.
-
-    Returns:
-        16 hex digits.
     """
     on_cpu = model.device.type == "cpu"
-    plan = {
+    return {
         "torch": torch.__version__.split("+")[0],
         "cuda": None if on_cpu else torch.version.cuda,
         "triton": None if on_cpu else _triton_version(),
@@ -42,7 +42,12 @@ def kernel_plan_hash(model: Model) -> str:
         "kv": model.kv_format.kernels,
         "factorized": model.factorized_layers > 0,
     }
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def kernel_plan_hash(model: Model) -> str:
+    """Return the hash of `kernel_facts`, 16 hex digits."""
+    text = json.dumps(kernel_facts(model), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _triton_version() -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.checkpoint.hashed_files import HashedFiles
+from runtime.models.kernel_plan_hash import KernelFacts
 from runtime.pages.plan import PageCount
 from runtime.parallel.group import ONE_RANK, RankGroup
 from services.common.placement import Compatibility, ModelInfo
@@ -19,6 +20,7 @@ class RankFacts:
         model, compatibility, sizes: equal on all ranks of a worker.
         pages: numbers of pages for which the rank has memory.
         weight_bytes: size of the rank's weights.
+        kernels: what `Compatibility.kernel_plan_hash` is the hash of, equal on all ranks.
     """
 
     model: ModelInfo
@@ -26,21 +28,25 @@ class RankFacts:
     sizes: WorkerSizes
     pages: PageCount
     weight_bytes: int
+    kernels: KernelFacts
 
     def mismatches(self, other: "RankFacts") -> list[str]:
         """Return what differs from another rank and must not, as text."""
-        pairs = [
-            *(
-                (name, self.compatibility, other.compatibility)
-                for name in Compatibility.model_fields
-            ),
-            *((name, self.sizes, other.sizes) for name in ("limits", "slots", "slot_bytes")),
-        ]
+        own, wanted = self._compared(), other._compared()
         return [
-            f"{name} is {getattr(own, name)!r}, not {getattr(wanted, name)!r}"
-            for name, own, wanted in pairs
-            if getattr(own, name) != getattr(wanted, name)
+            f"{name} is {own[name]!r}, not {wanted[name]!r}"
+            for name in own
+            if own[name] != wanted[name]
         ]
+
+    def _compared(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, by name."""
+        facts = {name: getattr(self.compatibility, name) for name in Compatibility.model_fields}
+        del facts["kernel_plan_hash"]
+        facts |= {f"{name} of kernels": value for name, value in self.kernels.items()}
+        return facts | {
+            name: getattr(self.sizes, name) for name in ("limits", "slots", "slot_bytes")
+        }
 
 
 class Peers:

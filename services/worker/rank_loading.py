@@ -18,7 +18,7 @@ from runtime.core.options import EngineOptions
 from runtime.core.request import max_logprobs
 from runtime.engine import LocalExecutor
 from runtime.errors import FirstRankEnded, RuntimeFault
-from runtime.models.kernel_plan_hash import kernel_plan_hash
+from runtime.models.kernel_plan_hash import kernel_facts, kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
 from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
@@ -152,6 +152,7 @@ def load_rank(
         sizes,
         _kv_pages(model, settings, sizes),
         model.weight_bytes,
+        kernel_facts(model),
     )
     options = EngineOptions(
         pages=peers.agree(facts),

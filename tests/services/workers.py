@@ -123,7 +123,9 @@ def _load(
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in tiny.layout.planes}
     sizes = WorkerSizes(engine.executor.shape.options.limits, slots=2, slot_bytes=SLOT_BYTES)
-    facts = RankFacts(model, compatibility, sizes, engine.scheduler.pages.total, 1 << 20)
+    facts = RankFacts(
+        model, compatibility, sizes, engine.scheduler.pages.total, 1 << 20, {"matmul": "dense"}
+    )
     rank = LoadedRank(executor_of(engine), books if codebooks else {}, facts, "cpu")
     return Loaded(engine, rank, identity)
 

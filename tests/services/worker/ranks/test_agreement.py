@@ -47,7 +47,6 @@ def test_only_rank_keeps_its_pages() -> None:
     ("part", "name", "value"),
     [
         ("compatibility", "model_hash", "another"),
-        ("compatibility", "kernel_plan_hash", "another"),
         ("compatibility", "codebook_id", "another"),
         ("sizes", "slot_bytes", 1 << 20),
     ],
@@ -61,6 +60,16 @@ def test_rank_that_differs_is_refused(part: str, name: str, value: object) -> No
     with pytest.raises(SettingsError, match=f"rank 2 differs: its {name} is {value!r}, not"):
         followers.agree(facts)
     assert not sent
+
+
+def test_rank_with_other_kernels_is_refused_with_what_differs() -> None:
+    facts = load().rank.facts
+    compatibility = facts.compatibility.model_copy(update={"kernel_plan_hash": "another"})
+    other = replace(facts, compatibility=compatibility, kernels={"matmul": "packed"})
+    followers, _ = followers_of(other)
+    message = "^rank 1 differs: its matmul of kernels is 'packed', not 'dense'$"
+    with pytest.raises(SettingsError, match=message):
+        followers.agree(facts)
 
 
 async def test_gauges_name_the_rank() -> None:
