@@ -141,8 +141,7 @@ class StepChannel:
 
     Args:
         followers: number of other ranks.
-        timeout_s: maximum time in seconds to wait for a follower that is a whole ring behind. It
-            must exceed the longest step and the warm-up.
+        timeout_s: maximum time in seconds to wait for a follower that is a whole ring behind.
         size: size of the ring.
 
     Attributes:
@@ -281,19 +280,20 @@ class Follower:
 def follow(executor: Executor, reader: StepReader) -> None:
     """Repeat the calls of the first rank on a follower's executor until the channel is closed.
 
+    The caller writes the beats of the follower; see `StepReader.beating`.
+
     Raises:
         FirstRankEnded: the process of the first rank ended without closing the channel.
         RanksDisagree: see `Follower.execute`.
     """
     follower = Follower(executor)
-    with reader.beating():
-        more = True
-        while more:
-            message = reader.messages.read()
-            if message is None:
-                raise FirstRankEnded(f"the first rank ended after {follower.executed} messages")
-            with reader.executing(follower.unread):
-                more = follower.execute(message)
+    more = True
+    while more:
+        message = reader.messages.read()
+        if message is None:
+            raise FirstRankEnded(f"the first rank ended after {follower.executed} messages")
+        with reader.executing(follower.unread):
+            more = follower.execute(message)
 
 
 def _check(what: str, first: object, own: object) -> None:

@@ -163,7 +163,8 @@ class Stuck(FakeExecutor):
 
 
 def run_follower(reader: StepReader, executor: type[FakeExecutor]) -> None:
-    follow(executor(64, LIMITS), reader)
+    with reader.beating():
+        follow(executor(64, LIMITS), reader)
 
 
 def run_first_rank(channel: StepChannel) -> None:
