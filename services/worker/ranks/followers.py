@@ -17,7 +17,7 @@ from services.common.errors import SettingsError
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.peers import Peers, RankFacts
-from services.worker.ranks.follower import LOOK_S, Follower
+from services.worker.ranks.handle import LOOK_S, RankHandle
 from services.worker.ranks.messages import Failed, Open, Opened, RankStart, Stage, Started
 from services.worker.ranks.rendezvous import Rendezvous
 from services.worker.settings import WorkerSettings
@@ -45,7 +45,7 @@ class Followers(Peers):
     """
 
     def __init__(self) -> None:
-        self.ranks: tuple[Follower, ...] = ()
+        self.ranks: tuple[RankHandle, ...] = ()
         self.fault: Future[None] = Future()
         self.fault.set_running_or_notify_cancel()  # a reader that is cancelled does not cancel it
         self._stage = Stage.LOADING
@@ -91,7 +91,7 @@ class Followers(Peers):
         self._channel = StepChannel(settings.tp - 1, timeout_s=settings.rank_timeout_s)
         for rank, reader in enumerate(self._channel.readers, 1):
             start = RankStart(settings, role, rank, decodes)
-            self.ranks += (Follower(start, self._rendezvous, reader),)
+            self.ranks += (RankHandle(start, self._rendezvous, reader),)
         threading.Thread(target=self._supervise, name="ranks", daemon=True).start()
 
     def share_files(self, files: HashedFiles) -> None:
@@ -174,7 +174,7 @@ class Followers(Peers):
             if (silent_s := rank.silent_s(progress)) > self._limit_s:
                 self._fail(rank, f"has not run for {silent_s:.0f} s")
 
-    def _take(self, rank: Follower) -> None:
+    def _take(self, rank: RankHandle) -> None:
         try:
             message = rank.control.recv()
         except (EOFError, OSError):
@@ -198,7 +198,7 @@ class Followers(Peers):
             case _:
                 rank.received(message)
 
-    def _fail(self, rank: Follower, what: str, refusal: SettingsError | None = None) -> None:
+    def _fail(self, rank: RankHandle, what: str, refusal: SettingsError | None = None) -> None:
         """Report a failed rank, and kill all ranks."""
         if self._is_ending or self.fault.done():
             return

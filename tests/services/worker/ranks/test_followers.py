@@ -48,7 +48,7 @@ async def test_ranks_end_if_a_later_one_cannot_be_started(monkeypatch: pytest.Mo
         started.append(FakeRank())
         return started[0]
 
-    monkeypatch.setattr(followers, "Follower", start)
+    monkeypatch.setattr(followers, "RankHandle", start)
     settings = WorkerSettings.model_validate({"device": "cpu", "codec": "raw", "tp": 3})
     with pytest.raises(OSError, match="too many open files"):
         async with running_ranks(settings, "decode", decodes=True):

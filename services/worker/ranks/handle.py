@@ -24,7 +24,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 M = TypeVar("M")
 
 
-class Follower:
+class RankHandle:
     """The process of one rank and its pipes.
 
     Args:
