@@ -32,10 +32,9 @@ from runtime.pages.groups import Part
 from runtime.pages.plan import PagePlan
 
 _PURPOSES = list(Purpose)
-_NO_TOKEN = -1
-"""In place of the new token of a sequence whose changes are described."""
-_NOT_NEW = -1
-"""In place of the index of the request of a sequence that the decoder has."""
+_NONE = -1
+"""In place of the new token of a sequence whose changes are described, of the index of the request
+of a sequence that the decoder has, of the next length of one with forced tokens, and of a group."""
 _FREED_PAGE = [FREED]
 
 
@@ -46,7 +45,7 @@ class _Sent:
     Attributes:
         group: arrival of the group of its last chunk.
         known: number of known tokens.
-        next_length: length in tokens once it has gained one token; -1 if it has forced tokens.
+        next_length: length in tokens once it has gained one token; none if it has forced tokens.
         tables: the list of page tables that was sent. Only its identity is used.
         entries: number of entries of each page table.
         freed: for each page table, index after its `FREED` entries, which directly follow the
@@ -54,8 +53,8 @@ class _Sent:
     """
 
     known: int
-    group: int = -1
-    next_length: int = -1
+    group: int = _NONE
+    next_length: int = _NONE
     evicted: int = 0
     lookahead: int = 0
     tables: list[list[int]] | None = None
@@ -83,9 +82,7 @@ class PlanEncoder:
         tokens = list(map(self._new_token, plan.decode))
         words += tokens
         described = [
-            sequence
-            for sequence, token in zip(plan.decode, tokens, strict=True)
-            if token == _NO_TOKEN
+            sequence for sequence, token in zip(plan.decode, tokens, strict=True) if token == _NONE
         ]
         words.append(len(plan.chunks))
         for chunk in plan.chunks:
@@ -127,7 +124,7 @@ class PlanEncoder:
             or list(map(len, tables)) != sent.entries
             or (self._windows and self._has_left(tables, sent))
         ):
-            return _NO_TOKEN
+            return _NONE
         sent.known += 1
         sent.next_length += 1
         return sequence.tokens[-1]
@@ -157,7 +154,7 @@ class PlanEncoder:
                 changes += [getattr(sequence, name) for name in CONSTANT]
                 sent = self._sent[sequence.arrival] = _Sent(len(sequence.request.tokens))
             else:
-                changes.append(_NOT_NEW)
+                changes.append(_NONE)
             self._add_tables(changes, sequence, sent)
             self._add_tokens(changes, sequence, sent)
             changes += [getattr(sequence, name) for name in CHANGING]
@@ -178,13 +175,14 @@ class PlanEncoder:
         else:
             add_items(words, islice(sequence.forced, sent.known - length, None))
         sent.known = sequence.known
-        sent.next_length = -1 if sequence.forced else length + 1
+        sent.next_length = _NONE if sequence.forced else length + 1
 
     def _add_tables(self, words: list[int], sequence: SequenceState, sent: _Sent) -> None:
         """Append the changes of each page table.
 
         They are the number of entries that stay, the range of those that have become `FREED`, and
-        the new entries.
+        the new entries. For example, if the window of a table [7, 8, 9] has moved by one page, to
+        [FREED, 8, 9, 4], three entries stay, the range is 0 to 1, and the new entries are [4].
         """
         tables = sequence.page_tables
         if tables is not sent.tables or sequence.evicted != sent.evicted:
@@ -225,13 +223,13 @@ class PlanDecoder:
             del sequences[arrival]
         decode = reader.items()
         for arrival, token in zip(decode, reader.take(len(decode)), strict=True):
-            if token != _NO_TOKEN:
+            if token != _NONE:
                 sequences[arrival].tokens.append(token)
         chunks = [_ChunkWords.read(reader) for _ in range(reader.word())]
         requests = [_read_request(reader) for _ in range(reader.word())]
         for _ in range(reader.word()):
             arrival, request = reader.take(2)
-            if request != _NOT_NEW:
+            if request != _NONE:
                 sequences[arrival] = _new_sequence(*requests[request], arrival, reader)
             _change(sequences[arrival], reader)
         return StepPlan(

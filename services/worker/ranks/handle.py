@@ -96,7 +96,8 @@ class RankHandle:
         if isinstance(message, BaseException):
             self._received.put(message)  # for later calls
             raise message
-        assert isinstance(message, kind)
+        if not isinstance(message, kind):
+            raise TypeError(f"rank {self.rank} sent {message!r}, not {kind.__name__}")
         return message
 
     def endpoint(self, codebooks: Books) -> RemoteEndpoint:
