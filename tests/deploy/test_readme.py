@@ -18,12 +18,14 @@ TROUBLESHOOTING = (DEPLOY / "TROUBLESHOOTING.md").read_text()
 TEXT = README + TROUBLESHOOTING
 NOT_SETTINGS = {
     "credentials_file",
+    "failed_rank",
     "inter_token_s",
     "not_ready",
     "nr_throttled",
     "page_bytes",
     "page_plans",
     "request_id",
+    "shm_size",
 }
 COMMANDS = ("docker ", "headrace ", "kubectl ", "make ")
 NOT_EVENTS = {"codec auto", "ping timeout"}  # a setting, and a message of gRPC
