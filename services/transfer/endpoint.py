@@ -167,8 +167,8 @@ class KVEndpoint(ABC):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> dict[int, str]:
-        """Return a digest of a sequence's KV in all planes, for each KV head of this rank.
+    ) -> dict[int, list[str]]:
+        """Return digests of a sequence's KV for each KV head of this rank, one per plane group.
 
         The keys are the KV heads, counted over all ranks. Call it on the engine thread.
 

@@ -165,7 +165,7 @@ class LocalEndpoint(KVEndpoint):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> dict[int, str]:
+    ) -> dict[int, list[str]]:
         self.cache.events.wait(after)
         layout = self.layout
         found: dict[int, list[str]] = {head: [] for head in self.kv_heads}
@@ -180,7 +180,7 @@ class LocalEndpoint(KVEndpoint):
                 of_head = [tensor[:, index : index + 1] for tensor in tensors]
                 digest = codec.checksum_pages(of_head, held, tokens) if held else 0
                 digests.append(f"{digest:016x}")
-        return {head: "-".join(digests) for head, digests in found.items()}
+        return found
 
     def close(self) -> None:
         self.agent.close()

@@ -167,8 +167,8 @@ class RemoteEndpoint(KVEndpoint):
         sent: SentTokens,
         *,
         after: int | None = None,
-    ) -> dict[int, str]:
-        found: dict[int, str] = self._call("digest", page_tables, sent, after=after).result()
+    ) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = self._call("digest", page_tables, sent, after=after).result()
         return found
 
     def close(self) -> None:

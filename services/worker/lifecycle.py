@@ -163,7 +163,7 @@ class Worker(ABC):
     def digest(
         self, page_tables: Sequence[Sequence[int]], sent: SentTokens
     ) -> "asyncio.Future[str]":
-        """Start to compute the digest of a sequence's KV on all ranks, 32 hex digits.
+        """Start to compute a digest of a sequence's KV on all ranks, with a part per plane group.
 
         It does not depend on which ranks have which KV heads. Copies of a KV head may differ on
         GPUs. That of the first rank counts, which is sent to the first rank of a reader that has
@@ -173,10 +173,11 @@ class Worker(ABC):
         def compute(engine: Engine) -> str:
             ready = engine.executor.record_event()  # another rank may still execute a step
             of_ranks = [each.digest(page_tables, sent, after=ready) for each in self.endpoints]
-            of_heads: dict[int, str] = {}
+            of_heads: dict[int, list[str]] = {}
             for digests in reversed(of_ranks):
                 of_heads.update(digests)
-            return sha256(repr(sorted(of_heads.items())).encode()).hexdigest()[:32]
+            by_group = zip(*(of_heads[head] for head in sorted(of_heads)), strict=True)
+            return "-".join(sha256(" ".join(each).encode()).hexdigest()[:16] for each in by_group)
 
         return self.engine.run(compute)
 

@@ -152,8 +152,8 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
 def test_digest_takes_the_first_copy_of_each_head(copy: str) -> None:
     """Copies of a KV head on several GPUs may differ; the first one is sent."""
 
-    def digest(*of_ranks: dict[int, str]) -> Any:
-        def endpoint(found: dict[int, str]) -> Any:
+    def digest(*of_ranks: dict[int, list[str]]) -> Any:
+        def endpoint(found: dict[int, list[str]]) -> Any:
             return SimpleNamespace(digest=lambda *_, **__: found)
 
         executor = SimpleNamespace(record_event=lambda: 1)
@@ -162,6 +162,8 @@ def test_digest_takes_the_first_copy_of_each_head(copy: str) -> None:
         sent: Any = None
         return Worker.digest(worker, [[1]], sent)
 
-    expected = digest({0: "a", 1: "b"})
-    assert digest({0: "a", 1: "b"}, {1: copy}) == digest({0: "a"}, {1: "b"}, {1: copy}) == expected
-    assert digest({0: "a"}, {1: "c"}) != expected
+    expected = digest({0: ["a", "k"], 1: ["b", "k"]})
+    assert expected.count("-") == 1, "two plane groups"
+    assert digest({0: ["a", "k"], 1: ["b", "k"]}, {1: [copy, "k"]}) == expected
+    assert digest({0: ["a", "k"]}, {1: ["b", "k"]}, {1: [copy, "k"]}) == expected
+    assert digest({0: ["a", "k"]}, {1: ["c", "k"]}) != expected
