@@ -40,7 +40,7 @@ _FREED_PAGE = [FREED]
 
 @dataclass(slots=True)
 class _Sent:
-    """What the decoder has of a sequence.
+    """State of a sequence in the decoder, as the encoder has sent it.
 
     Attributes:
         group: arrival of the group of its last chunk.

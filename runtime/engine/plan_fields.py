@@ -76,7 +76,7 @@ def add_items(words: list[int], items: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class _Format:
-    """How a value of one type is encoded as words."""
+    """Encoding of the values of one type as words."""
 
     add: Callable[[list[int], Any], None]
     read: Callable[[WordReader], Any]

@@ -119,7 +119,7 @@ class RingReader:
 
 @dataclass
 class _Reader:
-    """What the writer knows of a reader: ``free`` records can be written."""
+    """A reader as the writer sees it: it has freed ``free`` records."""
 
     written: SharedCounter
     copied: SharedCounter

@@ -1,4 +1,4 @@
-"""What each rank of a worker holds of a model.
+"""Division of a model among the ranks of a worker.
 
 Ranks divide query heads, features of the MLP and rows of the vocabulary. KV heads are divided as
 well; if there are more ranks than KV heads, several ranks hold the same KV head and divide its
@@ -123,7 +123,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class LowRankRows:
-    """How ranks divide the stacked V of factor pairs that read the same input.
+    """Division of the stacked V of factor pairs that read the same input.
 
     The V are stacked, each padded with zeros by `round_up`, because GPU kernels read inner
     activations in these units. Every rank holds the same number of consecutive rows. The gathered

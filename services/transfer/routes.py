@@ -1,4 +1,4 @@
-"""Which rank of a prefill worker sends which KV heads to which rank of a decode worker."""
+"""Routes of KV heads from the ranks of a prefill worker to those of a decode worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the ranks of a worker exchange while they load."""
+"""Facts that the ranks of a worker compare while they load, and the interface to other ranks."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from services.worker.sizes import WorkerSizes
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What is known of a rank once its part of the model is loaded.
+    """Facts about a rank whose part of the model is loaded.
 
     Attributes:
         model, compatibility, sizes: equal on all ranks of a worker.

@@ -1,4 +1,4 @@
-"""Whether a thread or a process makes progress."""
+"""Time since a thread or a process made progress."""
 
 import math
 import os

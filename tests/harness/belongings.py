@@ -1,4 +1,4 @@
-"""What processes must not leave behind when they have ended."""
+"""Processes, shared memory and files that must be gone when a deployment has ended."""
 
 from collections.abc import Iterable
 from contextlib import suppress

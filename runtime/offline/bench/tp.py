@@ -96,7 +96,7 @@ class CountedGroup(RankGroup):
 
 @dataclass(frozen=True)
 class Case:
-    """What every rank measures: models of one shape, over ``ranks`` ranks."""
+    """Measurements of models of one shape, over ``ranks`` ranks."""
 
     ranks: int
     shape: str

@@ -53,7 +53,7 @@ class Followers(Peers):
 
     @property
     def stages(self) -> str:
-        """How far the ranks have started, this one first."""
+        """Stage of the start of each rank, this one first, as text."""
         if not self.ranks:
             return self._stage
         stages = [self._stage, *(rank.stage for rank in self.ranks)]

@@ -1,4 +1,4 @@
-"""What the first rank and the process of another one send each other, through a pipe.
+"""Messages between the first rank and the process of another rank, through a pipe.
 
 =====================  ======================  ===================================================
 first rank             other rank              meaning
@@ -23,7 +23,7 @@ from services.worker.settings import WorkerSettings
 
 
 class Stage(StrEnum):
-    """How far a rank has started."""
+    """Stage of the start of a rank."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -33,7 +33,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class RankStart:
-    """What the process of a rank is started with.
+    """Arguments of the process of a rank.
 
     Attributes:
         role: role of the worker, also the name of its service in logs.

@@ -186,7 +186,7 @@ def test_shared_memory_is_a_size_for_each_rank(size: str, total: str) -> None:
 
 
 def test_gpus_of_the_values_are_kept() -> None:
-    """Of one rank, by any resource; of several, by claims or the same number."""
+    """One rank may use any resource; several may use claims, or as many GPUs as there are ranks."""
     shared = scenario("minimal-cpu", "--set", *one_gpu("workers", "nvidia\\.com/gpu\\.shared", 1))
     assert gpus_of(pod_of(shared, "decode")) == {"nvidia.com/gpu.shared": 1}
     same = scenario("several-gpus", "--set", *one_gpu("decode", "nvidia\\.com/gpu", 4))

@@ -15,8 +15,8 @@ LASTS_S = (0.5, 6.0)
 """Bounds of the uniform time between two faults, and of the time for which one lasts."""
 RANK_TIMEOUT_S = 6.0
 RANK_STOPPED_S = (0.5, 2 * RANK_TIMEOUT_S)
-"""With several ranks, time without progress after which a worker ends, and bounds of the time for
-which a rank is stopped. On a busy machine, ranks wait for one another for seconds."""
+"""`rank_timeout_s` of workers of several ranks, and bounds of the time for which a rank is stopped.
+On a busy machine, ranks wait for one another for seconds."""
 QUIET_S = 4.0
 """Time without faults at the start."""
 RANK_ACTIONS = ("kill", "stop")

@@ -46,7 +46,7 @@ LAYER_BYTES = 4 * (2 * 1024**2 + 2 * 256 * 1024 + 3 * 4096 * 1024)
 
 @dataclass(frozen=True)
 class Found:
-    """What the process of a rank measured.
+    """Memory that the process of a rank measured.
 
     Attributes:
         peak: most anonymous memory while it loaded the model, above that before.

@@ -33,8 +33,8 @@ MIXED: tuple[int | None, ...] = (None, 12, None, 20, 16, None, 9)
 
 
 UNEVEN = replace(CONFIG, num_heads=9, num_kv_heads=3, num_layers=1)
-"""As many heads as SmolLM2. Of four ranks, two have the same KV head, and 2 and 1 of its queries.
-Features and vocabulary rows are uneven as well."""
+"""The numbers of heads of SmolLM2. Among four ranks, two have the same KV head, and 2 and 1 of its
+queries. Features and vocabulary rows are uneven as well."""
 WIDE = replace(UNEVEN, head_dim=64, vocab_size=47)
 
 

@@ -25,7 +25,7 @@ PROMPTS = (37, 1, 20)
 PAGES = 12
 
 GQA = replace(CONFIG, num_heads=9, num_kv_heads=3)
-"""As many heads as SmolLM2: two and four ranks do not divide them."""
+"""The numbers of heads of SmolLM2, which two and four ranks do not divide."""
 MHA = replace(CONFIG, num_heads=4, num_kv_heads=4, tied_embeddings=True)
 ONE_KV_HEAD = replace(CONFIG, num_heads=5, num_kv_heads=1, vocab_size=203, intermediate_size=77)
 

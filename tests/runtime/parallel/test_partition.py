@@ -1,4 +1,4 @@
-"""What each rank of a worker holds."""
+"""Parts of a model that the ranks of a worker hold."""
 
 from dataclasses import replace
 from itertools import chain

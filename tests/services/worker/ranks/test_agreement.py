@@ -1,4 +1,4 @@
-"""What the ranks of a worker must have in common, and the gauges of each rank."""
+"""Facts that must be equal on all ranks of a worker, and the gauges of each rank."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the process of a rank reports before it ends."""
+"""Reports of the process of a rank before it ends."""
 
 import os
 from concurrent.futures import Future
