@@ -27,7 +27,7 @@ from services.common.tls import MutualTls
 from services.transfer.endpoint import KVEndpoint
 from services.transfer.errors import PeerRefused, TransferError
 from services.transfer.fetch import Fetch, FetchFailed
-from services.transfer.routes import heads_of, routes_between
+from services.transfer.routes import Route, heads_of, routes_between
 
 log = structlog.get_logger()
 
@@ -90,19 +90,27 @@ class PrefillClient:
     """An open session with one epoch of one prefill worker.
 
     Args:
+        routes: routes from the ranks of the prefill worker to those of this worker.
         sequences: numbers for the sequences of all sessions of this process, without repetition,
             so that a late notification is not taken for that of another sequence.
 
     Attributes:
+        split: ranks of this worker to which a route is split, see `Route`.
         alive: whether new sequences can be subscribed.
         ended: event set after the session's cleanup; another session may be opened then.
     """
 
     def __init__(
-        self, worker: decode_pb2.WorkerAddress, welcome: pb.Welcome, sequences: Iterator[int]
+        self,
+        worker: decode_pb2.WorkerAddress,
+        welcome: pb.Welcome,
+        routes: Sequence[Route],
+        sequences: Iterator[int],
     ) -> None:
         self.worker = worker
         self.welcome = welcome
+        self.routes = routes
+        self.split = frozenset(route.reader for route in routes if route.split)
         self.alive = True
         self.ended = asyncio.Event()
         self._subscriptions: dict[int, Subscription] = {}
@@ -248,8 +256,8 @@ class PrefillClients:
         adding: list[tuple[KVEndpoint, str, Future[None]]] = []
         try:
             async with asyncio.timeout(self._handshake_s):
-                welcome = await self._shake_hands(call, worker)
-                for endpoint, sender in self._peers(welcome):
+                welcome, routes = await self._shake_hands(call, worker)
+                for endpoint, sender in self._peers(welcome, routes):
                     added = endpoint.add_peer(sender.agent_name, sender.agent_metadata)
                     adding.append((endpoint, sender.agent_name, added))
                 await asyncio.gather(*(asyncio.wrap_future(added) for _, _, added in adding))
@@ -266,7 +274,7 @@ class PrefillClients:
             raise
         for sender in welcome.endpoints:
             sender.ClearField("agent_metadata")  # READs send the rest to the processes of ranks
-        client = PrefillClient(worker, welcome, self._sequences)
+        client = PrefillClient(worker, welcome, routes, self._sequences)
         run = asyncio.create_task(self._run(client, call, channel))
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
@@ -277,7 +285,7 @@ class PrefillClients:
         self,
         call: MessageStream,
         worker: decode_pb2.WorkerAddress,
-    ) -> pb.Welcome:
+    ) -> tuple[pb.Welcome, tuple[Route, ...]]:
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.expected_epoch = worker.epoch
@@ -296,24 +304,20 @@ class PrefillClients:
                 worker.worker_id,
             )
         try:
-            self._peers(welcome)
+            routes = routes_from(welcome, self._endpoints)
         except ValueError as error:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_INCOMPATIBLE,
                 f"KV heads of worker {worker.worker_id}: {error}",
                 worker.worker_id,
             ) from error
-        return welcome
+        return welcome, routes
 
-    def _peers(self, welcome: pb.Welcome) -> list[tuple[KVEndpoint, pb.Endpoint]]:
-        """Return pairs of an own endpoint and a rank of a prefill worker from which it reads.
-
-        Raises:
-            ValueError: the prefill worker lacks a KV head of this worker.
-        """
-        senders = list(map(heads_of, welcome.endpoints))
-        readers = [endpoint.kv_heads for endpoint in self._endpoints]
-        pairs = {(route.reader, route.sender): None for route in routes_between(senders, readers)}
+    def _peers(
+        self, welcome: pb.Welcome, routes: Sequence[Route]
+    ) -> list[tuple[KVEndpoint, pb.Endpoint]]:
+        """Return pairs of an own endpoint and a rank of a prefill worker from which it reads."""
+        pairs = {(route.reader, route.sender): None for route in routes}
         return [(self._endpoints[own], welcome.endpoints[peer]) for own, peer in pairs]
 
     async def _run(
@@ -326,10 +330,23 @@ class PrefillClients:
             await client.run(call)
         finally:
             self._clients.pop((client.worker.worker_id, client.worker.epoch), None)
-            for endpoint, sender in self._peers(client.welcome):
+            for endpoint, sender in self._peers(client.welcome, client.routes):
                 endpoint.remove_peer(sender.agent_name)
             client.ended.set()
             await channel.close(None)
+
+
+def routes_from(welcome: pb.Welcome, endpoints: Sequence[KVEndpoint]) -> tuple[Route, ...]:
+    """Return the routes from the ranks of a prefill worker.
+
+    Args:
+        endpoints: those of this worker's ranks.
+
+    Raises:
+        ValueError: the prefill worker lacks a KV head of this worker.
+    """
+    senders = list(map(heads_of, welcome.endpoints))
+    return routes_between(senders, [endpoint.kv_heads for endpoint in endpoints])
 
 
 def _is_refused(added: "Future[None]") -> bool:

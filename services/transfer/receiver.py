@@ -37,7 +37,6 @@ from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull
-from services.transfer.routes import heads_of, routes_between
 from services.transfer.shares import single_share
 
 _LAUNCH_S = 1.5e-3
@@ -134,7 +133,7 @@ class Receiver:
         gauge.labels("quarantined").set(sum(landing.quarantined for landing in self.landing))
 
     async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
-        progress = FetchProgress(self._coverages(fetch, client.welcome))
+        progress = FetchProgress(self._coverages(fetch, client))
         with client.subscribe() as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
@@ -160,17 +159,14 @@ class Receiver:
             self._metrics.received_tokens.inc(fetch.sent.computed)
         return progress.times
 
-    def _coverages(self, fetch: Fetch, welcome: pb.Welcome) -> list[Coverage]:
+    def _coverages(self, fetch: Fetch, client: PrefillClient) -> list[Coverage]:
         """Return the KV that each rank needs of a sequence, none of which is announced yet."""
-        senders = list(map(heads_of, welcome.endpoints))
-        readers = [endpoint.kv_heads for endpoint in self._endpoints]
-        split = {route.reader for route in routes_between(senders, readers) if route.split}
         return [
             Coverage(
                 fetch.sent,
                 endpoint.layout,
                 first_kv_head=endpoint.kv_heads.start,
-                split=rank in split,
+                split=rank in client.split,
             )
             for rank, endpoint in enumerate(self._endpoints)
         ]

@@ -20,7 +20,7 @@ from services.transfer.errors import BadAddress
 from services.transfer.fetch import Fetch, FetchFailed
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.metrics import TransferMetrics
-from services.transfer.prefill_client import PrefillClient
+from services.transfer.prefill_client import PrefillClient, routes_from
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from tests.programs.fuzzing.ports.base import Wrong
@@ -131,7 +131,7 @@ class Replay:
         self.agent = FakeAgent(recorded)
         loaded = load(codebooks=True)
         self._planes = list(loaded.rank.executor.cache.planes)
-        endpoint = LocalEndpoint(
+        endpoint = self._endpoint = LocalEndpoint(
             loaded.rank.executor.cache,
             loaded.rank.codecs,
             Slab(8, SLOT_BYTES),
@@ -150,7 +150,9 @@ class Replay:
 
     async def connect(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         """Return a session without a connection."""
-        self._client = PrefillClient(worker, self.recorded.welcome, self._sequences)
+        welcome = self.recorded.welcome
+        routes = routes_from(welcome, [self._endpoint])
+        self._client = PrefillClient(worker, welcome, routes, self._sequences)
         return self._client
 
     async def run(self, steps_of: Callable[[PrefillClient, int], list[Step]]) -> str:

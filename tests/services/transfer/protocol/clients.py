@@ -8,7 +8,7 @@ from typing import Any
 from headrace.v1 import decode_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.local_endpoint import LocalEndpoint
-from services.transfer.prefill_client import PrefillClient, PrefillClients
+from services.transfer.prefill_client import PrefillClient, PrefillClients, routes_from
 from tests.services.transfer.protocol.agent import Stream
 from tests.services.transfer.protocol.parts import LEASE_S, SLOT_BYTES
 
@@ -39,7 +39,8 @@ class Clients(PrefillClients):
             lease_s=LEASE_S,
             endpoints=[sender],
         )
-        client = PrefillClient(worker, welcome, self._sequences)
+        routes = routes_from(welcome, self._endpoints)
+        client = PrefillClient(worker, welcome, routes, self._sequences)
         name = f"{self._epoch}.{next(self._names)}"
         stream = self.streams[name] = Stream()
         self.opened.append((name, peer))
