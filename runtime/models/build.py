@@ -1,14 +1,15 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.sharing import basis_groups
-from runtime.checkpoint.weights import Checkpoint, moved
+from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
@@ -28,6 +29,7 @@ def build_model(
     page_size: int = 16,
     kv_format: str = "dense",
     group: RankGroup = ONE_RANK,
+    streamed: bool = False,
 ) -> Model:
     """Prepare a checkpoint to run on one device.
 
@@ -41,6 +43,8 @@ def build_model(
             `runtime.kv.registry.create_format`.
         group: the ranks of the worker; with several, ``checkpoint`` is the part of one rank, see
             `runtime.checkpoint.slices`.
+        streamed: whether every forward pass moves each layer to the device when it computes it, so
+            that the device never holds more than one. The model may be larger than the device.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -58,7 +62,11 @@ def build_model(
     tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
     embed = embedding_op(placing(checkpoint.embedding), tied)
     embed, lm_head = over_ranks(embed, lm_head, checkpoint.partition, group)
-    layers, weight_bytes = _layers(checkpoint, placing, placed, group)
+    layers: Sequence[DecoderLayer]
+    if streamed:
+        layers, weight_bytes = _streamed(checkpoint, device, dtype), nbytes(checkpoint, dtype)
+    else:
+        layers, weight_bytes = _layers(checkpoint, placing, placed, group)
     return Model(
         config=config,
         kv_format=chosen,
@@ -79,6 +87,18 @@ def _matmul(partition: Partition | None, device: torch.device, dtype: torch.dtyp
     if partition is not None and partition.scheme is Scheme.BASE:
         return "summed"
     return "packed" if uses_packed_layout(device, dtype) else "plain"
+
+
+def _streamed(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LayersOnDemand:
+    """Return layers that are moved to the device when they are accessed, and then dropped."""
+    config = checkpoint.config
+    family = model_family(config)
+
+    def build(index: int) -> DecoderLayer:
+        weights = moved(checkpoint.layers[index], device, dtype, {})
+        return DecoderLayer.build(family, config, weights, {})
+
+    return LayersOnDemand(build, layer_shapes(checkpoint))
 
 
 def _layers(

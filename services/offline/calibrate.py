@@ -13,7 +13,7 @@ from services.common.errors import SettingsError
 from services.common.interpreter import python_command
 from services.common.model_source import resolve_model
 from services.offline.output import atomic_file
-from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, load_model, prefill_sample
+from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, prefill_sample, stream_model
 from services.offline.texts import read_texts
 from services.tokenizer.loading import load_tokenizer
 from services.worker.device import torch_device
@@ -61,7 +61,7 @@ def calibrate(
                 raise SettingsError(
                     f"the calibration text has {len(tokens)} tokens, at least {least} are needed"
                 )
-            runtime_model = load_model(resolve_model(model), on, kv_format)
+            runtime_model = stream_model(resolve_model(model), on, kv_format)
         samples = prefill_sample(runtime_model, tokens, console)
     if not samples:
         raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")

@@ -12,7 +12,7 @@ from runtime.offline.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.terminal import results
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded
-from services.offline.real_kv import load_model, prefill_sample
+from services.offline.real_kv import prefill_sample, stream_model
 from services.tokenizer.loading import load_tokenizer
 from services.worker.device import torch_device
 
@@ -42,7 +42,7 @@ def kv_statistics(
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()
         encoder = load_tokenizer(resolve_model(tokenizer))
-        runtime_model = load_model(resolve_model(model), on)
+        runtime_model = stream_model(resolve_model(model), on)
     calibration, test = (
         prefill_sample(runtime_model, encoder.encode(text), console) for text in documentation()
     )

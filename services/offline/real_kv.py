@@ -15,6 +15,7 @@ from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.engine import Add, Engine, LocalExecutor, StepOutput
 from runtime.gemm.model import build_fastest_model
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.groups import Part
 from runtime.pages.plan import PAGE_SIZE
@@ -47,6 +48,25 @@ def load_model(
     )
 
 
+def stream_model(path: Path, device: torch.device, kv_format: str = "dense") -> Model:
+    """Prepare a model for `prefill_sample`, which computes it in one pass.
+
+    The pass reads the layers from the files one at a time: a model that several GPUs serve together
+    need not fit on one.
+
+    Raises:
+        CheckpointError: if the model cannot be read.
+    """
+    return build_model(
+        load_checkpoint(path, dtype=None),
+        device=device,
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        page_size=PAGE_SIZE,
+        kv_format=kv_format,
+        streamed=True,
+    )
+
+
 def prefill_sample(
     model: Model, tokens: list[int], console: Console
 ) -> dict[tuple[int, str], Tensor]:
@@ -66,7 +86,12 @@ def prefill_sample(
     """
     plan = model.layout.plan
     total = plan.each(plan.full(SAMPLE_PROMPTS * SAMPLE_TOKENS))
-    limits = Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS)
+    limits = Limits(
+        max_running=SAMPLE_PROMPTS,
+        max_waiting=SAMPLE_PROMPTS,
+        step_tokens=SAMPLE_PROMPTS * SAMPLE_TOKENS,
+        chunk_tokens=SAMPLE_TOKENS,
+    )
     executor = LocalExecutor(model, EngineOptions(total, limits))
     stride = len(tokens) // SAMPLE_PROMPTS
     longest = min(SAMPLE_TOKENS, model.config.context_length - 1)  # the engine adds a token

@@ -199,15 +199,23 @@ def test_metrics_are_summed_by_role_and_labels() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["colocated", "colocated:2", "1+1", "2+3"])
+@pytest.mark.parametrize(
+    "text", ["colocated", "colocated:2", "colocated:1x2", "1+1", "2+3", "1x4+3x2"]
+)
 def test_layout_round_trip(text: str) -> None:
     assert str(Layout.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "1", "1+0", "1+1+1", "colocated:x", "a+b"])
+@pytest.mark.parametrize("text", ["", "1", "1+0", "1+1+1", "1x0+1", "colocated:x", "a+b"])
 def test_invalid_layout_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected colocated"):
         Layout.parse(text)
+
+
+def test_flags_of_layouts() -> None:
+    assert Layout.parse("colocated").flags == ("--colocated", "--decode", "1")
+    several = Layout.parse("1x4+2x2").flags
+    assert " ".join(several) == "--prefill 1 --prefill-tp 4 --decode 2 --decode-tp 2"
 
 
 def test_arguments_become_systems_and_cases() -> None:

@@ -80,13 +80,14 @@ def write(model: RandomModel) -> None:
     tokenizer = load_tokenizer(resolve_model(model.tokenizer))
     config = replace(SHAPES[model.shape], vocab_size=tokenizer.vocab_size)
     with torch.inference_mode():
-        checkpoint = random_checkpoint(config, model.keep, device=device)
+        checkpoint = random_checkpoint(config, model.keep, device=device, on_demand=True)
         # A logit of 0 is never the greatest of a vocabulary of random ones.
         checkpoint.lm_head[_tokens_to_avoid(tokenizer)] = 0
         model.folder.parent.mkdir(parents=True, exist_ok=True)
         write_model(checkpoint, tokenizer, model.folder)
+        del checkpoint
     try:
-        _calibrate(model.folder, checkpoint, tokenizer, device)
+        _calibrate(model.folder)
     except BaseException:
         shutil.rmtree(model.folder)  # the next run would find a model without codebooks
         raise
@@ -109,30 +110,14 @@ def _is_text(piece: bytes) -> bool:
         return False
 
 
-def _calibrate(folder: Path, checkpoint: object, tokenizer: Tokenizer, device: str) -> None:
+def _calibrate(folder: Path) -> None:
     """Write codebooks of the model's KV where `headrace up` looks for them."""
-    import torch
-    from rich.console import Console
+    from services.offline.calibrate import calibrate
 
-    import codec
-    from runtime.checkpoint import Checkpoint
-    from runtime.models.build import build_model
-    from runtime.offline.compress import documentation
-    from runtime.pages.plan import PAGE_SIZE
-    from services.offline.real_kv import prefill_sample
-
-    assert isinstance(checkpoint, Checkpoint)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    runtime_model = build_model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
-    tokens = tokenizer.encode(documentation()[0])
-    samples = prefill_sample(runtime_model, tokens, Console(stderr=True))
-    codebooks = codec.Codebooks.of(
-        {key: codec.calibrate(sample.cpu(), sample.dtype) for key, sample in samples.items()}
-    )
     artifacts = artifact_folder(folder, None)
     artifacts.mkdir(parents=True, exist_ok=True)
     path = artifacts / f"codebooks-{CODEBOOKS}.json"
-    codebooks.save(path)
+    calibrate(str(folder), str(folder), path)
     seal(path)
 
 

@@ -46,7 +46,8 @@ def _add_systems(made: argparse.ArgumentParser) -> None:
         "--systems",
         type=listed(Layout.parse),
         default=(Layout(0, 1), Layout(1, 1)),
-        help="such as colocated,colocated:2,1+1 (prefill + decode); '' for peers only",
+        help="such as colocated,colocated:2,1+1 (prefill + decode),1x2+1x2 (of two ranks each); "
+        "'' for peers only",
     )
     add("--codec", type=listed(str), default=(None,), help="of n+m systems: auto,raw,splitzip")
     add(

@@ -1,6 +1,7 @@
 """Systems under test: deployments of `headrace up`, and peers with OpenAI's API."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -68,37 +69,52 @@ class Layout:
     Attributes:
         prefill: number of prefill workers; 0 for colocated workers.
         decode: number of decode workers, or of colocated ones.
+        prefill_tp, decode_tp: number of ranks of each worker.
     """
 
     prefill: int
     decode: int
+    prefill_tp: int = 1
+    decode_tp: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parse ``colocated``, ``colocated:2`` or ``1+1`` (prefill + decode workers).
 
+        ``x`` gives the ranks of each worker: ``colocated:1x2``, ``1x4+2x2``.
+
         Raises:
             ValueError: if it is none of them.
         """
-        kind, _, count = text.partition(":")
-        parts = ["0", count or "1"] if kind == "colocated" else text.split("+")
-        if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[1]) < 1:
-            raise ValueError(f"{text}: expected colocated, colocated:2 or 1+1")
-        return cls(int(parts[0]), int(parts[1]))
+        match = _COLOCATED.fullmatch(text) or _SEPARATE.fullmatch(text)
+        if not match:
+            raise ValueError(f"{text}: expected colocated, colocated:2, 1+1 or 1x4+2x2")
+        numbers = {name: int(digits) for name, digits in match.groupdict().items() if digits}
+        return cls(**{"prefill": 0, "decode": 1, **numbers})
 
     @property
     def flags(self) -> tuple[str, ...]:
-        workers = ("--decode", str(self.decode))
-        return (
-            ("--prefill", str(self.prefill), *workers)
-            if self.prefill
-            else ("--colocated", *workers)
-        )
+        ranks = ("--decode-tp", str(self.decode_tp)) if self.decode_tp > 1 else ()
+        decode = ("--decode", str(self.decode), *ranks)
+        if not self.prefill:
+            return ("--colocated", *decode)
+        ranks = ("--prefill-tp", str(self.prefill_tp)) if self.prefill_tp > 1 else ()
+        return ("--prefill", str(self.prefill), *ranks, *decode)
 
     def __str__(self) -> str:
+        decode = _group(self.decode, self.decode_tp)
         if self.prefill:
-            return f"{self.prefill}+{self.decode}"
-        return "colocated" if self.decode == 1 else f"colocated:{self.decode}"
+            return f"{_group(self.prefill, self.prefill_tp)}+{decode}"
+        return "colocated" if decode == "1" else f"colocated:{decode}"
+
+
+_WORKERS = r"(?P<{0}>[1-9]\d*)(x(?P<{0}_tp>[1-9]\d*))?"
+_COLOCATED = re.compile(f"colocated(:{_WORKERS.format('decode')})?")
+_SEPARATE = re.compile(rf"{_WORKERS.format('prefill')}\+{_WORKERS.format('decode')}")
+
+
+def _group(workers: int, ranks: int) -> str:
+    return f"{workers}" if ranks == 1 else f"{workers}x{ranks}"
 
 
 @dataclass(frozen=True)
