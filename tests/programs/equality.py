@@ -2,12 +2,13 @@
 
 ``python -m tests.programs.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated
 deployment and to disaggregated ones, 8 at a time, and prints a table. Workers have one rank, then
-prefill workers two and decode workers three. A difference is `close` if
+several, by default two and three (``--ranks 2+3``). A difference is `close` if
 the reference's two best logits differ by less than ``EPSILON`` at that token, because another batch
 composition may round it differently. Any other difference is a failure.
 
 On a GPU, use ``--concurrency 1``. Batches are then the same, and all tokens must be equal. With
-different batches, a sampled token may differ although the two best logits are far apart.
+different batches, a sampled token may differ although the two best logits are far apart. So it may
+with several ranks: compare them with ``--greedy``.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import asyncio
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -25,7 +26,7 @@ from rich.table import Table
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.offline.compress import documentation
-from services.common.model_source import resolve_model
+from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.tokenizer.loading import load_tokenizer
 from tests.harness.deployment import Running, deployed
 
@@ -64,9 +65,15 @@ class Comparison:
     different: tuple[str, ...]
 
 
-def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> list[Case]:
-    """Return cases of real text with 1 to ``longest`` tokens. Every second one uses sampling."""
-    text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
+def make_cases(
+    count: int, *, longest: int, max_tokens: int, seed: int = 7, model: str = DEFAULT_MODEL
+) -> list[Case]:
+    """Return cases of real text with 1 to ``longest`` tokens. Every second one uses sampling.
+
+    Args:
+        model: name or path of the model that has the tokenizer.
+    """
+    text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
     rng = random.Random(seed)
     lengths = [1, longest, 16, 17, 255, 256, 257]
     lengths += [int(longest ** rng.uniform(0.2, 1.0)) for _ in range(max(0, count - len(lengths)))]
@@ -150,21 +157,21 @@ def digests(running: Running, process: str, event: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """Comparison of one disaggregated deployment with its colocated reference."""
+    """Comparison of a deployment with its colocated reference of one rank.
+
+    Attributes:
+        digests: page digests that are equal, and that were compared; None if it sends no pages.
+    """
 
     name: str
     comparison: Comparison
-    digests_equal: int
-    digests_compared: int
+    digests: tuple[int, int] | None = None
 
     @property
     def passed(self) -> bool:
         """Whether no answer is different and all digests are equal."""
-        return (
-            not self.comparison.different
-            and self.digests_compared > 0
-            and self.digests_equal == self.digests_compared
-        )
+        equal, compared = self.digests or (1, 1)
+        return not self.comparison.different and 0 < compared == equal
 
 
 def colocated(
@@ -208,7 +215,7 @@ def compared(
     sent = digests(running, "prefill-0", "kv computed")
     landed = digests(running, "decode-0", "kv verified")
     equal = sum(sent.get(request) == digest for request, digest in landed.items())
-    return Row(label, compare(reference, answers), equal, len(landed))
+    return Row(label, compare(reference, answers), (equal, len(landed)))
 
 
 LOG_DIGESTS = {
@@ -223,23 +230,57 @@ def _tiny_slabs() -> dict[str, str]:
     return {f"HEADRACE_{r}_{k}": v for r in ("PREFILL", "DECODE") for k, v in sizes.items()}
 
 
+def _of_ranks(
+    cases: Sequence[Case],
+    reference: dict[str, Answer],
+    model_flags: Sequence[str],
+    ranks: str,
+    label: str,
+    concurrency: int,
+) -> Iterator[Row]:
+    """Send the cases to a deployment with workers of several ranks, such as ``2+3``, or ``4``."""
+    *prefill, decode = ranks.split("+")
+    flags = (*model_flags, "--decode-tp", decode)
+    if prefill:
+        flags += ("--prefill-tp", prefill[0])
+        name = f"{label}, {prefill[0]} to {decode} ranks"
+        yield from run(cases, reference, flags, name, concurrency, ["splitzip"])
+    else:
+        answers = colocated(cases, flags, concurrency)
+        yield Row(f"{label}, {decode} ranks", compare(reference, answers))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.equality")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompts", type=int, default=50)
+    add(
         "--concurrency", type=int, default=CONCURRENCY,
         help="number of concurrent requests; on a GPU, 1 makes all batches and tokens equal",
     )  # fmt: skip
+    add("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
+    add("--keep", type=float, nargs="+", default=[1.0, 0.8], help="--keep of the deployments")
+    add(
+        "--ranks",
+        nargs="+",
+        default=["2+3"],
+        help="of the further deployments; such as 2+3, or 4 (colocated)",
+    )
+    add("--greedy", action="store_true", help="no sampling: ranks round differently on a GPU")
     own = parser.parse_args()
     console = Console(width=110)
-    cases = make_cases(own.prompts, longest=3000, max_tokens=48)
+    cases = make_cases(own.prompts, longest=3000, max_tokens=48, model=own.model)
+    if own.greedy:
+        cases = [replace(case, temperature=0.0) for case in cases]
     table = Table("deployment", "equal", "close", "different", "page digests equal")
     rows: list[Row] = []
-    for name, flags in (("dense", ()), ("factorized, keep 0.8", ("--keep", "0.8"))):
+    for keep in own.keep:
+        name = "dense" if keep == 1 else f"factorized, keep {keep:g}"
+        flags = ("--model", own.model, "--keep", f"{keep:g}")
         reference = colocated(cases, flags, own.concurrency)
         rows += run(cases, reference, flags, name, own.concurrency)
-        ranks = (*flags, "--prefill-tp", "2", "--decode-tp", "3")
-        rows += run(cases, reference, ranks, f"{name}, 2 to 3 ranks", own.concurrency, ["splitzip"])
+        for ranks in own.ranks:
+            rows += _of_ranks(cases, reference, flags, ranks, name, own.concurrency)
     for row in rows:
         found = row.comparison
         table.add_row(
@@ -247,7 +288,7 @@ def main() -> int:
             f"{found.equal} of {len(cases)}",
             str(len(found.close)),
             str(len(found.different)),
-            f"{row.digests_equal} of {row.digests_compared}",
+            "{} of {}".format(*row.digests) if row.digests else "",
         )
         for line in (*found.close, *found.different):
             console.print(f"{row.name}: {line}")
