@@ -259,6 +259,7 @@ def main() -> int:
         help="number of concurrent requests; on a GPU, 1 makes all batches and tokens equal",
     )  # fmt: skip
     add("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
+    add("--kv-format", default="dense", help="of all deployments")
     add("--keep", type=float, nargs="+", default=[1.0, 0.8], help="--keep of the deployments")
     add(
         "--ranks",
@@ -276,7 +277,7 @@ def main() -> int:
     rows: list[Row] = []
     for keep in own.keep:
         name = "dense" if keep == 1 else f"factorized, keep {keep:g}"
-        flags = ("--model", own.model, "--keep", f"{keep:g}")
+        flags = ("--model", own.model, "--keep", f"{keep:g}", "--kv-format", own.kv_format)
         reference = colocated(cases, flags, own.concurrency)
         rows += run(cases, reference, flags, name, own.concurrency)
         for ranks in own.ranks:
