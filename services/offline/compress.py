@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint
+from runtime.checkpoint.assemble import nbytes
 from runtime.models.build import build_model
 from runtime.offline import compress as factorization
 from runtime.offline.compress import Allocation, Method, WorkFolder, artifact_key
@@ -53,8 +54,9 @@ def compress(
     answers of the model to fixed questions. Perplexity is measured on another part of the
     documentation, and answers to other questions are compared with those of the dense model.
     Answers need the whole model on the device, their comparison both models; everything else needs
-    one layer at a time. Finished layers are kept in a folder beside ``out``. After an interruption,
-    a call with the same arguments continues from them.
+    one layer at a time. For a model that is larger than the GPU, there are no answers. Finished
+    layers are kept in a folder beside ``out``. After an interruption, a call with the same
+    arguments continues from them.
 
     Args:
         model: name or path of a checkpoint.
@@ -84,6 +86,9 @@ def compress(
         dense = load_checkpoint(source, dtype=None)
     if tokenizer.chat_template is None:
         chats = held_out_chats = 0
+    elif chats + held_out_chats and is_larger_than(on, dense):
+        console.print(f"{source.name} is larger than the GPU: only documentation is used, no chats")
+        chats = held_out_chats = 0
     with _reported_shortage("use --chats 0 or --device cpu"), console.status("answering questions"):
         calibration, held_out = _texts(source, tokenizer, rows, chats, on)
     with _reported_shortage("use --device cpu"):
@@ -94,6 +99,14 @@ def compress(
         with _reported_shortage(f"but {out} is complete"), console.status("comparing answers"):
             fidelity = _compared_chats(source, out, tokenizer, held_out_chats, on)
         _print_fidelity(fidelity)
+
+
+def is_larger_than(device: torch.device, model: Checkpoint) -> bool:
+    """Return whether the weights of a model in bf16 exceed the memory of a GPU."""
+    if device.type == "cpu":
+        return False
+    _, total = torch.cuda.mem_get_info(device)
+    return nbytes(model, torch.bfloat16) > total
 
 
 def _factorize(

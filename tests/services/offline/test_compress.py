@@ -14,7 +14,7 @@ from runtime.checkpoint.assemble import named_tensors
 from runtime.errors import CheckpointError
 from runtime.offline import compress as factorization
 from services.common.errors import SettingsError
-from services.offline.compress import compress, work_folder
+from services.offline.compress import compress, is_larger_than, work_folder
 from services.offline.convert import convert
 from tests.runtime.offline.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
 from tests.runtime.tiny import tiny_checkpoint
@@ -81,6 +81,17 @@ def test_converted_folder_is_loaded(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
     with pytest.raises(CheckpointError, match="already a canonical"):
         convert(str(tmp_path / "ours"), tmp_path / "again", None, "auto")
+
+
+def test_model_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny_checkpoint()
+    weights = 2 * sum({id(t): t.numel() for _, t in named_tensors(checkpoint)}.values())
+    memory = weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, memory))
+    assert not is_larger_than(torch.device("cuda"), checkpoint)
+    memory -= 1
+    assert is_larger_than(torch.device("cuda"), checkpoint)
+    assert not is_larger_than(torch.device("cpu"), checkpoint)
 
 
 @pytest.mark.gpu
