@@ -1,8 +1,8 @@
 """Steps of the first rank of a worker, sent to the other ranks (followers) in other processes.
 
 The first rank writes each call of its executor into a ring in shared memory, and each follower
-repeats the call on its own executor, in the same order: a follower knows of a launch before the
-first rank launches it and may block in a collective. Plans are sent as deltas, see
+repeats the call on its own executor, in the same order: a follower knows of a launch or a read
+before the first rank executes it and may block in a collective. Plans are sent as deltas, see
 `runtime.engine.plan_deltas`.
 
 A message is its number, a `Call` and the arguments. Followers check that no number is missing, and
@@ -39,15 +39,16 @@ _NOT_FINITE = -2
 
 
 class Call(IntEnum):
-    """A method of an executor, or of `LaunchedStep`."""
+    """A method of an executor or of `LaunchedStep`, or, with `TOKENS`, the result of `READ`."""
 
     START = 0
     WARM_UP = 1
     LAUNCH = 2
     READ = 3
-    COPY_PAGES = 4
-    RECORD_EVENT = 5
-    CLOSE = 6
+    TOKENS = 4
+    COPY_PAGES = 5
+    RECORD_EVENT = 6
+    CLOSE = 7
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,18 @@ class StepChannel:
         """Send `Executor.launch` and return the number of the step."""
         return self._send(Call.LAUNCH, self._encoder.encode(plan))
 
-    def read(self, step: int, ready: int, draws: Sequence[Draw | None]) -> None:
-        """Send `LaunchedStep.read`, with what the first rank has read.
+    def read(self, step: int, ready: int) -> None:
+        """Send `LaunchedStep.read`.
 
         Args:
             step: result of `launch`.
             ready: see `LaunchedStep`.
         """
-        self._send(Call.READ, [step, ready, *map(_token, draws)])
+        self._send(Call.READ, [step, ready])
+
+    def tokens(self, draws: Sequence[Draw | None]) -> None:
+        """Send what the first rank has read, which followers compare with their own."""
+        self._send(Call.TOKENS, [*map(_token, draws)])
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Send `Executor.copy_pages`."""
@@ -240,6 +245,8 @@ class Follower:
         self.plans = PlanDecoder()
         self.unread: dict[int, UnreadStep] = {}
         self.executed = 0
+        self._read_step = 0
+        self._tokens: list[int] = []
 
     def execute(self, message: Words) -> bool:
         """Execute a message. Return whether more follow.
@@ -260,7 +267,9 @@ class Follower:
                 plan, since = self.plans.decode(reader), time.monotonic_ns()
                 self.unread[self.executed] = UnreadStep(executor.launch(plan), since)
             case Call.READ:
-                self._read(reader)
+                self._read(*reader.take(2))
+            case Call.TOKENS:
+                _check(f"tokens of step {self._read_step}", reader.rest(), self._tokens)
             case Call.COPY_PAGES:
                 executor.copy_pages(reader.word(), reader.items(), reader.items())
             case Call.RECORD_EVENT:
@@ -268,12 +277,10 @@ class Follower:
         self.executed += 1
         return call is not Call.CLOSE
 
-    def _read(self, reader: WordReader) -> None:
-        number, ready = reader.take(2)
+    def _read(self, number: int, ready: int) -> None:
         step = self.unread[number].step
         _check(f"event of step {number}", ready, step.ready)
-        tokens = [_token(draw) for draw in step.read()]
-        _check(f"tokens of step {number}", reader.rest(), tokens)
+        self._read_step, self._tokens = number, [_token(draw) for draw in step.read()]
         del self.unread[number]
 
 

@@ -32,11 +32,12 @@ class RankStep:
     def read(self) -> list[Draw | None]:
         """Wait for the step on the first rank and return its draws.
 
-        Every rank reads, because reading may complete the sampling of a token on its device, and
-        compares its tokens with these.
+        Every rank reads, because reading may complete the sampling of a token, which needs the
+        logits of all ranks. The others then compare their tokens with these.
         """
+        self.channel.read(self.number, self.ready)
         draws = self.first.read()
-        self.channel.read(self.number, self.ready, draws)
+        self.channel.tokens(draws)
         return draws
 
 

@@ -80,6 +80,7 @@ class MirroredStep:
     def read(self) -> list[Draw | None]:
         draws = self.step.read()
         self.ranks.execute_next()
+        self.ranks.execute_next()
         return draws
 
 

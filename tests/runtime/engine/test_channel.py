@@ -109,21 +109,25 @@ def test_follower_repeats_all_calls_in_order() -> None:
     assert [rank.executed for rank in channel.ranks()] == [channel.sent]
 
 
-def test_first_rank_launches_after_it_has_sent_the_launch() -> None:
-    """A launch may block until all ranks have launched."""
+def test_first_rank_sends_launches_and_reads_before_it_executes_them() -> None:
+    """Both may block until all ranks have executed them."""
     calls: Calls = []
     run(Engine(Ranks(Recorded("first", calls), Sends(calls))))
     for number, call in enumerate(calls):
-        if call[:2] in (("first", "launch"), ("first", "warm up")):
-            assert calls[number - 1][0] == "channel"
-        if call[:2] == ("first", "read"):
-            assert calls[number + 1][0] == "channel"
+        match call:
+            case ("first", "warm up"):
+                assert calls[number - 1] == ("channel", Call.WARM_UP)
+            case ("first", "launch", *_):
+                assert calls[number - 1] == ("channel", Call.LAUNCH)
+            case ("first", "read", *_):
+                assert calls[number - 1] == ("channel", Call.READ)
+                assert calls[number + 1] == ("channel", Call.TOKENS)
 
 
 def test_follower_with_another_token_ends() -> None:
     channel = StepChannel(1, timeout_s=0)
     run(Engine(Ranks(Recorded("first", []), channel)))
-    with pytest.raises(RanksDisagree, match=r"tokens of step 4: \[1, 1\] .* \[2, 2\] on this"):
+    with pytest.raises(RanksDisagree, match=r"tokens of step 5: \[1, 1\] .* \[2, 2\] on this"):
         execute_all(channel, Follower(Recorded("second", [], token=TOKEN + 1)))
 
 
@@ -220,11 +224,11 @@ def test_followers_of_a_killed_first_rank_end() -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        # Sizes, two chunks, two further tokens, each step with its reads.
-        until(lambda: channel.ranks()[0].executed == 9)
+        # Sizes, two chunks, two further tokens, each step with its read and its tokens.
+        until(lambda: channel.ranks()[0].executed == 13)
         first.kill()
         thread.join(WAIT_S)
-        assert "after 9 messages" in str(ended[0])
+        assert "after 13 messages" in str(ended[0])
 
 
 def test_follower_is_busy_until_its_launches_are_read() -> None:
