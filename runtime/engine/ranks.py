@@ -44,10 +44,10 @@ class RankStep:
 class Ranks(Executor):
     """Launches every step on all ranks and takes the tokens of the first rank.
 
-    Ranks exchange activations, so that all of them have the same logits. Sampling depends on these
-    and on the plan alone; all ranks therefore sample the same tokens.
+    Ranks exchange activations and what sampling needs of the logits. Sampling depends on these and
+    on the plan alone; all ranks therefore sample the same tokens.
 
-    A call that may block until all ranks have launched a step is sent before it is executed here.
+    A call that may block until all ranks execute it is sent before it is executed here.
 
     Args:
         first: executor of the first rank, in this process.

@@ -15,7 +15,7 @@ from runtime.gemm.weights import PackedWeights
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import linear_op
-from runtime.layers.vocabulary import over_ranks
+from runtime.layers.vocabulary import Vocabulary
 from runtime.models.build import build_model
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
@@ -84,15 +84,14 @@ def build_gemm_model(
     weights = PackedWeights.pack(_multiplied_out(checkpoint, plan), device)
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     fused = TritonAttention(*heads, by_halves=True) if chosen.dense_bf16 else None
-    ends = embedding_op(weights.embedding), linear_op(weights.lm_head.weight)
-    embed, lm_head = over_ranks(*ends, checkpoint.partition, group)
+    vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     return GemmModel(
         config=config,
         kv_format=chosen,
         device=device,
         dtype=dtype,
         page_size=page_size,
-        embed=embed,
+        embed=vocabulary.embedding(embedding_op(weights.embedding)),
         layers=[
             DecoderLayer(
                 family,
@@ -103,7 +102,8 @@ def build_gemm_model(
             for layer in weights.layers
         ],
         final_norm=packed_norm(weights, weights.final_norm),
-        lm_head=lm_head,
+        lm_head=linear_op(weights.lm_head.weight),
+        vocabulary=vocabulary,
         matmul="gemm",
         weight_bytes=nbytes(checkpoint, dtype),
         plan_hash=plan.hash,

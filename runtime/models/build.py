@@ -13,7 +13,7 @@ from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes,
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
-from runtime.layers.vocabulary import over_ranks
+from runtime.layers.vocabulary import Vocabulary
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
 from runtime.models.registry import model_family
@@ -61,7 +61,7 @@ def build_model(
     lm_head = linear_op(placing(checkpoint.lm_head))
     tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
     embed = embedding_op(placing(checkpoint.embedding), tied)
-    embed, lm_head = over_ranks(embed, lm_head, checkpoint.partition, group)
+    vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     layers: Sequence[DecoderLayer]
     if streamed:
         layers, weight_bytes = _streamed(checkpoint, device, dtype), nbytes(checkpoint, dtype)
@@ -73,10 +73,11 @@ def build_model(
         device=device,
         dtype=dtype,
         page_size=page_size,
-        embed=embed,
+        embed=vocabulary.embedding(embed),
         layers=layers,
         final_norm=final_norm,
         lm_head=lm_head,
+        vocabulary=vocabulary,
         matmul=_matmul(checkpoint.partition, device, dtype),
         weight_bytes=weight_bytes,
         group=group,

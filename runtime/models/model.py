@@ -12,6 +12,7 @@ from runtime.config import ModelConfig
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
 from runtime.layers.rope import cos_sin_table
+from runtime.layers.vocabulary import Vocabulary
 from runtime.models.decoder import DecoderLayer
 from runtime.pages.plan import PageCount
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -29,7 +30,8 @@ class Model:
         embed: embeddings `[n, hidden]` of token ids `[n]`.
         layers: layers in order.
         final_norm: norm before the LM head.
-        lm_head: logits `[n, vocab]` of the normalized residual stream.
+        lm_head: logits `[n, own]` of the normalized residual stream.
+        vocabulary: the tokens, and which of them have logits on this rank.
         matmul: implementation of the matmuls; logged, and part of `kernel_plan_hash`.
         plan_hash: hash of the plan that chooses the kernel of each matmul; empty without one.
         weight_bytes: bytes of the checkpoint's tensors in the dtype of the computation.
@@ -47,6 +49,7 @@ class Model:
     layers: Sequence[DecoderLayer]
     final_norm: Callable[[Tensor], Tensor]
     lm_head: Callable[[Tensor], Tensor]
+    vocabulary: Vocabulary
     matmul: str
     weight_bytes: int
     plan_hash: str = ""
@@ -85,7 +88,8 @@ class Model:
         """Run the model on a batch: write its tokens' KV into the pages, and return logits.
 
         Returns:
-            fp32 `[m, vocab]`, one row for each of the batch's ``logit_rows``.
+            fp32 `[m, own]`, one row for each of the batch's ``logit_rows``, with the logits of this
+            rank's tokens; `Vocabulary.whole` returns those of all.
         """
         *stages, last = self.stages(batch, cache)
         for stage in stages:
@@ -117,7 +121,7 @@ class Model:
 
         def logits() -> Tensor:
             if not len(hidden):
-                return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+                return hidden.new_empty(0, len(self.vocabulary.own), dtype=torch.float32)
             return self.lm_head(self.final_norm(hidden)).float()
 
         layers = [partial(compute, index) for index in range(len(self.layers))]

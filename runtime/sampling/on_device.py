@@ -8,6 +8,12 @@ differ.
 The device considers only the 1,024 largest logits. If a row's distribution is too flat for them,
 the row is unresolved. Its state does not advance, so another call with the same logits gives the
 same result. `DeviceSampler.resolve` draws its token from the whole vocabulary.
+
+The ranks of a worker divide the vocabulary (`runtime.layers.vocabulary`): each has the logits and
+the state of its own tokens, and all sample the same tokens. Log probabilities may differ in the
+last bits from those of one rank. So may the probabilities of draws, by about 1e-7 of their values:
+each rank subtracts its own largest logit in fp32 before it adds probabilities in fp64. This changes
+a token only if the random number is that close to the boundary between two tokens.
 """
 
 from collections.abc import Sequence
@@ -20,6 +26,8 @@ from torch import Tensor
 
 from runtime.core.request import SamplingParams
 from runtime.graphs.host_copy import to_device
+from runtime.layers.vocabulary import Vocabulary
+from runtime.sampling.reductions import RankReductions, Reductions
 from runtime.sampling.reference import (
     MAX_LOGIT,
     SamplingRow,
@@ -70,7 +78,8 @@ class DeviceSampler:
     """Sampler with static state for a fixed number of rows.
 
     Args:
-        rows, vocab: shape of the logits. The state takes 13 bytes per logit.
+        rows: number of rows.
+        vocabulary: the tokens. The state takes 13 bytes for each row and token of this rank.
         top: maximum number of most probable tokens that a row reports.
 
     Attributes:
@@ -83,10 +92,15 @@ class DeviceSampler:
         top_tokens: int64 `[rows, top]`, most probable tokens.
     """
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
+    def __init__(
+        self, rows: int, vocabulary: Vocabulary, device: torch.device, *, top: int = 0
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
+        self._vocabulary = vocabulary
+        self._reductions = RankReductions(vocabulary) if vocabulary.divided else Reductions()
+        own = len(vocabulary.own)
         self.sampled = zeros(rows, 3)
         self.tokens, self.finite, self.resolved = self.sampled.unbind(dim=1)
         self.logprobs = zeros(rows, 1, dtype=torch.float32)
@@ -101,12 +115,13 @@ class DeviceSampler:
         reals = self._parameters[_WORDS:].view(torch.float64)[:, :, None]  # [_REALS, rows, 1]
         self._filters = reals[:3]
         self._processor = _LogitsProcessor(
-            bias=zeros(rows, vocab, dtype=torch.float32),
-            outputs=zeros(rows, vocab, dtype=torch.int32),
-            flags=zeros(rows, vocab, dtype=torch.uint8),
+            vocabulary,
+            bias=zeros(rows, own, dtype=torch.float32),
+            outputs=zeros(rows, own, dtype=torch.int32),
+            flags=zeros(rows, own, dtype=torch.uint8),
             penalties=reals[3:],
         )
-        self._processed = zeros(rows, vocab, dtype=torch.float32)
+        self._processed = zeros(rows, own, dtype=torch.float32)
         self.load(range(rows), [SamplingRow(SamplingParams(), 0, (), 0)] * rows)
 
     @property
@@ -121,7 +136,6 @@ class DeviceSampler:
             numbers: row indices, without repetition.
             rows: parameters and context of the sequence of each row.
         """
-        vocab = self._processed.shape[1]
         words = np.empty((1 + _WORDS + _REALS, len(rows)), np.int64)
         words[0] = numbers
         reals = words[1 + _WORDS :].view(np.float64)
@@ -129,7 +143,7 @@ class DeviceSampler:
             sampling = row.sampling
             words[1 : 1 + _WORDS, column] = (
                 sampling.temperature == 0,
-                sampling.top_k or vocab,
+                sampling.top_k or self._vocabulary.size,
                 sampling.min_tokens if sampling.suppressed else 0,
                 _signed(sampling.seed),
                 _signed(row.choice),
@@ -145,14 +159,15 @@ class DeviceSampler:
         """Sample a token for each of the first `m` rows.
 
         Args:
-            logits: fp32 `[m, vocab]`, not modified.
+            logits: fp32 `[m, own]`, those of this rank's tokens, not modified.
             features: features to compute. They must include all features that the rows use.
         """
         rows = slice(len(logits))
         processed = self._process(logits, rows) if features.processing else logits
-        tokens = processed.argmax(dim=-1)
-        if features.random:
-            drawn, resolved = draw(processed, self._tensors(rows))
+        parameters = self._tensors(rows) if features.random else None
+        tokens, finite, candidates = self._reductions.find(logits, processed, parameters)
+        if parameters and candidates:
+            drawn, resolved = draw(candidates, parameters, self._vocabulary.size)
             greedy = self._greedy[rows] > 0
             tokens = torch.where(greedy, tokens, drawn)
             self.resolved[rows] = resolved | greedy
@@ -160,30 +175,33 @@ class DeviceSampler:
         else:
             self.resolved[rows] = 1
         self.tokens[rows] = tokens
-        self.finite[rows] = logits.sum(dim=-1).isfinite()
+        self.finite[rows] = finite
         if features.logprobs:
-            logprobs = logits.log_softmax(dim=-1)
-            self.logprobs[rows] = logprobs.gather(1, tokens[:, None])
-            self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self.top_tokens.shape[1])
+            top = self.top_tokens.shape[1]
+            found = self._reductions.logprobs(logits, tokens, top)
+            self.logprobs[rows], self.top_logprobs[rows], self.top_tokens[rows] = found
         self._counter[2, rows] += self.resolved[rows]
         if features.processing:
-            self._processor.count(tokens[:, None], self.resolved[rows], rows)
+            places, counted = self._reductions.own(tokens, self.resolved[rows])
+            self._processor.count(places[:, None], counted, rows)
 
     def resolve(self, logits: Tensor, numbers: Sequence[int]) -> None:
-        """Draw the tokens of rows that the last call left unresolved.
+        """Draw the tokens of rows that the last call left unresolved. All ranks must call it.
 
         Args:
-            logits: fp32 `[rows, vocab]`, logits of that call.
+            logits: fp32 `[rows, own]`, logits of that call.
             numbers: indices of the unresolved rows.
         """
         missing = to_device(np.array(numbers, np.int64), self.sampled.device)
-        tokens = draw_from_all(self._processed[missing], self._tensors(missing))
-        logprobs = logits[missing].log_softmax(dim=-1)
+        processed = self._vocabulary.whole(self._processed[missing])
+        tokens = draw_from_all(processed, self._tensors(missing))
+        logprobs = self._vocabulary.whole(logits[missing]).log_softmax(dim=-1)
         self.logprobs[missing] = logprobs.gather(1, tokens[:, None])
         self.tokens[missing] = tokens
         self.resolved[missing] = 1
         self._counter[2, missing] += 1
-        self._processor.outputs[missing, tokens] += 1
+        places, counted = self._reductions.own(tokens, self.resolved[missing])
+        self._processor.outputs[missing, places] += counted.int()
 
     def _process(self, logits: Tensor, rows: slice) -> Tensor:
         suppresses = self._counter[2, rows] < self._min_tokens[rows]
@@ -202,14 +220,23 @@ class _LogitsProcessor:
     of rows without penalties have no effect.
 
     Args:
-        bias: fp32 `[rows, vocab]`, logit bias.
-        outputs: int32 `[rows, vocab]`, occurrences of each token in the output.
-        flags: uint8 `[rows, vocab]`, flags of each token: whether it is in the prompt, and whether
-            it is suppressed before the output index ``min_tokens``.
+        vocabulary: the tokens, of which this rank's have logits.
+        bias: fp32 `[rows, own]`, logit bias.
+        outputs: int32 `[rows, own]`, occurrences of each token in the output.
+        flags: uint8 `[rows, own]`, flags of each token: whether it is in the prompt, and whether it
+            is suppressed before the output index ``min_tokens``.
         penalties: fp64 `[3, rows, 1]`, repetition, frequency and presence penalty.
     """
 
-    def __init__(self, bias: Tensor, outputs: Tensor, flags: Tensor, penalties: Tensor) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        bias: Tensor,
+        outputs: Tensor,
+        flags: Tensor,
+        penalties: Tensor,
+    ) -> None:
+        self._vocabulary = vocabulary
         self._bias = bias
         self.outputs = outputs
         self._flags = flags
@@ -221,7 +248,7 @@ class _LogitsProcessor:
 
         `DeviceSampler.load` writes the penalties and ``min_tokens``.
         """
-        sampling, vocab = row.sampling, self._bias.shape[1]
+        sampling, vocab = row.sampling, self._vocabulary.size
         if number in self._biased:
             self._biased.remove(number)
             self._bias[number] = 0.0
@@ -241,7 +268,7 @@ class _LogitsProcessor:
         self._write(self.outputs, number, counts.astype(np.int32))
 
     def apply(self, logits: Tensor, rows: slice, suppresses: Tensor) -> Tensor:
-        """Return the processed logits ``[m, vocab]``.
+        """Return the processed logits ``[m, own]``.
 
         Args:
             suppresses: bool `[m]`, whether each row is before its ``min_tokens``.
@@ -257,12 +284,17 @@ class _LogitsProcessor:
         return logits.masked_fill(suppressed, -MAX_LOGIT)
 
     def count(self, tokens: Tensor, counted: Tensor, rows: slice) -> None:
-        """Count the tokens ``[m, 1]`` of rows for which ``counted`` is 1."""
+        """Count the tokens of rows for which ``counted`` is 1.
+
+        Args:
+            tokens: int64 `[m, 1]`, places of the tokens among this rank's.
+        """
         self.outputs[rows].scatter_add_(1, tokens, counted.int()[:, None])
 
-    @staticmethod
-    def _write(target: Tensor, number: int, values: NDArray[np.generic]) -> None:
-        target[number].copy_(to_device(values, target.device))
+    def _write(self, target: Tensor, number: int, values: NDArray[np.generic]) -> None:
+        """Write a row, of which this rank holds the values of its own tokens."""
+        own = self._vocabulary.own
+        target[number].copy_(to_device(values[own.start : own.stop], target.device))
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:

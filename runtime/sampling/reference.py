@@ -7,7 +7,7 @@ any batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from runtime.core.sequence import SequenceState
 
 MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
-_CANDIDATES = 1024
+CANDIDATES = 1024
 """Number of most probable tokens that a draw considers first. Most distributions need no more."""
 _ROUNDING = 1e-9
 """Relative tolerance with which a sum of probabilities counts as top-p or more. The rounding of
@@ -95,6 +95,28 @@ class SamplingTensors:
     def select(self, rows: list[int]) -> "SamplingTensors":
         """Return the parameters of the rows with these indices."""
         return SamplingTensors(*(column[rows] for column in vars(self).values()))
+
+
+class Candidates(NamedTuple):
+    """The most probable tokens of `m` rows, which suffice for most draws.
+
+    Attributes:
+        values: fp32 `[m, c]`, logits of the tokens, descending. c is `CANDIDATES`, or the number
+            of all tokens if that is smaller.
+        tokens: int64 `[m, c]`.
+        log_sum: fp64 `[m, 1]`, logarithm of the sum of ``exp((logit - largest) / temperature)``
+            over all tokens.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: Tensor) -> Self:
+        """Return the candidates of fp32 logits `[m, vocab]`."""
+        values, tokens = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+        return cls(values, tokens, _log_sum(logits, temperature))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
@@ -185,7 +207,8 @@ def _mix64(value: int) -> int:
 
 def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
     """Draw from the most probable tokens of each row, or from all tokens where needed."""
-    tokens, resolved = draw(logits, parameters)
+    vocab = logits.shape[-1]
+    tokens, resolved = draw(Candidates.of(logits, parameters.temperature), parameters, vocab)
     found: list[int] = tokens.tolist()
     missing = [number for number, known in enumerate(resolved.tolist()) if not known]
     if missing:
@@ -195,20 +218,21 @@ def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
     return found
 
 
-def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Draw from the filtered distributions of rows ``[m, vocab]`` by inverting the CDF.
+def draw(candidates: Candidates, parameters: SamplingTensors, vocab: int) -> tuple[Tensor, Tensor]:
+    """Draw from the filtered distributions of rows by inverting the CDF.
 
-    Tokens are in descending order of probability. The `_CANDIDATES` most probable ones (the
-    candidates) suffice for most rows. Equally probable tokens are in the order of their ids,
-    whatever order `Tensor.topk` gives them.
+    Tokens are in descending order of probability. Equally probable tokens are in the order of their
+    ids, whatever order `Tensor.topk` gives them.
+
+    Args:
+        vocab: number of all tokens.
 
     Returns:
         Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. If they did not, the
         token is invalid and `draw_from_all` must be called.
     """
-    vocab = logits.shape[-1]
-    values, indices = logits.topk(min(_CANDIDATES, vocab), dim=-1)
-    picks, resolved = _pick(_masses(values, logits, parameters), parameters, vocab)
+    values, indices, log_sum = candidates
+    picks, resolved = _pick(_masses(values, log_sum, parameters), parameters, vocab)
     picked = values.gather(1, picks[:, None])  # [m, 1]
     # Rank of the pick among tokens with the same logit.
     rank = picks[:, None] - (values > picked).sum(dim=-1, keepdim=True)
@@ -221,20 +245,25 @@ def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
 def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
     """Draw as `draw` does, but from the whole vocabulary. Return the tokens, int64 `[m]`."""
     values, indices = logits.sort(dim=-1, descending=True, stable=True)
-    picks, _ = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
+    log_sum = _log_sum(logits, parameters.temperature)
+    picks, _ = _pick(_masses(values, log_sum, parameters), parameters, logits.shape[-1])
     return indices.gather(1, picks[:, None])[:, 0]
 
 
-def _masses(values: Tensor, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Return the fp64 probabilities, after temperature, of a subset of each row's logits.
+def _log_sum(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return `Candidates.log_sum` of all logits."""
+    m = logits.amax(dim=-1, keepdim=True)
+    return ((logits - m).double() / temperature).logsumexp(dim=-1, keepdim=True)
+
+
+def _masses(values: Tensor, log_sum: Tensor, parameters: SamplingTensors) -> Tensor:
+    """Return the fp64 probabilities, after temperature, of each row's most probable tokens.
 
     Args:
-        values: the subset, fp32 `[m, c]`.
-        logits: all logits, fp32 `[m, vocab]`.
+        values: logits of the tokens, fp32 `[m, c]`, descending.
+        log_sum: see `Candidates`.
     """
-    m = logits.amax(dim=-1, keepdim=True)
-    log_sum = ((logits - m).double() / parameters.temperature).logsumexp(dim=-1, keepdim=True)
-    return ((values - m).double() / parameters.temperature - log_sum).exp()
+    return ((values - values[:, :1]).double() / parameters.temperature - log_sum).exp()
 
 
 def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class DecodeReplay:
     """Replayed decode passes of one model over one cache.
 
     Args:
-        logits: fp32 `[max_slots, vocab]`, where a pass writes the logits of each slot.
+        logits: fp32 `[max_slots, own]`, where a pass writes the logits of each slot.
         pool: memory pool of the graphs; None on the CPU.
         by_layer: see `runtime.core.options.EngineOptions`.
     """

@@ -92,4 +92,5 @@ class DirectSteps:
             return []
         sequences, rows = zip(*sampled, strict=True)
         each = torch.tensor(rows, device=logits.device)
-        return sample(logits[each], [SamplingRow.of(s) for s in sequences])
+        whole = self._model.vocabulary.whole(logits[each])
+        return sample(whole, [SamplingRow.of(s) for s in sequences])

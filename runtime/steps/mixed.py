@@ -58,7 +58,7 @@ class MixedReplay:
 
     Args:
         cache: KV pages, with null pages.
-        logits: fp32 `[max_slots, vocab]`, where a pass writes the logits of each slot.
+        logits: fp32 `[max_slots, own]`, where a pass writes the logits of each slot.
         pool: memory pool of the graphs; None on the CPU.
         max_rows: maximum number of tokens in a pass.
         decodes: whether passes have decode rows.

@@ -73,7 +73,7 @@ class InFlightStep:
             used.
         ready: number of the event of the cache recorded after the forward pass and, with a
             compressed KV format, the encoding of pages.
-        held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
+        held_logits: logits `[own]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
     """
 
@@ -121,7 +121,8 @@ class StepReplay:
             prompt_groups=plan.prompt_groups,
         )
         pool = torch.cuda.graph_pool_handle() if on_device else None
-        self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
+        self._vocabulary = model.vocabulary
+        self._sampler = SlotSampler(self._slots, model.vocabulary, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
         self._decode = DecodeReplay(*passes, by_layer=options.by_layer)
         # A step that decodes ``max_running`` sequences may also compute a page of prompt tokens.
@@ -295,7 +296,8 @@ class StepReplay:
             if not finite:
                 draws.append(None)
             elif not resolved and slot in step.held_logits:
-                draws += sample(step.held_logits[slot][None], [SamplingRow.of(sequence)])
+                logits = self._vocabulary.whole(step.held_logits[slot][None])
+                draws += sample(logits, [SamplingRow.of(sequence)])
             elif not resolved:
                 self._slots.did_not_advance(sequence)
                 draws.append(UNRESOLVED)

@@ -18,6 +18,7 @@ from runtime.core.request import MAX_LOGPROBS
 from runtime.core.sequence import SequenceState
 from runtime.graphs.capture import captured
 from runtime.graphs.host_copy import HostCopy
+from runtime.layers.vocabulary import Vocabulary
 from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures
 from runtime.sampling.reference import SamplingRow
 from runtime.steps.slots import BatchSlots
@@ -38,16 +39,18 @@ class SlotSampler:
         pool: memory pool of the graphs; None on the CPU.
 
     Attributes:
-        logits: fp32 `[max_slots, vocab]`, written by the forward pass before `run`.
+        logits: fp32 `[max_slots, own]`, of this rank's tokens, written by the forward pass before
+            `run`.
     """
 
-    def __init__(self, slots: BatchSlots, vocab: int, pool: Any) -> None:
+    def __init__(self, slots: BatchSlots, vocabulary: Vocabulary, pool: Any) -> None:
         self._slots = slots
         self._pool = pool
         rows = len(slots.tokens)
         device = slots.tokens.device
-        self._sampler = DeviceSampler(rows, vocab, device, top=MAX_LOGPROBS)
-        self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
+        self._sampler = DeviceSampler(rows, vocabulary, device, top=MAX_LOGPROBS)
+        own = len(vocabulary.own)
+        self.logits = torch.zeros(rows, own, dtype=torch.float32, device=device)
         self._runs: dict[tuple[int, SamplingFeatures], Callable[[], object]] = {}
 
     @staticmethod

@@ -46,8 +46,9 @@ def warm_up_prefill(
     for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
         for batch in _small(sequences, cache.layout.plan):
             logits = model.forward(Batch.of(batch, model.device), cache)
+            whole = model.vocabulary.whole(logits[:1])
             for row in _ROWS:
-                sample(logits[:1], [row])
+                sample(whole, [row])
         progress("prefill", sequences)
     encoder.warm_up()
     largest = _largest(limits, model.context_length, cache.layout.plan)

@@ -246,7 +246,7 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
         slab=sizes.slab_bytes + model.replayable * page_bytes.of(plan.null_pages),
-        logits=sizes.limits.max_running * model.config.vocab_size,
+        logits=sizes.limits.max_running * len(model.vocabulary.own),
         least=least_bytes(page_bytes),
     )
     return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))

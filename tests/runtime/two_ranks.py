@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -22,26 +22,27 @@ from runtime.engine import LocalExecutor, Ranks, StepChannel, StepReader, follow
 from runtime.models.build import build_model
 from runtime.parallel.group import DistributedGroup
 from runtime.parallel.partition import Partition
-from tests.runtime.tiny import tiny_checkpoint
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 RANKS = 2
 LIMIT_S = 120
 
 
-def whole() -> Checkpoint:
-    """Return a model with dense linears and factor pairs."""
-    return tiny_checkpoint(bias=True, ranks=(None, 12, None, 20, 16, None, None))
+def whole(vocab: int) -> Checkpoint:
+    """Return a model with dense linears and factor pairs, and ``vocab`` tokens."""
+    config = replace(CONFIG, vocab_size=vocab)
+    return tiny_checkpoint(bias=True, ranks=(None, 12, None, 20, 16, None, None), config=config)
 
 
-def whole_executor(options: EngineOptions) -> LocalExecutor:
+def whole_executor(options: EngineOptions, vocab: int = CONFIG.vocab_size) -> LocalExecutor:
     """Return the executor of a worker of one rank."""
-    return LocalExecutor(build_model(whole()), options)
+    return LocalExecutor(build_model(whole(vocab)), options)
 
 
 def _rank_executor(
-    options: EngineOptions, rank: int, group: distributed.ProcessGroup
+    options: EngineOptions, vocab: int, rank: int, group: distributed.ProcessGroup
 ) -> LocalExecutor:
-    checkpoint = whole()
+    checkpoint = whole(vocab)
     part = rank_checkpoint(checkpoint, Partition.of(checkpoint.config, rank, RANKS))
     model = build_model(part, group=DistributedGroup(group))
     return LocalExecutor(model, options)
@@ -69,11 +70,12 @@ def _serve(
     member: int,
     workers: int,
     options: EngineOptions,
+    vocab: int,
     start: Start,
 ) -> None:
     """Run the second rank of a worker until the first rank closes the channel."""
     group = _join(rendezvous, member, workers)[member - 1]
-    rank = _rank_executor(options, 1, group)
+    rank = _rank_executor(options, vocab, 1, group)
     start(rank)
     threading.Thread(target=_send_planes, args=(queries, rank), daemon=True).start()
     follow(rank, steps)
@@ -119,7 +121,7 @@ class TwoRanks:
 
 @contextmanager
 def two_rank_workers(
-    rendezvous: str, options: EngineOptions, *starts: Start
+    rendezvous: str, options: EngineOptions, *starts: Start, vocab: int = CONFIG.vocab_size
 ) -> Iterator[list[TwoRanks]]:
     """Start the second rank of one worker for each of ``starts``; yield the ranks of all workers.
 
@@ -128,6 +130,7 @@ def two_rank_workers(
     Args:
         rendezvous: a file that does not exist.
         starts: called in the process of a second rank, with its executor.
+        vocab: number of tokens of the model.
     """
     context = multiprocessing.get_context("spawn")
     workers, pipes, processes = len(starts), [], []
@@ -135,14 +138,14 @@ def two_rank_workers(
     for worker, (start, channel) in enumerate(zip(starts, channels, strict=True)):
         queries, theirs = context.Pipe()
         [steps] = channel.readers
-        arguments = (theirs, steps, rendezvous, 1 + worker, workers, options, start)
+        arguments = (theirs, steps, rendezvous, 1 + worker, workers, options, vocab, start)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         pipes.append(queries)
         processes.append(process)
     groups = _join(rendezvous, 0, workers)
     try:
-        first = [_rank_executor(options, 0, group) for group in groups]
+        first = [_rank_executor(options, vocab, 0, group) for group in groups]
         yield list(map(TwoRanks.of, first, channels, pipes))
     finally:
         for channel in channels:

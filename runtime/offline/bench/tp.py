@@ -3,7 +3,8 @@
 Each rank is a process with a device of its own, which draws its weights there. The floor of a
 decode step is the time to read the rank's weights and KV once, at the measured rate of a copy, and
 that of prefill the time of the rank's floating-point operations at the rate of one large matmul.
-Neither contains communication. Times without communication are those of the same model with
+Neither contains communication. A step ends with the logits of each rank; sampling, which exchanges
+what it needs of them, is not measured. Times without communication are those of the same model with
 collectives that return their argument.
 
 Memory is that of tensors after the model was built, without the KV cache.
@@ -222,9 +223,7 @@ class RankBench:
         inputs.lengths.fill_(1)
         group.counted = Elements()
         self._model.forward(inputs, cache)
-        vocabulary = -(-config.vocab_size // group.size) * group.size
-        ends = Elements.of_sum(config.hidden_size) + Elements(vocabulary, vocabulary)
-        counted = group.counted - ends
+        counted = group.counted - Elements.of_sum(config.hidden_size)  # the embedding
         for kind, found, per in (
             ("computed", computed, 1),
             ("counted", counted, config.num_layers),

@@ -17,6 +17,9 @@ from tests.runtime.two_ranks import TwoRanks, nothing, two_rank_workers, whole_e
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+VOCAB = 1301
+"""More tokens than a draw considers on the device."""
+
 
 @pytest.fixture(params=[False, True], ids=["direct", "replay"])
 def options(request: pytest.FixtureRequest) -> EngineOptions:
@@ -40,7 +43,7 @@ class Result:
 @pytest.fixture
 def expected(options: EngineOptions) -> Result:
     """The output of one rank. It compiles the loops before processes wait for each other."""
-    one = whole_executor(options)
+    one = whole_executor(options, VOCAB)
     return Result(one, run(one))
 
 
@@ -50,19 +53,25 @@ def ranks(
 ) -> Iterator[TwoRanks]:
     """Two ranks: the first in this process, the second in another one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with two_rank_workers(str(tmp_path / "rendezvous"), options, nothing) as (two,):
+    rendezvous = str(tmp_path / "rendezvous")
+    with two_rank_workers(rendezvous, options, nothing, vocab=VOCAB) as (two,):
         yield two
 
 
 def run(executor: Executor) -> Record:
-    """Prefill in chunks, decode in a batch with several choices, evict, and preempt a sequence."""
+    """Prefill in chunks, decode in a batch with several choices, evict, and preempt a sequence.
+
+    With replay, the ranks draw tokens of the flat distribution when they read a step.
+    """
     engine = Engine(executor)
     sampled = SamplingParams(temperature=0.9, seed=3)
+    flat = SamplingParams(temperature=90.0, seed=4)
     record = drive(
         engine,
         Add(request_of("a", 200, 40, seed=1)),
         Add(request_of("b", 20, 40, sampling=sampled, choices=2, seed=2)),
         Add(request_of("c", 37, 20, seed=3)),
+        Add(request_of("d", 9, 10, sampling=flat, seed=4)),
     )
     started = [name for step in record.steps for name in step.started]
     assert len(started) > len(set(started)), "a sequence was preempted"

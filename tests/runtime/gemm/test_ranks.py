@@ -63,7 +63,7 @@ def test_ranks_have_the_logits_of_the_whole_model(
         part = rank_checkpoint(checkpoint, Partition.of(config, group.rank, group.size))
         model = build_gemm_model(part, device=DEVICE, group=group)
         assert "one rank" in str(unsupported_by_megakernel(model))
-        return model.forward(batch, model.new_cache(PageCount(1)))
+        return model.vocabulary.whole(model.forward(batch, model.new_cache(PageCount(1))))
 
     first, *others = on_ranks(size, run)
     assert all(torch.equal(first, other) for other in others)

@@ -50,7 +50,7 @@ def logits_of(model: Model) -> Tensor:
         for each, table in zip(tokens, tables, strict=True)
     ]
     found = [model.forward(Batch.of(slices), cache) for slices in (prompts, ends)]
-    return torch.cat(found)
+    return model.vocabulary.whole(torch.cat(found))
 
 
 def check_equal(checkpoint: Checkpoint, size: int, scheme: Scheme) -> Collectives:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.request import SamplingParams
+from runtime.layers.vocabulary import Vocabulary
 from runtime.sampling import reference
 from runtime.sampling.on_device import DeviceSampler
 from runtime.sampling.reference import SamplingRow, SamplingTensors, draw_from_all, sample
@@ -58,7 +59,7 @@ def test_draws_equal_those_from_all_tokens_ordered_by_logit_and_id(
     logits = make().to(DEVICE).expand(len(rows), -1)
     expected = draw_from_all(logits, SamplingTensors.of(rows, VOCAB, logits.device)).tolist()
     assert [draw.token for draw in sample(logits, rows) if draw] == expected
-    sampler = DeviceSampler(len(rows), VOCAB, logits.device)
+    sampler = DeviceSampler(len(rows), Vocabulary.of(VOCAB), logits.device)
     sampler.load(range(len(rows)), rows)
     sampler(logits)
     found = sampler.tokens.tolist()

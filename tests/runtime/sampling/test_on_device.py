@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from runtime.core.request import SamplingParams
+from runtime.layers.vocabulary import Vocabulary
 from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures, uniforms
 from runtime.sampling.reference import Draw, SamplingRow, sample, uniform
 
 VOCAB = 1500
+WHOLE = Vocabulary.of(VOCAB)
 CPU = torch.device("cpu")
 SAMPLINGS = [
     SamplingParams(),
@@ -50,7 +52,7 @@ def draws(logits: torch.Tensor, rows: list[SamplingRow]) -> list[Draw]:
 @pytest.mark.parametrize("choice", [0, 3])
 def test_tokens_equal_the_reference_over_many_steps(choice: int) -> None:
     texts = [[7, 9, 700, 3, number] for number in range(len(SAMPLINGS))]
-    sampler = DeviceSampler(len(SAMPLINGS), VOCAB, CPU)
+    sampler = DeviceSampler(len(SAMPLINGS), WHOLE, CPU)
     rows = [
         SamplingRow(sampling, choice, text, 4)
         for sampling, text in zip(SAMPLINGS, texts, strict=True)
@@ -73,7 +75,7 @@ def test_unresolved_row_does_not_advance() -> None:
     """A second call with the same logits gives the same result as the first."""
     sampling = replace(SAMPLINGS[5], temperature=50.0, repetition_penalty=1.3)
     text = [7, 9, 700]
-    sampler = DeviceSampler(1, VOCAB, CPU)
+    sampler = DeviceSampler(1, WHOLE, CPU)
     sampler.load([0], [SamplingRow(sampling, 2, text, 2)])
     called_again = 0
     for step in range(30):
@@ -91,7 +93,7 @@ def test_unresolved_row_does_not_advance() -> None:
 
 
 def test_row_can_be_loaded_with_another_sequence() -> None:
-    sampler = DeviceSampler(2, VOCAB, CPU)
+    sampler = DeviceSampler(2, WHOLE, CPU)
     for step, (first, second) in enumerate([(5, 1), (2, 6), (7, 0)]):
         rows = [
             SamplingRow(SAMPLINGS[first], 0, [1, 2, 3, step], 2),
@@ -104,7 +106,7 @@ def test_row_can_be_loaded_with_another_sequence() -> None:
 
 
 def test_suppressed_tokens_of_an_earlier_sequence_have_no_effect() -> None:
-    sampler = DeviceSampler(1, VOCAB, CPU)
+    sampler = DeviceSampler(1, WHOLE, CPU)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
     suppresses = SamplingParams(min_tokens=4, suppressed=frozenset({7}))
@@ -120,7 +122,7 @@ def test_suppressed_tokens_of_an_earlier_sequence_have_no_effect() -> None:
 
 
 def test_log_probabilities_come_from_unprocessed_logits() -> None:
-    sampler = DeviceSampler(len(SAMPLINGS), VOCAB, CPU, top=3)
+    sampler = DeviceSampler(len(SAMPLINGS), WHOLE, CPU, top=3)
     asked = [
         SamplingRow(
             SamplingParams(temperature=s.temperature, seed=s.seed, logprobs=3, logit_bias={9: 8.0}),
@@ -141,7 +143,7 @@ def test_log_probabilities_come_from_unprocessed_logits() -> None:
 
 
 def test_non_finite_rows_are_reported() -> None:
-    sampler = DeviceSampler(3, VOCAB, CPU)
+    sampler = DeviceSampler(3, WHOLE, CPU)
     logits = torch.zeros(3, VOCAB)
     logits[1, 7] = torch.nan
     logits[2, 9] = torch.inf
@@ -155,7 +157,7 @@ def test_unused_features_do_not_change_tokens(kinds: list[int]) -> None:
     rows = [SamplingRow(SAMPLINGS[kind], 0, [4, 700, 3], 2) for kind in kinds]
     features = SamplingFeatures.of([row.sampling for row in rows])
     assert features != ALL_FEATURES
-    samplers = [DeviceSampler(4, VOCAB, CPU) for _ in range(2)]
+    samplers = [DeviceSampler(4, WHOLE, CPU) for _ in range(2)]
     for sampler in samplers:
         sampler.load(range(len(rows)), rows)
     for step in range(5):
