@@ -18,7 +18,14 @@ from runtime.kernels.alignment import LINE_ELEMENTS
 from runtime.megakernel.kernels import arguments, layouts
 from runtime.megakernel.kernels.attended import send_kernel
 from runtime.megakernel.kernels.step import step_kernel
-from runtime.megakernel.schedule import Offsets, Pass, build_passes, split_at_attention
+from runtime.megakernel.schedule import (
+    Address,
+    Offsets,
+    Pass,
+    build_passes,
+    split_at_attention,
+    within_reach,
+)
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
@@ -38,11 +45,14 @@ _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
 
 
-def unsupported(weights: PackedWeights) -> str | None:
+def unsupported(weights: PackedWeights, address: Address = Tensor.data_ptr) -> str | None:
     """Return why the megakernel does not support a model, or None if it supports it.
 
-    Only shapes are read. `runtime.gemm.weights.unsupported` rejects models that cannot be packed,
-    such as those with factor pairs of rank 0.
+    Only shapes and addresses are read. `runtime.gemm.weights.unsupported` rejects models that
+    cannot be packed, such as those with factor pairs of rank 0.
+
+    Args:
+        address: returns the byte address of a tensor.
     """
     config = weights.config
     if weights.head_norms:
@@ -54,6 +64,9 @@ def unsupported(weights: PackedWeights) -> str | None:
             f"{config.num_heads} query heads for {config.num_kv_heads} KV heads: the megakernel's "
             f"limit is {_MAX_GROUP} for each"
         )
+    matrices = (matrix.weight for layer in weights.layers for matrix in layer.matrices)
+    if not within_reach(matrices, weights.lm_head.weight, address):
+        return "the addresses of the weights are too far apart for the megakernel"
     return None
 
 

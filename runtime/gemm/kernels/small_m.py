@@ -36,7 +36,7 @@ def multiply_columns(
     k = tl.arange(0, BK)
     left = x + m.to(tl.int64)[:, None] * (x_stride * VECTOR) + (first * VECTOR + k)[None, :]
     row = n.to(tl.int64)[None, :] * (stride * VECTOR)
-    right = weights + offset.to(tl.int64) * LINE + row + k[:, None]
+    right = weights + tl.cast(offset, tl.int64) * LINE + row + k[:, None]
     valid_m = (m < tokens)[:, None]
     valid_n = (n < rows)[None, :]
     for at in range(begin, end, BK):
@@ -112,14 +112,18 @@ def small_gemm_kernel(
     block_n = in_band // band
     split = tl.program_id(1)
 
-    offset, width, stride, first, rows, column = offset0, width0, stride0, first0, rows0, 0
+    # Weights may be so far apart that only some offsets exceed 32 bits.
+    offset = tl.cast(offset0, tl.int64)
+    width, stride, first, rows, column = width0, stride0, first0, rows0, 0
     if (EPILOGUE != GATED) & (block_n >= blocks0):
         if block_n >= blocks0 + blocks1:
-            offset, width, stride, first, rows = offset2, width2, stride2, first2, rows2
+            offset = tl.cast(offset2, tl.int64)
+            width, stride, first, rows = width2, stride2, first2, rows2
             column = rows0 + rows1
             block_n -= blocks0 + blocks1
         else:
-            offset, width, stride, first, rows = offset1, width1, stride1, first1, rows1
+            offset = tl.cast(offset1, tl.int64)
+            width, stride, first, rows = width1, stride1, first1, rows1
             column = rows0
             block_n -= blocks0
     n = block_n * BN + tl.arange(0, BN)  # [BN]
