@@ -12,7 +12,7 @@ from runtime.sampling.reference import CANDIDATES, Candidates, SamplingTensors
 
 
 class Found(NamedTuple):
-    """What sampling needs of rows of logits.
+    """Result of `Reductions.find` for `m` rows of logits.
 
     Attributes:
         best: int64 `[m]`, token of the largest processed logit, the lowest of several.
@@ -32,7 +32,7 @@ class Reductions:
     """
 
     def find(self, logits: Tensor, processed: Tensor, parameters: SamplingTensors | None) -> Found:
-        """Find what sampling needs.
+        """Find the candidates of greedy and random draws.
 
         Args:
             processed: logits after bias, penalties and suppression.
@@ -76,7 +76,7 @@ class RankReductions(Reductions):
         self._vocabulary = vocabulary
 
     def find(self, logits: Tensor, processed: Tensor, parameters: SamplingTensors | None) -> Found:
-        own = super().find(logits, processed, parameters)
+        own = super().find(logits, processed, parameters)  # tokens are places among `own`
         best = own.best[:, None]
         columns = [processed.gather(1, best), self._ids(best), own.finite[:, None]]
         if own.candidates is not None:

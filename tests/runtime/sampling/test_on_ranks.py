@@ -41,7 +41,7 @@ DIVISIONS = [
 
 
 class Results(NamedTuple):
-    """What a sampler reports after each call: `[calls]`, then `[calls, rows, …]`."""
+    """Results of a sampler after each call: `[calls]`, then `[calls, rows, …]`."""
 
     unresolved: Tensor
     sampled: Tensor
