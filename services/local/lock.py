@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.file_errors import naming
+from services.common.process_stat import ProcessStat
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,8 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
         """Return the identity of a process, or None if it does not run. A zombie does not count."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        state, *fields = stat[stat.rindex(")") + 1 :].split()  # fields 3 and above of proc(5)
-        return None if state in "ZX" else cls(pid, int(fields[18]) / os.sysconf("SC_CLK_TCK"))
+        stat = ProcessStat.of(pid)
+        return None if stat is None or stat.zombie else cls(pid, stat.started_s)
 
     @property
     def age_s(self) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import structlog
 
+from services.common.process_stat import ProcessStat
+
 log = structlog.get_logger()
 
 GRACE_S = 1.0
@@ -46,12 +48,8 @@ def _members(leader: int) -> list[int]:
     If a process has the id of the leader, that id was assigned again, so the session has ended.
     """
     members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            stat = path.read_text()
-        except OSError:  # the process has ended
-            continue
-        state, _, _, session, *_ = stat[stat.rindex(")") + 1 :].split()  # from field 3 of proc(5)
-        if int(session) == leader and state not in "ZX":
-            members.append(int(path.parent.name))
+    for folder in Path("/proc").glob("[0-9]*"):
+        stat = ProcessStat.of(folder.name)
+        if stat is not None and stat.session == leader and not stat.zombie:
+            members.append(int(folder.name))
     return [] if leader in members else members

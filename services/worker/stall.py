@@ -1,10 +1,10 @@
 """Time since a thread or a process made progress."""
 
 import math
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from services.common.process_stat import ProcessStat
 
 
 class Stall:
@@ -39,7 +39,8 @@ class Stall:
         """
         now = time.perf_counter()
         if self._by_processor:
-            used_s = _processor_s(self._task())
+            stat = ProcessStat.of(self._task())
+            used_s = 0.0 if stat is None else stat.processor_s
             if used_s != self._used_s:
                 self._used_s = used_s
                 self._used_at = now
@@ -51,14 +52,3 @@ class Stall:
             self._paused_s = 0.0
         self._paused_s += max(0.0, unobserved_s - self._pause_s)
         return stalled_s - self._paused_s
-
-
-def _processor_s(task: str) -> float:
-    """Return the processor time that a thread or a process has used, in seconds; 0 if it ended."""
-    try:
-        stat = Path("/proc", task, "stat").read_text()
-    except OSError:
-        return 0.0
-    # Fields 14 and 15 of proc(5). Field 2, in parentheses, may contain spaces.
-    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

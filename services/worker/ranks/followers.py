@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 _END_S = 12.0
 """Maximum time in which the ranks end after their channel was closed, seconds."""
+_KILLED_S = 5.0
+"""Maximum time in which the kernel ends processes, seconds."""
 
 
 class RankFault(Exception):
@@ -141,9 +143,7 @@ class Followers(Peers):
         self._is_ending = True
         if self.ranks:
             self._channel.close()
-        deadline = time.monotonic() + _END_S
-        for rank in self.ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
+        self._join(_END_S)
         self.kill()
 
     def kill(self) -> None:
@@ -152,6 +152,13 @@ class Followers(Peers):
         for rank in self.ranks:
             rank.received(RankFault("the worker is stopping"))
             rank.kill()
+        self._join(_KILLED_S)
+
+    def _join(self, timeout_s: float) -> None:
+        """Wait for the end of the processes."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
 
     def _supervise(self) -> None:
         """Watch the ranks until one fails. If they cannot be watched, that is a fault, too."""
@@ -171,8 +178,16 @@ class Followers(Peers):
 
     def _look(self) -> None:
         for rank, progress in zip(self.ranks, self._channel.ranks(), strict=True):
-            if (silent_s := rank.silent_s(progress)) > self._limit_s:
+            if rank.is_exiting:
+                self._take_last(rank)
+            elif (silent_s := rank.silent_s(progress)) > self._limit_s:
                 self._fail(rank, f"has not run for {silent_s:.0f} s")
+
+    def _take_last(self, rank: RankHandle) -> None:
+        """Take the last messages of a process that exits. Its pipe may be closed seconds later."""
+        while not self.fault.done() and rank.control.poll():
+            self._take(rank)
+        self._fail(rank, rank.exit_text())
 
     def _take(self, rank: RankHandle) -> None:
         try:

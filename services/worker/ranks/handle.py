@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from runtime.engine import RankProgress, StepReader
+from services.common.process_stat import ProcessStat
 from services.transfer.codecs import Books
 from services.transfer.remote_endpoint import RemoteEndpoint
 from services.worker.device import torch_device
@@ -17,8 +18,6 @@ from services.worker.stall import Stall
 
 LOOK_S = 0.25
 """Time between two looks at the beats of the ranks, seconds."""
-_KILLED_S = 5.0
-"""Maximum time in which the kernel ends a process, seconds."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 M = TypeVar("M")
@@ -104,10 +103,16 @@ class RankHandle:
         """Return the KV endpoint of the rank, which must be ready."""
         return RemoteEndpoint(self._endpoint, codebooks)
 
+    @property
+    def is_exiting(self) -> bool:
+        """Whether the process has begun to exit, or has exited."""
+        stat = ProcessStat.of(f"{self.pid}")
+        return stat is None or stat.exit_code is not None
+
     def exit_text(self) -> str:
-        """Return how the process has ended, whose pipe was closed."""
-        self._process.join(_KILLED_S)
-        code = self._process.exitcode
+        """Return how the process has ended, which is exiting or has closed its pipe."""
+        stat = ProcessStat.of(f"{self.pid}")
+        code = self._process.exitcode if stat is None else stat.exit_code
         if code is None:
             return "closed its pipe"
         return (
@@ -119,6 +124,5 @@ class RankHandle:
         self._process.join(timeout_s)
 
     def kill(self) -> None:
-        """End the process at once, also if it is stopped, and wait for it."""
+        """Let the kernel end the process, also if it is stopped."""
         self._process.kill()
-        self._process.join(_KILLED_S)

@@ -9,6 +9,7 @@ import pytest
 from services.worker.loading import running_ranks
 from services.worker.ranks import followers
 from services.worker.ranks.followers import Followers, RankFault
+from services.worker.ranks.messages import Failed
 from services.worker.settings import WorkerSettings
 
 
@@ -24,6 +25,9 @@ class FakeRank(SimpleNamespace):
     def kill(self) -> None:
         self.killed = True
 
+    def join(self, timeout_s: float) -> None:
+        """The process has ended."""
+
 
 def test_message_that_cannot_be_read_is_a_fault() -> None:
     ours, theirs = Pipe()
@@ -37,6 +41,33 @@ def test_message_that_cannot_be_read_is_a_fault() -> None:
     assert "UnpicklingError" in str(error)
     assert rank.messages == [error]
     assert rank.killed
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (None, "rank 1 was ended by SIGKILL"),
+        (Failed("no memory", is_refusal=False), "rank 1 failed: no memory"),
+    ],
+)
+def test_rank_that_exits_is_a_fault_before_its_pipe_is_closed(
+    last: Failed | None, reason: str
+) -> None:
+    """On a GPU, the exit of a process takes seconds before its pipes are closed."""
+    ours, theirs = Pipe()
+    rank: Any = FakeRank(
+        control=ours, is_exiting=True, exit_text=lambda: "was ended by SIGKILL", silent_s=None
+    )
+    supervised = Followers()
+    supervised.ranks = (rank,)
+    channel: Any = SimpleNamespace(ranks=lambda: [None])
+    supervised._channel = channel
+    if last is not None:
+        theirs.send(last)
+    supervised._look()
+    assert str(supervised.fault.exception(timeout=0)) == reason
+    assert rank.killed
+    theirs.close()
 
 
 async def test_ranks_end_if_a_later_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
