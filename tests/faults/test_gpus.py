@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.faults.test_killed_workers import read_from_stopped
+from tests.faults.test_ranks import check_fault
 from tests.harness.trial import LEASE_S, Trial, trial
 
 pytestmark = [
@@ -85,6 +86,31 @@ async def test_rank_killed_or_stopped_while_the_other_waits_in_a_collective(
             gpu_ranks.signal(victim, signal.SIGCONT)
         await reply.check()
     await gpu_ranks.check_recovered("decode-0")
+
+
+@pytest.fixture(scope="module")
+def ranks_of_two_roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    """A prefill and a decode worker of two ranks, each on a GPU of its own."""
+    with trial(tmp_path_factory.mktemp("points"), "--tp", "2", device="cuda") as running:
+        yield running
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize(
+    ("moment", "role", "rank", "number"),
+    [
+        ("at rest", "decode", 0, signal.SIGKILL),
+        ("in a collective", "prefill", 0, signal.SIGKILL),
+        ("in a collective", "prefill", 1, signal.SIGSTOP),
+        ("in a READ", "prefill", 1, signal.SIGKILL),
+        ("in a READ", "decode", 0, signal.SIGSTOP),
+        ("in a READ", "decode", 1, signal.SIGKILL),
+    ],
+)
+async def test_worker_of_a_killed_or_stopped_rank_becomes_a_new_epoch(
+    ranks_of_two_roles: Trial, moment: str, role: str, rank: int, number: signal.Signals
+) -> None:
+    await check_fault(ranks_of_two_roles, moment, role, rank, number)
 
 
 @pytest.mark.parametrize("fault", ["out of memory", "kernel"])

@@ -104,6 +104,11 @@ MOMENTS = {"at rest": at_rest, "in a collective": in_a_collective, "in a READ": 
 async def test_worker_of_a_killed_or_stopped_rank_becomes_a_new_epoch(
     ranks: Trial, moment: str, role: str, rank: int, number: Signals
 ) -> None:
+    await check_fault(ranks, moment, role, rank, number)
+
+
+async def check_fault(ranks: Trial, moment: str, role: str, rank: int, number: Signals) -> None:
+    """Signal a rank of a worker at a moment, and check that requests go on and nothing is left."""
     fault: AbstractAsyncContextManager[str] = MOMENTS[moment](ranks, role, rank)
     async with fault as victim:
         ranks.signal(victim, number)
