@@ -120,7 +120,8 @@ class WorkerSession:
         self._connected = self._confirmed = False
         self._streams: dict[int, WorkerStream] = {}
         self._next_number = 1
-        self._outbox: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue()
+        # None ends the commands of the call.
+        self._outbox: asyncio.Queue[decode_pb2.DecodeCommand | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
     def start(self, message: decode_pb2.StartStream) -> WorkerStream:
@@ -210,6 +211,8 @@ class WorkerSession:
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             finally:
+                # gRPC stops reading the commands only of a call that this side ends.
+                self._outbox.put_nowait(None)
                 if self.alive:
                     log.warning("session lost", worker=self.worker.worker_id, reason=reason)
                     self.end(self.lost(reason))
@@ -231,8 +234,8 @@ class WorkerSession:
         return incompatible and error.worker_id in ("", self.worker.worker_id)
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
-        while True:
-            yield await self._outbox.get()
+        while (command := await self._outbox.get()) is not None:
+            yield command
 
 
 async def _connected(channel: aio.Channel) -> None:

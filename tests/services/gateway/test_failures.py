@@ -1,7 +1,9 @@
 """Worker failures: retries, replay, and final errors."""
 
 import asyncio
+import gc
 import json
+from typing import Any
 
 import pytest
 
@@ -9,10 +11,7 @@ from headrace.v1 import error_pb2
 from services.common.token_ids import unpack_tokens
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import PROMPT, completion, failing, outcomes
-from tests.services.gateway.fakes import (
-    FakeStream,
-    say,
-)
+from tests.services.gateway.fakes import FakeStream, say, until
 
 
 async def test_failure_before_the_first_token_is_retried_elsewhere(open_site: OpenSite) -> None:
@@ -110,6 +109,19 @@ async def test_killed_worker_fails_its_streams_at_once(open_site: OpenSite) -> N
     await site.router.settled()
     assert outcomes(site).count(("failed", "decode-0")) == 3
     assert site.metric("headrace_failovers_total", reason="worker_lost") == 3
+
+
+async def test_lost_session_leaves_no_pending_task(
+    site: Site, unhandled: list[dict[str, Any]]
+) -> None:
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.worker.stop()
+    await until(lambda: not site.gateway._sessions._sessions)
+    for _ in range(2):
+        gc.collect()
+        await asyncio.sleep(0.05)  # the event loop closes asynchronous generators in tasks
+    assert not unhandled
 
 
 async def test_failure_after_tokens_of_several_choices_is_an_error(open_site: OpenSite) -> None:

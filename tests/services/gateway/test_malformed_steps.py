@@ -1,6 +1,5 @@
 """Malformed steps of a worker fail its streams, which continue elsewhere, and nothing else."""
 
-import asyncio
 import gc
 import math
 from typing import Any
@@ -20,10 +19,10 @@ def _step(stream: FakeStream, **token: Any) -> decode_pb2.DecodeStep:
     return decode_pb2.DecodeStep(deltas=[delta])
 
 
-async def test_step_that_cannot_be_decoded_ends_the_session(open_site: OpenSite) -> None:
+async def test_step_that_cannot_be_decoded_ends_the_session(
+    open_site: OpenSite, unhandled: list[dict[str, Any]]
+) -> None:
     site: Site = await open_site(workers=2)
-    unhandled: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     ids = site.encode(" Paris")
 
     async def malformed(stream: FakeStream) -> None:

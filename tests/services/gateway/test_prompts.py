@@ -283,10 +283,8 @@ async def test_thread_of_an_abandoned_request_keeps_its_slot(
 
 
 async def test_repeated_cancellation_waits_for_the_thread_and_ignores_its_error(
-    site: Site,
+    site: Site, unhandled: list[dict[str, Any]]
 ) -> None:
-    unhandled: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     started, finish = threading.Event(), threading.Event()
 
     def fail() -> None:
