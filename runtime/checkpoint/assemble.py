@@ -30,7 +30,10 @@ from runtime.errors import CheckpointError
 ALL = slice(None)
 """All rows of a matrix."""
 RowsOf = Callable[[ModelConfig], slice]
-"""Function from the shape of a model to the rows of its embedding and LM head that are read."""
+"""Function from the shape of a model to the rows of its embedding and LM head that are read.
+
+Loaders call it before they hash the files, because it raises for a model that cannot be divided.
+"""
 
 
 class TensorSource(Protocol):

@@ -112,12 +112,13 @@ def load_canonical(directory: Path, known: HashedFiles | None, vocabulary: RowsO
     source = AliasedSource.of(files, groups)
     if missing := sorted(set(source.stored.values()) - files.names()):
         raise CheckpointError(f"{METADATA} has shared_bases without a tensor {missing[0]}")
+    rows = vocabulary(config)
     paths = [directory / METADATA, *files.files]
     hashed = HashedFiles.of(paths, lambda: _hash_of(config, source), known)
     if hashed.model_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
-    checkpoint = assemble(config, source, optional, hashed, vocabulary(config))
+    checkpoint = assemble(config, source, optional, hashed, rows)
     ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
     if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")

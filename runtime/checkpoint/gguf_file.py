@@ -50,8 +50,9 @@ def load_gguf(path: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Chec
     config = read_config(file, tensors, family.gguf)
     source = _GGUFTensors(tensors, config, family, family.gguf)
     optional = optional_tensors_of(config, source)
+    rows = vocabulary(config)
     hashed = HashedFiles.of([path], lambda: hash_files([path]), known)
-    return assemble_on_demand(config, source, optional, hashed, vocabulary(config))
+    return assemble_on_demand(config, source, optional, hashed, rows)
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]

@@ -34,11 +34,12 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
             f"{directory} has factors as in {written_by} checkpoints: {conversion(directory)}"
         )
     config = parse_config(hf_config, generation)
+    rows = vocabulary(config)
     optional = family_of_config(hf_config).optional_tensors(hf_config)
     hashed_paths = [directory / CONFIG, *source.files]
     paths = [*hashed_paths, directory / _GENERATION] if generation else hashed_paths
     hashed = HashedFiles.of(paths, lambda: hash_files(hashed_paths), known)
-    return assemble(config, source, optional, hashed, vocabulary(config))
+    return assemble(config, source, optional, hashed, rows)
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -1,6 +1,7 @@
 """Load a model from any supported file format."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from runtime.checkpoint.gguf_file import MAGIC, load_gguf
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
-from runtime.checkpoint.slices import with_rank_layers
+from runtime.checkpoint.slices import require_divisible, with_rank_layers
 from runtime.checkpoint.source_format import conversion
 from runtime.checkpoint.weights import Checkpoint, converted
 from runtime.config import ModelConfig
@@ -49,9 +50,14 @@ def load_checkpoint(
     if part is None:
         checkpoint = prepare(_load(path, known, lambda _: ALL))
     else:
-        whole = _load(path, known, lambda config: part(config).token_rows)
+        whole = _load(path, known, partial(_token_rows, part))
         checkpoint = with_rank_layers(prepare(whole), part(whole.config))
     return checkpoint if dtype is None else converted(checkpoint, dtype)
+
+
+def _token_rows(part: Callable[[ModelConfig], Partition], config: ModelConfig) -> slice:
+    require_divisible(config)
+    return part(config).token_rows
 
 
 def _load(path: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:

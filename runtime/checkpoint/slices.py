@@ -22,6 +22,7 @@ from runtime.checkpoint.weights import (
     linears_of,
     mapped,
 )
+from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.parallel.partition import LowRankRows, Partition, Scheme, even_part
 
@@ -32,6 +33,7 @@ def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
     Raises:
         CheckpointError: the model family does not say how ranks divide its linears.
     """
+    require_divisible(checkpoint.config)
     rows = partition.token_rows
     embedding = checkpoint.embedding[rows]
     tied = checkpoint.lm_head is checkpoint.embedding
@@ -42,20 +44,26 @@ def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
     )
 
 
-def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
-    """Return a checkpoint with the rank's part of the layers.
-
-    Its embedding and LM head must have the rank's rows already. Slices of layers on demand are
-    copies, so that the whole layers do not stay in memory.
+def require_divisible(config: ModelConfig) -> None:
+    """Check that ranks can divide models of this shape.
 
     Raises:
         CheckpointError: the model family does not say how ranks divide its linears.
     """
-    config = checkpoint.config
     family = family_of(config.architecture)
-    layout = family.layout(config)
-    if any(linear.divided is None for linear in layout.linears.values()):
+    if any(linear.divided is None for linear in family.layout(config).linears.values()):
         raise CheckpointError(f"models of the {family.name} family cannot be divided among ranks")
+
+
+def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
+    """Return a checkpoint with the rank's part of the layers.
+
+    The checkpoint's embedding and LM head must have the rank's rows already, and
+    `require_divisible` must have accepted its shape. Slices of layers on demand are copies, so that
+    the whole layers do not stay in memory.
+    """
+    config = checkpoint.config
+    layout = family_of(config.architecture).layout(config)
     whole = checkpoint.layers
     layers: Sequence[Any]
     if isinstance(whole, LayersOnDemand):
@@ -138,7 +146,7 @@ class _Slicer:
 
     def _own(self, name: str) -> range:
         divided = self.layout.linears[name].divided
-        assert divided is not None  # `rank_checkpoint` has checked it
+        assert divided is not None  # `require_divisible` has checked it
         return self.partition.rows(divided, self.head_dim)
 
     def _v(self, v: Tensor, rows: range) -> Tensor:

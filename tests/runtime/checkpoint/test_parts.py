@@ -13,6 +13,7 @@ from torch import Tensor
 
 from runtime.checkpoint import FactorPair, load_checkpoint, write_checkpoint
 from runtime.checkpoint.assemble import named_tensors, nbytes
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.slices import rank_checkpoint
 from runtime.checkpoint.weights import Dense, LayersOnDemand, converted, mapped
@@ -117,10 +118,17 @@ def test_all_ranks_have_an_untied_head_if_one_row_differs(tmp_path: Path) -> Non
         assert not part.config.tied_embeddings
 
 
-def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
-    with pytest.raises(ValueError, match="7 ranks, but the model has only 6 query heads"):
-        load_checkpoint(tmp_path, part=lambda config: Partition.of(config, 0, 7))
+@pytest.mark.parametrize("write", [canonical, huggingface, gguf_file])
+def test_more_ranks_than_heads_are_refused_before_the_files_are_hashed(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    write(path)
+    heads = load_checkpoint(path).config.num_heads
+    monkeypatch.setattr(HashedFiles, "of", lambda *_: pytest.fail("the files were hashed"))
+    message = f"{heads + 1} ranks, but the model has only {heads} query heads"
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, part=lambda config: Partition.of(config, 0, heads + 1))
 
 
 def test_layer_is_freed_before_the_next_one_is_read() -> None:

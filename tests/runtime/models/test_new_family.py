@@ -27,6 +27,7 @@ from runtime.checkpoint import (
 from runtime.checkpoint import family as registry
 from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.family import LayerLayout, LinearTensor, TensorNames, VectorTensor
+from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
 from runtime.config import ModelConfig, RopeConfig
@@ -39,6 +40,7 @@ from runtime.models.model import Model
 from runtime.models.registry import register
 from runtime.offline.compress import Method, compress
 from runtime.offline.compress.forward import forward
+from runtime.parallel.partition import Partition
 from tests.runtime.tiny import drive, engine_of, request_of
 
 
@@ -319,6 +321,15 @@ def test_gemm_backend_rejects_the_family_with_a_reason(tmp_path: Path) -> None:
     assert "Puddle" in str(unsupported_by_gemm(checkpoint, "cuda", torch.bfloat16))
     with pytest.raises(ValueError, match="Puddle"):
         build_gemm_model(checkpoint, device="cpu")
+
+
+def test_family_without_a_division_is_refused_before_the_files_are_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "m")
+    monkeypatch.setattr(HashedFiles, "of", lambda *_: pytest.fail("the files were hashed"))
+    with pytest.raises(CheckpointError, match="Puddle family cannot be divided among ranks"):
+        load_checkpoint(tmp_path / "m", part=lambda config: Partition.of(config, 0, 2))
 
 
 def test_family_is_found_through_an_entry_point(
