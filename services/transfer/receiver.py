@@ -259,10 +259,13 @@ class Receiver:
         """
         # From now on, no decode is started.
         fetch.closed = True
-        for idle in [asyncio.wrap_future(each.codec_idle()) for each in self._endpoints]:
-            while not idle.done():
-                with suppress(asyncio.CancelledError, TransferClosed):
-                    await asyncio.shield(idle)
+        idle = [asyncio.wrap_future(each.codec_idle()) for each in self._endpoints]
+        while not all(each.done() for each in idle):
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait(idle)
+        for error in [each.exception() for each in idle]:
+            if error is not None and not isinstance(error, TransferClosed):
+                raise error
 
     def _start_pull(
         self,

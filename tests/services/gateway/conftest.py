@@ -70,17 +70,6 @@ async def site(open_site: OpenSite) -> Site:
     return opened
 
 
-@pytest.fixture
-async def unhandled() -> list[dict[str, Any]]:
-    """Return a list to which the event loop adds errors that no code handles.
-
-    Errors of tasks are added when the tasks are collected as garbage.
-    """
-    errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    return errors
-
-
 @asynccontextmanager
 async def gateway_site(
     model: ServedModel, count: int, keys: ApiKeys | None, changes: dict[str, Any]

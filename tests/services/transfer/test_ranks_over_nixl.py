@@ -4,6 +4,9 @@ All ranks are in this process, with a slab and an agent each. Their KV is random
 `test_two_ranks` has models, and ranks in other processes.
 """
 
+import asyncio
+import gc
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,6 +19,7 @@ from runtime.core.options import EngineOptions
 from runtime.engine import Computed, Engine, ExecutorShape
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.errors import TransferClosed
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.slab import Slab
 from tests.runtime.engine.fake_executor import FakeExecutor
@@ -134,3 +138,27 @@ async def test_kv_arrives_bit_for_bit_at_any_number_of_ranks(
         assert {landing.held for landing in decode.worker.receiver.landing} == {0}
     for engine in [prefill.worker.engine for prefill in prefills]:
         await until(lambda engine=engine: engine.load.pages_free == engine.pages_total)  # type: ignore[misc]
+
+
+async def test_cancelled_fetch_reads_the_errors_of_all_ended_ranks(
+    site: Site, monkeypatch: pytest.MonkeyPatch, unhandled: list[dict[str, Any]]
+) -> None:
+    """The other rank has ended, while the codec of the first still runs."""
+    sender, reader = (RankedWorker("dense", THREE_HEADS, 2, name) for name in ("sender", "reader"))
+    sizes: dict[str, Any] = {"slots": SLOTS, "codec": "raw"}
+    prefill = await site.prefill(ranks=sender.ranks, started=False, **sizes)
+    decode = await site.decode(ranks=reader.ranks, **sizes)
+    idle: list[Future[None]] = [Future(), Future()]
+    idle[1].set_exception(TransferClosed("the process of a rank has ended"))
+    for endpoint, found in zip(decode.worker.endpoints, idle, strict=True):
+        monkeypatch.setattr(endpoint, "codec_idle", lambda found=found: found)
+    fetching = asyncio.create_task(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)))
+    await until(lambda: prefill.worker.sender.active == 1)
+    fetching.cancel()
+    await asyncio.sleep(0.01)
+    assert not fetching.done()
+    idle[0].set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    gc.collect()
+    assert not unhandled
