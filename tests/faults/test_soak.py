@@ -11,7 +11,7 @@ import pytest
 from loadgen.faults import Fault
 from loadgen.record import Failure, Record
 from tests.harness import links
-from tests.harness.deployment import Running
+from tests.harness.deployment import Running, unhandled_errors
 from tests.programs.soak.leaks import Resources
 from tests.programs.soak.schedule import LAST, QUIET_S, as_option, draw
 from tests.programs.soak.verdict import HUNG_S, Verdict, crashes, first_answers
@@ -122,6 +122,15 @@ def test_workers_exit_once_for_each_fault_of_a_rank(tmp_path: Path) -> None:
     crashed = crashes(log, faults, with_faults=True, ranks=2)
     assert crashed == ["decode-0 (1)", "prefill-0 (1)", "router (1)"]
     assert len(crashes(log, faults, with_faults=True)) == len(names)
+
+
+def test_errors_that_no_code_handles_are_found_in_logs(tmp_path: Path) -> None:
+    (tmp_path / "gateway.log").write_text(
+        '{"event": "ready"}\n{"event": "Task was destroyed but it is pending!\\ntask: <Task>"}\n'
+    )
+    (tmp_path / "decode-0.log").write_text("Future exception was never retrieved\nready\n")
+    found = unhandled_errors(tmp_path)
+    assert [line.partition(":")[0] for line in found] == ["decode-0.log", "gateway.log"]
 
 
 def test_outages_and_memory_slopes() -> None:

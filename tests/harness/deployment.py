@@ -40,6 +40,8 @@ _PATIENT = {
     "HEADRACE_DECODE_HANDSHAKE_S": "60",
     "HEADRACE_DECODE_READ_TIMEOUT_S": "60",
 }
+_UNHANDLED = ("was never retrieved", "was destroyed but it is pending", "was never awaited")
+"""Texts of Python's reports about errors and tasks that no code handles."""
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
@@ -70,7 +72,7 @@ class Running:
     @property
     def logs(self) -> Path:
         """Folder of the processes' logs."""
-        return Deployment.folder(self.port) / "logs"
+        return Deployment.logs(self.port)
 
     def stub(self) -> InferenceStub:
         """Return a client of the gateway's gRPC server."""
@@ -257,7 +259,7 @@ def deployed(
                 _stop(process)
             finally:
                 if logs is not None:
-                    _copy_logs(Deployment.folder(port) / "logs", log, logs)
+                    _copy_logs(Deployment.logs(port), log, logs)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
@@ -287,6 +289,16 @@ def _copy_logs(source: Path, log: IO[str], logs: Path) -> None:
     (logs / "up.log").write_text(log.read())
     for file in source.glob("*.log"):
         shutil.copy(file, logs)
+
+
+def unhandled_errors(logs: Path) -> list[str]:
+    """Return the lines about errors and tasks that no code handles, from the logs in a folder."""
+    return [
+        f"{path.name}: {line[:400]}"
+        for path in sorted(logs.glob("*.log"))
+        for line in path.read_text(errors="replace").splitlines()
+        if any(text in line for text in _UNHANDLED)
+    ]
 
 
 def _wait_until_ready(

@@ -24,7 +24,7 @@ from grpc import aio
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.belongings import Belongings
-from tests.harness.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed, unhandled_errors
 from tests.harness.points import Points
 from tests.harness.reference import GPU_SHARE, Case, cases, model_folder
 
@@ -274,7 +274,7 @@ def trial(
     logs: Path | None = None,
     device: str = "cpu",
 ) -> Iterator[Trial]:
-    """Deploy the small model with fault points until the block ends.
+    """Deploy the small model with fault points until the block ends; then check the logs.
 
     Args:
         folder: empty folder for the control files.
@@ -298,3 +298,5 @@ def trial(
         with deployed(*model, *flags, environment=variables, logs=logs, patient=False) as running:
             running.wait_for_all_workers()
             yield Trial(running, points, device, Path(temporary))
+    unhandled = unhandled_errors(running.logs)
+    assert not unhandled, unhandled

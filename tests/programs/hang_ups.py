@@ -4,7 +4,7 @@ A third of the requests end early: HTTP connections that close at a random point
 request is complete, gRPC calls that are cancelled, and gRPC deadlines of 1 to 50 ms. The other
 requests must be answered, equal prompts equally, and none may wait for a placement to expire.
 Afterwards the queues must be empty within two seconds, the next request must take its usual time,
-and nothing may leak.
+and nothing may leak or be left unhandled.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.console import Console
 
 from headrace.v1.inference_pb2 import GenerateRequest
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from tests.harness.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed, unhandled_errors
 from tests.harness.random_model import RandomModel
 from tests.programs.soak.leaks import Resources
 
@@ -206,6 +206,7 @@ def main() -> int:
     workers = ("--prefill", "1", "--decode", "1", "--tp", str(own.tp))
     with deployed(*workers, *model) as running:
         found = faults_of(running, own.seconds, own.seed, own.concurrency)
+    found += unhandled_errors(running.logs)
     say("\n".join(found) or "nothing is wrong")
     return 1 if found else 0
 

@@ -2,8 +2,8 @@
 
 The load generator compares every greedy answer with that of a colocated deployment, and writes its
 report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung,
-or something crashed or leaked. ``--cancels N`` cancels N requests at random points instead, without
-faults.
+or something crashed, leaked or left an error unhandled. ``--cancels N`` cancels N requests at
+random points instead, without faults.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rich.console import Console
 
 from loadgen.files import read_run
 from tests.harness import links
-from tests.harness.deployment import Running, deployed
+from tests.harness.deployment import Running, deployed, unhandled_errors
 from tests.harness.random_model import RandomModel
 from tests.programs.soak.leaks import Resources
 from tests.programs.soak.prompts import write_prompts
@@ -134,13 +134,16 @@ def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> 
     faults = document["faults"]
     answers = first_answers(records, faults)
     crashed = crashes(own.out / "up.log", faults, with_faults=not own.cancels, ranks=own.tp)
+    unhandled = unhandled_errors(own.out)
     _say_outcomes(verdict, faults)
     say(f"crashed: {', '.join(crashed) or 'nothing'}")
+    say(f"unhandled: {'; '.join(unhandled) or 'nothing'}")
     say("leaked: " + (", ".join(f"{k} {v:g}" for k, v in leaked.items()) or "nothing"))
     _say_recovery(watch, answers)
-    passed = verdict.passed and not leaked and not crashed
+    passed = verdict.passed and not leaked and not crashed and not unhandled
     result = {
-        "seed": own.seed, "passed": passed, "crashed": crashed, "leaked": leaked, **vars(verdict),
+        "seed": own.seed, "passed": passed, "crashed": crashed, "leaked": leaked,
+        "unhandled": unhandled, **vars(verdict),
         "first_answers": answers, "outages": [asdict(one) for one in watch.outages],
         "slopes": [asdict(one) for one in watch.slopes()],
     }  # fmt: skip
