@@ -171,6 +171,7 @@ def faults_of(running: Running, seconds: float, seed: int, concurrency: int) -> 
     """Let clients hang up for a time; return what is wrong during that time and afterwards."""
     running.wait_for_all_workers()
     usual_s = median(request_s(running) for _ in range(5))
+    running.wait_until_idle()  # a prefill worker frees pages after the answer
     before = Resources.of(running)
     clients = Clients(running, random.Random(seed))
     asyncio.run(clients.run(seconds, concurrency))
