@@ -56,7 +56,7 @@ def test_tokens_and_pages_of_unequal_ranks_equal_those_of_one_worker(
     reference = {case.name: dense[case.name] for case in few}
     flags = ("--prefill-tp", "2", "--decode-tp", "3")
     with deployed(*flags, environment=LOG_DIGESTS) as running:
-        _check(compared(running, few, reference, "2 to 3 ranks"), FEW)
+        _check(compared(running, few, reference, "2 to 3 ranks"), FEW, most_close=3)
         _check_streamed_choices(running)
         _check_closed_stream(running)
         running.check_listeners()
@@ -72,11 +72,11 @@ def test_factorized_tokens_and_pages_equal_those_of_one_worker(cases: list[Case]
         _check(row, len(cases))
 
 
-def _check(row: Row, count: int) -> None:
+def _check(row: Row, count: int, most_close: int = 2) -> None:
     found = row.comparison
     assert not found.different, f"{row.name}: {found.different}"
     assert found.equal + len(found.close) == count
-    assert len(found.close) <= 2, f"{row.name}: too many near-ties: {found.close}"
+    assert len(found.close) <= most_close, f"{row.name}: too many near-ties: {found.close}"
     assert row.digests == (count, count), f"{row.name}: pages differ, or were not compared"
 
 
