@@ -43,8 +43,7 @@ def build_model(
             `runtime.kv.registry.create_format`.
         group: the ranks of the worker; with several, ``checkpoint`` is the part of one rank, see
             `runtime.checkpoint.slices`.
-        streamed: whether every forward pass moves each layer to the device when it computes it, so
-            that the device never holds more than one. The model may be larger than the device.
+        streamed: whether each forward pass moves the layers to the device one at a time.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.

@@ -53,27 +53,24 @@ def compress(
     The calibration text is one part of Python's documentation and, for up to half of the rows,
     answers of the model to fixed questions. Perplexity is measured on another part of the
     documentation, and answers to other questions are compared with those of the dense model.
-    Answers need the whole model on the device, their comparison both models; everything else needs
-    one layer at a time. For a model that is larger than the GPU, there are no answers. Finished
-    layers are kept in a folder beside ``out``. After an interruption, a call with the same
+    Answers need the whole model on the device, so that there are none for a model that is larger
+    than the GPU, and their comparison both models; everything else needs one layer at a time.
+    Finished layers are kept in a folder beside ``out``: after an interruption, a call with the same
     arguments continues from them.
 
     Args:
         model: name or path of a checkpoint.
         keep: fraction of the parameters of the linear layers to keep.
         out: folder to write; it must not exist.
-        method: value of `runtime.offline.compress.Method`.
-        ranks: value of `runtime.offline.compress.Allocation`; None selects the method's default.
-        rows: number of calibration rows of `ROW_TOKENS` tokens; perplexity is measured on half as
-            many rows.
+        method: value of `Method`.
+        ranks: value of `Allocation`; None selects the method's default.
+        rows: calibration rows of `ROW_TOKENS` tokens; half as many measure perplexity.
         device: auto, cpu or cuda.
-        chats: maximum number of questions for calibration. Models without a chat template, and
-            0, use documentation only.
+        chats: maximum number of questions for calibration. None are asked without a chat template.
         held_out_chats: maximum number of questions for the comparison; 0 for none.
 
     Raises:
-        SettingsError: if the method, the allocation or the device is unknown, if ``out`` exists, or
-            if the GPU has too little free memory.
+        SettingsError: if a name is unknown, ``out`` exists, or the GPU has too little free memory.
         CompressionError, CheckpointError: if the model cannot be read, factorized or written.
     """
     choice = parse_choice(Method, method), parse_choice(Allocation, ranks) if ranks else None

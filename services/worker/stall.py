@@ -39,8 +39,7 @@ class Stall:
         """
         now = time.perf_counter()
         if self._by_processor:
-            stat = ProcessStat.of(self._task())
-            used_s = 0.0 if stat is None else stat.processor_s
+            used_s = _processor_s(self._task())
             if used_s != self._used_s:
                 self._used_s = used_s
                 self._used_at = now
@@ -52,3 +51,9 @@ class Stall:
             self._paused_s = 0.0
         self._paused_s += max(0.0, unobserved_s - self._pause_s)
         return stalled_s - self._paused_s
+
+
+def _processor_s(task: str) -> float:
+    """Return the processor time that a thread or a process has used, in seconds; 0 if it ended."""
+    stat = ProcessStat.of(task)
+    return 0.0 if stat is None else stat.processor_s

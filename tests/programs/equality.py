@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # defined in the type stubs only
 EPSILON = 0.08 if torch.cuda.is_available() else 0.05
 """Nats. Compute in bf16, or in fp32 over bf16 KV, changes the gap of two logits by less."""
 TOP_K, TOP_P = 5, 0.95
-"""Of sampled answers; few tokens, so that the top log probabilities have all that may be drawn."""
+"""Filters of sampled answers: log probabilities of all tokens that may be drawn are returned."""
 CONCURRENCY = 8
 
 
