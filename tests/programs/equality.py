@@ -290,6 +290,16 @@ def _of_ranks(
         yield Row(f"{label}, {decode} ranks", compare(reference, answers))
 
 
+def _rows(own: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
+    for keep in own.keep:
+        name = "dense" if keep == 1 else f"factorized, keep {keep:g}"
+        flags = ("--model", own.model, "--keep", f"{keep:g}", "--kv-format", own.kv_format)
+        reference = colocated(cases, flags, own.concurrency)
+        yield from run(cases, reference, flags, name, own.concurrency)
+        for ranks in own.ranks:
+            yield from _of_ranks(cases, reference, flags, ranks, name, own.concurrency)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.equality")
     add = parser.add_argument
@@ -311,28 +321,22 @@ def main() -> int:
     console = Console(width=110)
     cases = make_cases(own.prompts, longest=3000, max_tokens=48, model=own.model)
     table = Table("deployment", "equal", "close", "different", "page digests equal")
-    rows: list[Row] = []
-    for keep in own.keep:
-        name = "dense" if keep == 1 else f"factorized, keep {keep:g}"
-        flags = ("--model", own.model, "--keep", f"{keep:g}", "--kv-format", own.kv_format)
-        reference = colocated(cases, flags, own.concurrency)
-        rows += run(cases, reference, flags, name, own.concurrency)
-        for ranks in own.ranks:
-            rows += _of_ranks(cases, reference, flags, ranks, name, own.concurrency)
-    for row in rows:
+    passed = True
+    for row in _rows(own, cases):
         found = row.comparison
-        table.add_row(
-            row.name,
+        counts = (
             f"{found.equal} of {len(cases)}",
             str(len(found.close)),
             str(len(found.different)),
-            "{} of {}".format(*row.digests) if row.digests else "",
         )
-        for line in (*found.close, *found.different):
+        digests = "{} of {}".format(*row.digests) if row.digests else ""
+        table.add_row(row.name, *counts, digests)
+        for line in (f"{counts[0]} equal", *found.close, *found.different):
             console.print(f"{row.name}: {line}")
+        passed &= row.passed
     console.print(table)
     console.print(f"close: a change of a gap of two logits by less than {EPSILON} may cause it")
-    return 0 if all(row.passed for row in rows) else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
