@@ -56,23 +56,23 @@ ONE_RANK = OneRank()
 class DistributedGroup(RankGroup):
     """Collectives of `torch.distributed`: NCCL for GPUs, gloo for CPUs.
 
-    Args:
-        group: the group of all ranks of the worker.
+    Attributes:
+        process_group: the group of all ranks of the worker.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
+        self.process_group = group
         self.rank = group.rank()
         self.size = group.size()
 
     def all_reduce(self, addend: Tensor) -> Tensor:
-        distributed.all_reduce(addend, group=self._group)
+        distributed.all_reduce(addend, group=self.process_group)
         return addend
 
     def all_gather(self, part: Tensor) -> Tensor:
         rows, width = part.shape
         parts = part.new_empty(self.size * rows, width)
-        _all_gather(parts, part, group=self._group)
+        _all_gather(parts, part, group=self.process_group)
         return side_by_side(parts.view(self.size, rows, width))
 
 

@@ -1,0 +1,89 @@
+"""Latency of collectives between ranks: ``python -m runtime.offline.bench collectives --help``.
+
+A CUDA graph has a chain of equal collectives, as a decode step has. The ratio is that of the best
+kernel of `runtime.parallel.push` to NCCL.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from runtime.offline.bench.device import captured, describe, milliseconds
+from runtime.offline.bench.ranks import over_ranks
+from runtime.parallel import peer_group
+from runtime.parallel.group import DistributedGroup, RankGroup
+from runtime.parallel.peer_group import PeerGroup
+
+CHAIN = 40
+"""Collectives in a graph."""
+WAYS = ("NCCL", "one step", "two steps")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a collective, by `WAYS`; None where a way does not apply."""
+
+    name: str
+    times: tuple[float | None, ...]
+
+    def __str__(self) -> str:
+        cells = " ".join("        –" if each is None else f"{each:9.1f}" for each in self.times)
+        nccl, *others = self.times
+        best = min(each for each in others if each is not None)
+        return f"{self.name:44} {cells} {best / (nccl or best):7.2f}"
+
+
+def rows(batches: list[int], widths: list[int], runs: int, group: RankGroup) -> Iterator[Row]:
+    """Measure sums and gathers of ``batch`` rows of ``width`` numbers. Every rank calls it."""
+    if not isinstance(group, DistributedGroup):
+        raise ValueError("one rank has no collectives")
+    device = torch.device("cuda", group.rank)
+    peers = PeerGroup.join(group.process_group, device)
+    if not isinstance(peers, PeerGroup):
+        raise RuntimeError("the GPUs cannot access one another")
+    for batch in batches:
+        for width in widths:
+            size = f"{batch} x {width}, {2 * batch * width / 1024:,.0f} KiB"
+            x = torch.randn(batch, width, device=device).bfloat16()
+            times = [_us(partial(group.all_reduce, x), runs)]
+            for limit in (1 << 30, 0):
+                peer_group.ONE_STEP_WORDS = limit
+                times.append(_us(partial(peers.all_reduce, x), runs))
+            yield Row(f"T = {group.size}, sum of {size}", tuple(times))
+            part = x[:, : width // group.size].contiguous()
+            gathered = [_us(partial(each.all_gather, part), runs) for each in (group, peers)]
+            yield Row(f"T = {group.size}, gather of {size}", (*gathered, None))
+
+
+def _us(call: Callable[[], Tensor], runs: int) -> float:
+    def chain() -> None:
+        for _ in range(CHAIN):
+            call()
+
+    return milliseconds(captured(chain), runs=runs) * 1e3 / CHAIN
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench collectives")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256, 512])
+    parser.add_argument(
+        "--width", type=int, nargs="+", default=[2432, 3840, 8192],
+        help="numbers for each sequence: inner activations, hidden size",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=30)
+    args = parser.parse_args()
+    print(describe("cuda"))
+    print(f"{'us':44} " + " ".join(f"{way:>9}" for way in WAYS) + "   ratio")
+    for ranks in args.ranks:
+        work = partial(rows, args.batch, args.width, args.runs)
+        for row in over_ranks(ranks, "cuda", work):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Collectives through memory that all ranks can write, for the small tensors of decode steps."""
+
+from typing import Self
+
+import torch
+import triton
+from torch import Tensor, distributed
+
+from runtime.parallel.group import DistributedGroup
+from runtime.parallel.push import (
+    MAX_PROGRAMS,
+    gather_kernel,
+    sum_kernel,
+    two_step_sum_kernel,
+)
+
+_HALF = 1 << 20
+"""Messages of 8 bytes in each half of a rank's memory."""
+_MIN_BLOCK, _MAX_BLOCK = 256, 4096
+"""Minimum and maximum number of messages that a program sends to each rank."""
+_MAX_THREADS = 512
+ONE_STEP_WORDS = 1 << 16
+"""Maximum number of words of which every rank adds all; above, each adds a part."""
+
+
+class PeerMemory:
+    """Memory of all ranks on GPUs that can access one another, for the messages of `push`.
+
+    Args:
+        addresses: int64 `[ranks]`, address of the memory of each rank on this rank's device.
+        own: int64 `[2, half]`, the memory of this rank, with zeros.
+    """
+
+    def __init__(self, addresses: Tensor, own: Tensor) -> None:
+        self.addresses = addresses
+        self.own = own
+        self.half = own.shape[1]
+        self.state = torch.tensor([1, 0], dtype=torch.int32, device=own.device)
+
+    @classmethod
+    def of(cls, group: distributed.ProcessGroup, device: torch.device) -> Self:
+        """Allocate the memory of this rank and map that of the others. All ranks must call it.
+
+        Raises:
+            RuntimeError: the GPUs cannot access one another.
+        """
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty((2, _HALF), dtype=torch.int64, device=device)
+        mapped = symmetric.rendezvous(own, group.group_name)
+        own.zero_()
+        torch.cuda.synchronize(device)
+        distributed.barrier(group=group)
+        return cls(torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device), own)
+
+
+class PeerGroup(DistributedGroup):
+    """Collectives of one launch for tensors that fit into `PeerMemory`, NCCL for others.
+
+    Sums are computed in fp32 in the order of the ranks, and rounded to bf16.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, memory: PeerMemory) -> None:
+        super().__init__(group)
+        self._memory = memory
+
+    @classmethod
+    def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
+        """Return a group of the ranks. All ranks must call it.
+
+        Without access of all GPUs to one another, its collectives are those of NCCL.
+        """
+        peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
+        accessible = sum(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+        can_access = torch.tensor(
+            [accessible >= group.size() - 1], dtype=torch.int32, device=device
+        )
+        distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
+        return cls(group, PeerMemory.of(group, device)) if can_access else DistributedGroup(group)
+
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        numbers, size = addend.numel(), self.size
+        slot = self._memory.half // size
+        if addend.dtype is not torch.bfloat16 or numbers % (2 * size) or numbers > size * slot:
+            return super().all_reduce(addend)
+        if numbers:
+            words = addend.view(-1).view(torch.int32)
+            one_step = len(words) <= min(ONE_STEP_WORDS, slot)
+            kernel, messages = (
+                (sum_kernel, len(words)) if one_step else (two_step_sum_kernel, len(words) // size)
+            )
+            self._launch(kernel, messages, words, words, len(words))
+        return addend
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        rows, width = part.shape
+        row_bytes = width * part.element_size()
+        if row_bytes % 4 or rows * row_bytes // 4 > self._memory.half // self.size:
+            return super().all_gather(part)
+        out = part.new_empty(rows, self.size * width)
+        if out.numel():
+            words = part.view(-1).view(torch.int32)
+            found = out.view(-1).view(torch.int32)
+            self._launch(gather_kernel, len(words), words, found, len(words), row_bytes // 4)
+        return out
+
+    def _launch(
+        self, kernel: triton.JITFunction, messages: int, source: Tensor, out: Tensor, *sizes: int
+    ) -> None:
+        """Launch a kernel of `push`.
+
+        Args:
+            messages: number of messages that a rank sends to each rank in one step.
+        """
+        least = triton.next_power_of_2(triton.cdiv(messages, MAX_PROGRAMS))
+        block = max(_MIN_BLOCK, least)
+        threads = min(block, _MAX_THREADS)
+        memory = self._memory
+        kernel[(triton.cdiv(messages, block),)](
+            source, out, memory.addresses, memory.state, self.rank, *sizes,
+            RANKS=self.size, HALF=memory.half, BLOCK=block, COUNT=block // threads,
+            num_warps=threads // 32,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Collectives of one launch: every rank stores its values into the memory of all ranks.
+
+Values are 32-bit words, or pairs of bf16 numbers. A message is a word and a flag, stored at once as
+64 bits: this is the LL protocol of NCCL, which needs no barrier. The flag is the number of the
+collective. Consecutive collectives use different halves of the memory. A rank therefore overwrites
+messages only after all ranks have read them: it has received the messages of the collective in
+between, which every rank sends after the end of its previous one.
+
+All ranks launch the same collectives in the same order, each with at most `MAX_PROGRAMS` programs.
+A program waits for the programs with the same index on other ranks, all of which must run.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental.gluon import constexpr_function
+
+from runtime.kernels.arith import INTERPRETED
+
+MAX_PROGRAMS = 128
+
+
+@constexpr_function
+def _poll_asm(count):
+    """Return PTX that polls ``count`` messages per thread until all flags match.
+
+    Operands: the outputs $0 … are the words. The inputs are, for each message, one address, then
+    one flag, then one mask.
+    """
+    lines = []
+    for n in range(count):
+        lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
+    lines.append("AGAIN:")
+    for n in range(count):
+        lines.append(f"mov.b64 word{n}, {{${n}, ${2 * count}}};")
+        lines.append(f"@wanted{n} ld.relaxed.sys.global.b64 word{n}, [${count + n}];")
+    lines.append("mov.b32 other, 0;")
+    for n in range(count):
+        lines.append(f"mov.b64 {{${n}, one}}, word{n};")
+        lines += [f"xor.b32 one, one, ${2 * count};", "or.b32 other, other, one;"]
+    lines += ["setp.ne.s32 late, other, 0;", "@late bra AGAIN;"]
+    wanted = ", ".join(f"wanted{n}" for n in range(count))
+    words = ", ".join(f"word{n}" for n in range(count))
+    head = f"{{ .reg .pred late, {wanted}; .reg .b32 one, other; .reg .b64 {words};\n"
+    return head + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def _constraints(count):
+    return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
+
+
+@triton.jit
+def _send(to, word, flag, mask):
+    """Store int32 words and a flag as messages at the pointers ``to``."""
+    tl.store(to, (word.to(tl.int64) & 0xFFFFFFFF) | (flag.to(tl.int64) << 32), mask=mask)
+
+
+@triton.jit
+def _receive(at, flag, mask, COUNT: tl.constexpr):
+    """Return the words of messages at the pointers ``at``, as soon as all have the flag."""
+    if INTERPRETED:
+        message = tl.load(at, mask=mask, other=0, volatile=True)
+        while tl.sum((mask & ((message >> 32).to(tl.int32) != flag)).to(tl.int32)) > 0:
+            message = tl.load(at, mask=mask, other=0, volatile=True)
+        word = message.to(tl.int32)
+    else:
+        word = tl.inline_asm_elementwise(
+            _poll_asm(COUNT), _constraints(COUNT), [at, flag, mask.to(tl.int32)], tl.int32, False,
+            COUNT,
+        )  # fmt: skip
+    return word
+
+
+@triton.jit
+def _memory(addresses, rank, flag, HALF: tl.constexpr):
+    """Return a pointer to the half of a rank's memory that the collective uses."""
+    return tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + (flag & 1) * HALF
+
+
+@triton.jit
+def _finish(state, flag):
+    """Count the programs that have finished; the last one increments the number in ``state``."""
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        # Memory that was never written has flag 0.
+        tl.store(state, tl.where(flag == -1, 2, flag + 1))
+
+
+@triton.jit
+def _numbers(words):
+    """Return both bf16 numbers of each word as fp32: those in the lower, and in the upper bits."""
+    low = (words << 16).to(tl.float32, bitcast=True)
+    return low, (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """Return the upper 16 bits of fp32 numbers rounded to bf16, as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, nearest, 0x7FC0) & 0xFFFF
+
+
+@triton.jit
+def _sum_of_ranks(memory, i, mask, flag, SLOT: tl.constexpr, RANKS: tl.constexpr,
+                  COUNT: tl.constexpr):  # fmt: skip
+    """Receive pairs of bf16 numbers of all ranks, and return their sums, added in fp32."""
+    low, high = _numbers(_receive(memory + i, flag, mask, COUNT))
+    for rank in tl.static_range(1, RANKS):
+        more = _numbers(_receive(memory + rank * SLOT + i, flag, mask, COUNT))
+        low += more[0]
+        high += more[1]
+    return _rounded(low) | (_rounded(high) << 16)
+
+
+@triton.jit
+def gather_kernel(
+    part, out, addresses, state, rank, words, row_words,
+    RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Gather the rows of all ranks side by side.
+
+    Args:
+        part: int32 `[n, row_words]`, contiguous; ``words`` is its size.
+        out: int32 `[n, RANKS * row_words]`.
+        addresses: int64 `[RANKS]`, addresses of the memory of all ranks: int64 `[2, HALF]` each.
+        state: int32 `[2]`, number of the collective, not 0, and number of finished programs.
+        COUNT: messages per thread, BLOCK / threads.
+    """
+    SLOT: tl.constexpr = HALF // RANKS
+    flag = tl.load(state)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < words
+    own = tl.load(part + i, mask=mask, other=0)
+    for distance in tl.static_range(RANKS):
+        to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
+        _send(to + rank * SLOT + i, own, flag, mask)
+    here = _memory(addresses, rank, flag, HALF)
+    place = i // row_words * (RANKS * row_words) + i % row_words
+    for peer in tl.static_range(RANKS):
+        found = _receive(here + peer * SLOT + i, flag, mask, COUNT)
+        tl.store(out + place + peer * row_words, found, mask=mask)
+    _finish(state, flag)
+
+
+@triton.jit
+def sum_kernel(
+    addend, out, addresses, state, rank, words,
+    RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Add bf16 numbers of all ranks in fp32. Every rank sends all its numbers to every rank.
+
+    Args:
+        addend, out: int32 `[words]`, pairs of bf16 numbers.
+
+    The other arguments are those of `gather_kernel`.
+    """
+    SLOT: tl.constexpr = HALF // RANKS
+    flag = tl.load(state)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < words
+    own = tl.load(addend + i, mask=mask, other=0)
+    for distance in tl.static_range(RANKS):
+        to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
+        _send(to + rank * SLOT + i, own, flag, mask)
+    here = _memory(addresses, rank, flag, HALF)
+    tl.store(out + i, _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT), mask=mask)
+    _finish(state, flag)
+
+
+@triton.jit
+def two_step_sum_kernel(
+    addend, out, addresses, state, rank, words,
+    RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Add bf16 numbers of all ranks in fp32. Every rank adds a part, and sends it to every rank.
+
+    It sends ``2 / RANKS`` of the messages of `sum_kernel`, but waits twice. For the arguments see
+    there; ``words`` is a multiple of RANKS.
+    """
+    SLOT: tl.constexpr = HALF // (2 * RANKS)
+    SUMS: tl.constexpr = HALF // 2
+    flag = tl.load(state)
+    size = words // RANKS
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    for distance in tl.static_range(RANKS):
+        peer = (rank + distance) % RANKS
+        own = tl.load(addend + peer * size + i, mask=mask, other=0)
+        to = _memory(addresses, peer, flag, HALF)
+        _send(to + rank * SLOT + i, own, flag, mask)
+    here = _memory(addresses, rank, flag, HALF)
+    total = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
+    for distance in tl.static_range(RANKS):
+        to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
+        _send(to + SUMS + rank * SLOT + i, total, flag, mask)
+    for peer in tl.static_range(RANKS):
+        found = _receive(here + SUMS + peer * SLOT + i, flag, mask, COUNT)
+        tl.store(out + peer * size + i, found, mask=mask)
+    _finish(state, flag)

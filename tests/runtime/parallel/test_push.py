@@ -1,0 +1,83 @@
+"""Collectives that store messages into the memory of all ranks, in processes of an interpreter."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.offline.bench.ranks import over_ranks
+from runtime.parallel import peer_group
+from runtime.parallel.group import DistributedGroup, RankGroup
+from runtime.parallel.peer_group import PeerGroup, PeerMemory
+
+HALF = 1 << 12
+ROWS = (1, 3)
+
+
+def group_of(folder: Path, group: RankGroup) -> PeerGroup:
+    """Return collectives through files that all ranks map."""
+    assert isinstance(group, DistributedGroup)
+    memories = [
+        torch.from_file(f"{folder}/{rank}", shared=True, size=2 * HALF, dtype=torch.int64)
+        for rank in range(group.size)
+    ]
+    addresses = torch.tensor([memory.data_ptr() for memory in memories])
+    own = memories[group.rank].view(2, HALF)
+    made = PeerGroup(group.process_group, PeerMemory(addresses, own))
+    made.memories = memories  # type: ignore[attr-defined]  # mapped as long as the group
+    return made
+
+
+def inputs(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
+    """Compare the result of each collective with that of torch, and yield its name."""
+    peer_group.ONE_STEP_WORDS = 1 << 16 if one_step else 0
+    peer_group._MIN_BLOCK = 64
+    made, size = group_of(folder, group), group.size
+    for rows in ROWS:
+        for width in (8 * size, 400 * size):
+            for dtype in (torch.bfloat16, torch.float64):
+                parts = [inputs(rank, dtype, rows, width) for rank in range(size)]
+                found = made.all_gather(parts[group.rank])
+                assert found.equal(torch.cat(parts, dim=1))
+                yield f"gather {dtype} {rows} {width}"
+            parts = [inputs(rank, torch.bfloat16, rows, width) for rank in range(size)]
+            check_sum(made, parts)
+            yield f"sum {rows} {width}"
+    special = torch.tensor([[torch.inf, torch.nan, 3e38, -0.0] * 2 * size]).bfloat16()
+    check_sum(made, [special] * size)
+    yield "sum of special numbers"
+    parts = [inputs(rank, torch.bfloat16, 2, 2 * HALF) for rank in range(size)]
+    found = made.all_reduce(parts[group.rank].clone())
+    torch.testing.assert_close(found, sum(parts), rtol=0.02, atol=0.02)
+    assert made.all_gather(parts[group.rank]).equal(torch.cat(parts, dim=1))
+    assert made.all_reduce(torch.ones(1, 3)).equal(torch.full((1, 3), size).float())
+    yield "other collectives"
+
+
+def check_sum(made: PeerGroup, parts: list[Tensor]) -> None:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part.float()
+    found, expected = made.all_reduce(parts[made.rank].clone()), total.bfloat16()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found.signbit().equal(expected.signbit() & ~expected.isnan())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("one_step", [True, False])
+def test_results_equal_those_of_torch(
+    size: int, one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for rank in range(size):
+        (tmp_path / f"{rank}").write_bytes(bytes(16 * HALF))
+    names = list(over_ranks(size, "cpu", partial(check, tmp_path, one_step)))
+    assert len(names) == 14

@@ -1,0 +1,35 @@
+"""Compile the collectives for a Hopper GPU, on a host without one."""
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from runtime.parallel import push
+
+name, ranks, block, threads = sys.argv[1], *map(int, sys.argv[2:])
+kernel = getattr(push, name)
+constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads)
+types = {"part": "*i32", "addend": "*i32", "out": "*i32", "addresses": "*i64", "state": "*i32"}
+types |= dict.fromkeys(constants, "constexpr")
+signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
+source = ASTSource(kernel, signature, constants)
+made = triton.compile(
+    source, target=GPUTarget("cuda", 90, 32), options={"num_warps": threads // 32}
+)
+assert made.asm["ptx"].count("ld.relaxed.sys") >= ranks * block // threads
+"""
+
+
+@pytest.mark.parametrize("name", ["gather_kernel", "sum_kernel", "two_step_sum_kernel"])
+@pytest.mark.parametrize(("ranks", "block", "threads"), [(2, 256, 256), (4, 4096, 512)])
+def test_collective_compiles(name: str, ranks: int, block: int, threads: int) -> None:
+    numbers = map(str, (ranks, block, threads))
+    command = [sys.executable, "-c", _SCRIPT, name, *numbers]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
