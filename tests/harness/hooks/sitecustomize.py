@@ -201,15 +201,15 @@ class _Faults:
         module.Sender.open = opened
         setattr(module, "_manifest_entry", recorded)  # noqa: B010 - mypy knows no such attribute
 
-    def loading(self, module: ModuleType) -> None:
+    def placement(self, module: ModuleType) -> None:
         """Claim other properties, as a worker of another version would."""
         if version := os.environ.get("HEADRACE_FAULT_CODEC_VERSION"):
-            make = module.Compatibility
+            make = module.Compatibility.__init__
 
-            def changed(**fields: Any) -> Any:
-                return make(**{**fields, "codec_version": int(version)})
+            def changed(compatibility: Any, **fields: Any) -> None:
+                make(compatibility, **{**fields, "codec_version": int(version)})
 
-            setattr(module, "Compatibility", changed)  # noqa: B010 - as above
+            module.Compatibility.__init__ = changed
 
     def wall_clock(self) -> None:
         """Add the seconds in the control file to the wall clock."""
@@ -274,7 +274,7 @@ def _install() -> None:
         "services.transfer.nixl_agent": faults.owner,
         "services.transfer.agent": faults.agent,
         "services.transfer.sender": faults.sender,
-        "services.worker.loading": faults.loading,
+        "services.common.placement": faults.placement,
     }
     sys.meta_path.insert(0, _Finder(changes))
 
