@@ -12,6 +12,7 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.format import KV_PLANES
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from runtime.parallel.peer_group import PeerGroup
 
 
 def decode_step(model: Model, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
@@ -37,8 +38,8 @@ def unsupported_by_megakernel(model: Model) -> str | None:
     attends = isinstance(kv_format, WindowedFormat) and kv_format.graph_safe
     if not (kv_format.dense_bf16 or attends):
         return f"the megakernel does not support KV format {kv_format.name}"
-    if model.group.size > 1:
-        return "the megakernel computes on one rank only"
+    if model.group.size > 1 and not isinstance(model.group, PeerGroup):
+        return "the megakernel needs GPUs that can access one another"
     if model.page_size % 16:
         return f"pages of {model.page_size} tokens: the megakernel needs a multiple of 16"
     from runtime.megakernel.launch import unsupported
@@ -69,12 +70,16 @@ def _megakernel_step(model: GemmModel, batch: Batch, cache: PagedCache) -> Calla
 
     programs = torch.cuda.get_device_properties(model.device).multi_processor_count
     weights, rope, kv_format = model.weights, model.rope, model.kv_format
+    group = model.group if isinstance(model.group, PeerGroup) else None
+    make = partial(
+        DecodeStep, programs=programs, group=group, first_token=model.vocabulary.own.start
+    )
     if not isinstance(kv_format, WindowedFormat):
-        return DecodeStep(weights, cache.planes, rope, batch, programs=programs).launch
+        return make(weights, cache.planes, rope, batch).launch
     layers = [cache.layer(index) for index in range(model.config.num_layers)]
     full_precision = [plane for planes in layers for plane in planes[:KV_PLANES]]
     attend = kv_format.decode_attention(layers, batch)
-    step = DecodeStep(weights, full_precision, rope, batch, attend=attend, programs=programs)
+    step = make(weights, full_precision, rope, batch, attend=attend)
     encoder = kv_format.encoder(layers)
 
     def run() -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.gemm.weights import PackedWeights
 from runtime.kernels.alignment import LINE_ELEMENTS
-from runtime.megakernel.kernels import arguments, layouts
+from runtime.megakernel.kernels import arguments, layouts, opcodes
 from runtime.megakernel.kernels.attended import send_kernel
 from runtime.megakernel.kernels.step import step_kernel
 from runtime.megakernel.schedule import (
@@ -26,6 +26,7 @@ from runtime.megakernel.schedule import (
     split_at_attention,
     within_reach,
 )
+from runtime.parallel.peer_group import PeerGroup
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
@@ -41,6 +42,7 @@ _MAX_GROUP = layouts.ROWS.value
 """Maximum query heads per KV head: the rows of an attention tile."""
 _SENT = 1024
 """Number of values that one program of `send_kernel` sends."""
+_SUMS = opcodes.SUM_INNER.value, opcodes.SUM_RESIDUAL.value
 _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
 
@@ -79,6 +81,9 @@ class DecodeStep:
         batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
             tensors.
         attend: computes the attention of each layer; None if the megakernel computes it.
+        group: the ranks of the worker, if there are several. All of them construct and launch the
+            same steps in the same order.
+        first_token: first row of the vocabulary that this rank holds.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: maximum copies in flight after one was started and waited for, for
@@ -87,7 +92,7 @@ class DecodeStep:
 
     Attributes:
         batch: the batch that was passed to the constructor.
-        logits: fp32 `[sequences, vocab]`, overwritten by every launch.
+        logits: fp32 `[sequences, own]`, overwritten by every launch.
 
     Raises:
         ValueError: the kernel does not support the model or the sizes.
@@ -101,6 +106,8 @@ class DecodeStep:
         batch: Batch,
         *,
         attend: Sequence[Attend] = (),
+        group: PeerGroup | None = None,
+        first_token: int = 0,
         programs: int,
         slots: int = 5,
         ahead: int = 1,
@@ -112,27 +119,35 @@ class DecodeStep:
         size = len(batch.tokens)
         device = planes[0].device
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
-        offsets = Offsets.of(config, weights.max_inner)
-        passes = build_passes(weights, planes, offsets, programs * tall)
+        rank, ranks = (0, 1) if group is None else (group.rank, group.size)
+        offsets = Offsets.of(config, weights.max_inner, ranks)
+        passes = build_passes(weights, planes, offsets, programs * tall, rank=rank, ranks=ranks)
         lists, stages = split_at_attention(passes) if attend else ([passes], [])
         flags = torch.ones(_MAX_PROGRAMS, dtype=torch.int32, device=device)
         self._schedules = [_schedule(each, flags) for each in lists]
         self._attend = list(zip(attend, stages, strict=True))
         self.batch = batch
-        self.logits = torch.zeros(size, config.vocab_size, device=device)
+        self.logits = torch.zeros(size, len(weights.lm_head.weight), device=device)
         self._programs = programs
         self._held = weights, list(planes)  # the pass table has offsets to them
         self._offsets = offsets
         self._head = (config.num_heads, config.head_dim)
-        self._messages, *constant = _workspace(weights, offsets, splits, self.logits)
+        sums = max(config.hidden_size, *(one.units for one in passes if one.opcode in _SUMS))
+        activations, exchanged = _exchange(group, first_token, (size, offsets.end, sums), device)
+        self._messages, *constant = _workspace(weights, offsets, splits, activations, self.logits)
         self._flags = flags
-        self._arguments = (*_inputs(weights, planes, rope, batch), self._messages, *constant)
+        self._arguments = (
+            *_inputs(weights, planes, rope, batch),
+            self._messages,
+            *constant,
+            exchanged,
+        )
         self._constants = {
             "SHAPE": arguments.Shape.of(
                 B=size, BL=triton.next_power_of_2(size), HIDDEN=config.hidden_size,
-                GATED=config.intermediate_size, VOCAB=config.vocab_size, HEADS=config.num_heads,
-                KV_HEADS=config.num_kv_heads, DIM=config.head_dim, PAGE=planes[0].shape[2],
-                SPLITS=splits,
+                GATED=config.intermediate_size, VOCAB=self.logits.shape[1],
+                HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=config.head_dim,
+                PAGE=planes[0].shape[2], SPLITS=splits, RANKS=ranks, SUMS=sums,
             ),
             "RING": arguments.Ring.of(SLOTS=slots, AHEAD=ahead, TALL_AHEAD=tall_ahead),
         }  # fmt: skip
@@ -207,7 +222,7 @@ def _inputs(
 
 
 def _workspace(
-    weights: PackedWeights, offsets: Offsets, splits: int, logits: Tensor
+    weights: PackedWeights, offsets: Offsets, splits: int, activations: Tensor, logits: Tensor
 ) -> tuple[Any, ...]:
     """Return the other kernel arguments: newly allocated messages and buffers, and constants."""
     config = weights.config
@@ -219,7 +234,7 @@ def _workspace(
 
     return (
         arguments.Messages(
-            activations=zeros(size, offsets.end, dtype=torch.int32),
+            activations=activations,
             stride=offsets.end,
             splits=zeros(partial_rows, layouts.MAX_DIM.value + 2, dtype=torch.int64),
             squares=zeros(_MAX_PROGRAMS, layouts.N.value, dtype=torch.int64),
@@ -232,4 +247,27 @@ def _workspace(
         arguments.Attention(
             math.log2(math.e) / math.sqrt(config.head_dim), offsets.query, offsets.attended
         ),
+    )
+
+
+def _exchange(
+    group: PeerGroup | None, first_token: int, sizes: tuple[int, int, int], device: torch.device
+) -> tuple[Tensor, arguments.Ranks]:
+    """Allocate the messages that ranks send to one another.
+
+    Args:
+        sizes: number of sequences, and of activations and of sums for each.
+
+    Returns:
+        `arguments.Messages.activations`, and the argument about the ranks.
+    """
+    sequences, stride, sums = sizes
+    if group is None:
+        activations = torch.zeros(sequences, stride, dtype=torch.int32, device=device)
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return activations, arguments.Ranks(0, 0, nothing, nothing, nothing)
+    shared = group.zeros(sequences, stride, dtype=torch.int32)
+    partials = group.zeros(3, group.size, sequences, sums, dtype=torch.int64)
+    return shared.own, arguments.Ranks(
+        group.rank, first_token, partials.own, partials.addresses, shared.addresses
     )

@@ -1,11 +1,14 @@
 """Interpreter of the megakernel's pass list in torch: the specification of the kernel.
 
-It runs the passes over one sequence, one after another, and checks the protocol: a pass reads only
-messages of the stage that it waits for, and does not overwrite a message that may still be read.
+It runs the passes over one sequence, one after another, on all ranks of a worker in turn. It checks
+the protocol: a pass reads only messages of the stage that it waits for, and does not overwrite a
+message that may still be read.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.schedule import HEAD_OPCODES, Offsets, Pass, build_passes
+from runtime.parallel.partition import Partition
 
 _SPACING = 7
 """Distance between the artificial addresses of consecutive tensors, in lines."""
@@ -57,19 +61,43 @@ class Messages:
         self._values[place], self._written[place] = values, stage
 
 
+@dataclass
+class _State:
+    """State of a rank during a step.
+
+    Attributes:
+        messages: activations.
+        partials: addends of each rank, for each third of `kernels.arguments.Ranks.partials`.
+        hidden: residual stream.
+    """
+
+    messages: Messages
+    partials: dict[tuple[int, int], Messages]
+    hidden: Tensor
+    gates: Tensor
+    logits: Tensor
+
+
 class Interpreter:
-    """Runs the pass list of a model for one sequence, in fp32.
+    """Runs the pass list of a model, or of a rank's part of it, for one sequence, in fp32.
 
     Args:
         planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`.
         tall: as in `build_passes`; changes tiles, not results.
+        partition: part of the rank, of several.
 
     Attributes:
         passes: the pass list, including the end marker.
         offsets: offsets of the activations.
     """
 
-    def __init__(self, weights: PackedWeights, planes: Sequence[Tensor], tall: int) -> None:
+    def __init__(
+        self,
+        weights: PackedWeights,
+        planes: Sequence[Tensor],
+        tall: int,
+        partition: Partition | None = None,
+    ) -> None:
         matrices = [weights.lm_head.weight]
         for layer in weights.layers:
             matrices += [matrix.weight for matrix in layer.matrices]
@@ -81,43 +109,75 @@ class Interpreter:
         self._config = weights.config
         self._page = planes[0].shape[2]
         self._rope = cos_sin_table(self._config, self._config.context_length)
-        self.offsets = Offsets.of(self._config, weights.max_inner)
+        self._rank, self._ranks, self._tokens = 0, 1, range(self._config.vocab_size)
+        if partition is not None:
+            self._rank, self._ranks = partition.rank, partition.size
+            self._tokens = partition.tokens
+        self.offsets = Offsets.of(self._config, weights.max_inner, self._ranks)
         self.passes = build_passes(
-            weights, planes, self.offsets, tall, lambda tensor: lines[id(tensor)] * LINE_BYTES
-        )
+            weights, planes, self.offsets, tall, lambda tensor: lines[id(tensor)] * LINE_BYTES,
+            rank=self._rank, ranks=self._ranks,
+        )  # fmt: skip
 
     def run(self, token: int, position: int, pages: list[int]) -> Tensor:
         """Write the token's K and V into ``pages``; return its logits, fp32 `[vocab]`."""
-        weights, offsets = self._weights, self.offsets
-        messages = Messages(offsets.end)
-        hidden = weights.embedding[token].float()
-        first_norm = self.passes[-1].norm
-        messages.write(0, hidden * self._vector(first_norm, len(hidden)), 0, 0)
-        gates = logits = torch.empty(0)
-        for one in self.passes[:-1]:
-            if one.opcode == opcodes.ATTEND.value:
-                attended = self._attend(messages, one, position, pages)
-                messages.write(offsets.attended, attended, one.stage, one.after)
-                continue
-            y = self._multiply(messages, one, hidden)
-            if one.opcode in HEAD_OPCODES.values():
-                self._write_heads(messages, one, y, position, pages)
-                continue
-            if one.bias >= 0:
-                y = y + self._vector(one.bias, len(y))
-            if one.opcode == opcodes.GATE.value:
-                gates = y
-            elif one.opcode == opcodes.LOGITS.value:
-                logits = y
-            elif one.opcode == opcodes.RESIDUAL.value:
-                hidden = hidden + y
-                normed = hidden * self._vector(one.norm, len(y))
-                messages.write(0, normed, one.stage, one.after)
-            else:
-                if one.opcode == opcodes.UP.value:
-                    y = functional.silu(gates) * y
-                messages.write(one.target, y, one.stage, one.after)
-        return logits
+        return run_ranks([self], token, position, pages)
+
+    def embedding(self, token: int) -> Tensor | None:
+        """Return the embedding of a token, if this rank holds it."""
+        if token not in self._tokens:
+            return None
+        return self._weights.embedding[token - self._tokens.start].float()
+
+    def begin(self, hidden: Tensor) -> _State:
+        """Return the state after stage 0, which has the embedding."""
+        messages = Messages(self.offsets.end)
+        messages.write(0, hidden * self._vector(self.passes[-1].norm, len(hidden)), 0, 0)
+        size = max(len(hidden), *(one.units for one in self.passes))
+        thirds = product(range(2), range(self._ranks))
+        partials = {place: Messages(size) for place in thirds}
+        return _State(messages, partials, hidden, torch.empty(0), torch.empty(0))
+
+    def execute(self, one: Pass, states: Sequence[_State], position: int, pages: list[int]) -> None:
+        """Execute a pass on this rank.
+
+        Args:
+            states: those of all ranks, which receive some of its messages.
+        """
+        own = states[self._rank]
+        messages = own.messages
+        if one.opcode == opcodes.ATTEND.value:
+            attended = self._attend(messages, one, position, pages)
+            messages.write(self.offsets.attended, attended, one.stage, one.after)
+            return
+        if one.opcode >= opcodes.SUM_INNER.value:
+            parts = [own.partials[one.source, rank] for rank in range(self._ranks)]
+            y = sum((part.read(0, one.units, one) for part in parts), torch.zeros(one.units))
+        else:
+            y = self._multiply(messages, one, own.hidden)
+        if one.opcode in HEAD_OPCODES.values():
+            self._write_heads(messages, one, y, position, pages)
+            return
+        if one.bias >= 0:
+            y = y + self._vector(one.bias, len(y))
+        if one.opcode == opcodes.GATE.value:
+            own.gates = y
+        elif one.opcode == opcodes.LOGITS.value:
+            own.logits = y
+        elif one.opcode == opcodes.PARTIAL.value:
+            for each in states:
+                each.partials[one.target, self._rank].write(0, y, one.stage, one.after)
+        elif one.opcode == opcodes.INNER.value:
+            for each in states:
+                each.messages.write(one.target, y, one.stage, one.after)
+        elif one.opcode in (opcodes.RESIDUAL.value, opcodes.SUM_RESIDUAL.value):
+            own.hidden = own.hidden + y
+            normed = own.hidden * self._vector(one.norm, len(y))
+            messages.write(0, normed, one.stage, one.after)
+        else:
+            if one.opcode == opcodes.UP.value:
+                y = functional.silu(own.gates) * y
+            messages.write(one.target, y, one.stage, one.after)
 
     def _multiply(self, messages: Messages, one: Pass, hidden: Tensor) -> Tensor:
         """Return the output of a pass's matmul.
@@ -179,3 +239,13 @@ class Interpreter:
             v = torch.cat([values[own, :position], new_v[own, None]])
             out.append(torch.softmax(k @ query / math.sqrt(dim), 0) @ v)
         return torch.cat(out)
+
+
+def run_ranks(ranks: Sequence[Interpreter], token: int, position: int, pages: list[int]) -> Tensor:
+    """Run a step on all ranks of a worker, pass by pass; return the logits of all tokens."""
+    hidden = next(row for rank in ranks if (row := rank.embedding(token)) is not None)
+    states = [rank.begin(hidden) for rank in ranks]
+    for passes in zip(*(rank.passes[:-1] for rank in ranks), strict=True):
+        for rank, one in zip(ranks, passes, strict=True):
+            rank.execute(one, states, position, pages)
+    return torch.cat([state.logits for state in states])

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedMatrix, PackedWeights
-from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS
+from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS, round_up
 from runtime.megakernel.kernels import layouts, opcodes
 
 HEAD_OPCODES = {"q": opcodes.QUERY.value, "k": opcodes.KEY.value, "v": opcodes.VALUE.value}
 _MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
 """Maximum columns of a matrix with tall tiles: its whole input must fit into shared memory."""
+_FIRST = tuple(names[0] for names in PROJECTION_GROUPS)
+_RESIDUAL_GROUPS = ("o", "down")
+"""Groups whose outputs the ranks add: o in the first third of the addends, down in the second."""
 _HEAD_UNIT = 16
 """Rows of q, k and v that one program computes together: eight, and their RoPE partners."""
 
@@ -41,9 +44,10 @@ class Pass:
         total: number of units of all passes whose units are divided among the programs together,
             such as those of q, k and v.
         start: index of the matrix's first unit among them.
-        source: offset of the input in a sequence's activations, in units of 8.
+        source: offset of the input in a sequence's activations, in units of 8; for a sum, the
+            third of `arguments.Ranks.partials` that has the addends.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
-            in lines.
+            in lines; for PARTIAL, the third of `arguments.Ranks.partials`.
         bias: offset of the bias in the vectors; -1 if there is none.
         norm: for RESIDUAL, offset of the next norm's weights in the vectors. For an end marker,
             that of the first layer's norm; -1 if the passes do not begin with the embedding.
@@ -84,23 +88,34 @@ class Offsets:
         attended: output of attention `[heads * dim]`.
         query: q `[heads * dim]`, followed by new k and new v, `[kv_heads * dim]` each.
         gated: SiLU(gate) · up `[intermediate]`.
-        inner: output of the stacked V of a factorized group, `[max_inner]`.
+        inner: outputs of the stacked V of the four factorized groups of a layer. With one rank, the
+            groups share one place. Several ranks send to one another, and may be a group ahead.
         end: number of messages.
     """
 
     attended: int
     query: int
     gated: int
-    inner: int
+    inner: tuple[int, ...]
     end: int
 
     @classmethod
-    def of(cls, config: ModelConfig, max_inner: int) -> "Offsets":
+    def of(cls, config: ModelConfig, max_inner: int, ranks: int = 1) -> "Offsets":
+        """Return the offsets for a rank of a worker. They are the same on all ranks.
+
+        Args:
+            config: shape of the rank's part of the model.
+            max_inner: `PackedWeights.max_inner` of that part.
+            ranks: number of ranks.
+        """
+        config = config.whole or config  # ranks may have parts of different sizes
         heads = config.num_heads * config.head_dim
         query = config.hidden_size + heads
         gated = query + heads + 2 * config.num_kv_heads * config.head_dim
-        inner = gated + config.intermediate_size
-        return cls(config.hidden_size, query, gated, inner, -(-(inner + max_inner) // 16) * 16)
+        first = gated + config.intermediate_size
+        size = round_up(max_inner * ranks)
+        inner = tuple(first + size * (group if ranks > 1 else 0) for group in range(4))
+        return cls(config.hidden_size, query, gated, inner, -(-(inner[-1] + size) // 16) * 16)
 
 
 def build_passes(
@@ -109,6 +124,9 @@ def build_passes(
     offsets: Offsets,
     tall: int,
     address: Address = Tensor.data_ptr,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[Pass]:
     """Return all passes of a step, followed by an end marker.
 
@@ -119,8 +137,10 @@ def build_passes(
         planes: K and V of every layer.
         tall: minimum number of rows of a narrow matrix, over all programs, for tall tiles.
         address: returns the byte address of a tensor.
+        rank, ranks: number of the worker's rank, whose part ``weights`` is, and of its ranks.
     """
     builder = _PassBuilder(weights, planes, offsets, tall, address)
+    builder.rank, builder.ranks = rank, ranks
     for number, layer in enumerate(weights.layers):
         builder.layer(number, layer)
     builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
@@ -157,6 +177,7 @@ class _PassBuilder:
     """Appends the passes of one layer after another.
 
     Attributes:
+        rank, ranks: see `build_passes`.
         stage: stage of the next pass.
         normed_stage: stage that sent the current normed residual stream; 0 is the embedding.
     """
@@ -175,6 +196,7 @@ class _PassBuilder:
         self._tall = tall
         self._address = address
         self.passes: list[Pass] = []
+        self.rank, self.ranks = 0, 1
         self.stage = 1
         self.normed_stage = 0
 
@@ -199,7 +221,7 @@ class _PassBuilder:
         start = 0
         for name, target in zip(names, (0, k_plane, v_plane), strict=True):
             matrix = layer.outer[name]
-            stage, source, normed = self._input(matrix, self.normed_stage, after, 0)
+            stage, source, normed = self._input(matrix, names[0], self.normed_stage, after, 0)
             self.matrix(
                 HEAD_OPCODES[name], matrix, stage, source, unit=_HEAD_UNIT, start=start,
                 total=total, target=target, normed=normed,
@@ -211,7 +233,7 @@ class _PassBuilder:
         after = self._inner(layer, "gate", self.normed_stage, 0)
         for name, opcode in (("gate", opcodes.GATE.value), ("up", opcodes.UP.value)):
             matrix = layer.outer[name]
-            stage, source, normed = self._input(matrix, self.normed_stage, after, 0)
+            stage, source, normed = self._input(matrix, "gate", self.normed_stage, after, 0)
             self.matrix(opcode, matrix, stage, source, target=self._offsets.gated, normed=normed)
         self.stage += 1
 
@@ -219,10 +241,34 @@ class _PassBuilder:
         before = self.stage - 1
         after = self._inner(layer, name, before, source)
         matrix = layer.outer[name]
-        stage, source, _ = self._input(matrix, before, after, source)
-        self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, norm=norm)
+        stage, source, _ = self._input(matrix, name, before, after, source)
+        if self.ranks > 1 and name not in layer.inner:
+            self._add(name, matrix, before, source)
+            self._sum(opcodes.SUM_RESIDUAL.value, name, matrix, norm=norm, bias=matrix.bias)
+        else:
+            self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, norm=norm)
         self.normed_stage = self.stage
         self.stage += 1
+
+    def _add(self, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
+        """Append the pass of a matrix whose columns the ranks divide, without its bias."""
+        partial = opcodes.PARTIAL.value
+        unbiased = replace(matrix, bias=-1)
+        self.matrix(partial, unbiased, after, source, target=_RESIDUAL_GROUPS.index(name))
+        self.stage += 1
+
+    def _sum(
+        self, opcode: int, name: str, matrix: PackedMatrix, *, norm: int = 0, target: int = 0,
+        bias: int = -1,
+    ) -> None:  # fmt: skip
+        """Append the sum of the outputs of all ranks that `_add` has sent."""
+        rows = len(matrix.weight)
+        self.passes.append(
+            Pass(
+                opcode, self.stage, self.stage - 1, units=rows, total=rows, target=target,
+                source=_RESIDUAL_GROUPS.index(name), bias=bias, norm=norm, tall=True,
+            )
+        )  # fmt: skip
 
     def _inner(self, layer: PackedLayer, first: str, after: int, source: int) -> int:
         """Append the pass of a group's stacked V, if the group has factor pairs.
@@ -236,20 +282,30 @@ class _PassBuilder:
             Stage of the inner activations, if there are any.
         """
         if first in layer.inner:
-            self.matrix(
-                opcodes.INNER.value, layer.inner[first], after, source,
-                target=self._offsets.inner, normed=source == 0,
-            )  # fmt: skip
+            matrix, target = layer.inner[first], self._offsets.inner[_FIRST.index(first)]
+            if self.ranks > 1 and first in _RESIDUAL_GROUPS:
+                self._add(first, matrix, after, source)
+                self._sum(opcodes.SUM_INNER.value, first, matrix, target=target)
+            else:
+                target += self.rank * len(matrix.weight)  # the ranks gather their rows
+                self.matrix(
+                    opcodes.INNER.value, matrix, after, source, target=target, normed=source == 0
+                )
             self.stage += 1
         return self.stage - 1
 
     def _input(
-        self, matrix: PackedMatrix, before: int, inner_stage: int, source: int
+        self, matrix: PackedMatrix, first: str, before: int, inner_stage: int, source: int
     ) -> tuple[int, int, bool]:
-        """Return stage and offset of a matrix's input, and whether it is normed (see `Pass`)."""
+        """Return stage and offset of a matrix's input, and whether it is normed (see `Pass`).
+
+        Args:
+            first: name of the first projection of the matrix's group.
+        """
         if matrix.inner_column < 0:
             return before, source, source == 0
-        return inner_stage, self._offsets.inner + matrix.inner_column, False
+        inner = self._offsets.inner[_FIRST.index(first)]
+        return inner_stage, inner + matrix.inner_column, False
 
     def matrix(
         self,

@@ -1,12 +1,11 @@
 """Collectives through memory that all ranks can write, for the small tensors of decode steps."""
 
-from typing import Self
-
 import torch
 import triton
 from torch import Tensor, distributed
 
 from runtime.parallel.group import DistributedGroup
+from runtime.parallel.peer_memory import PeerTensor
 from runtime.parallel.push import (
     MAX_PROGRAMS,
     gather_kernel,
@@ -23,46 +22,25 @@ ONE_STEP_WORDS = 1 << 16
 """Maximum number of words of which every rank adds all; above, each adds a part."""
 
 
-class PeerMemory:
-    """Memory of all ranks on GPUs that can access one another, for the messages of `push`.
-
-    Args:
-        addresses: int64 `[ranks]`, address of the memory of each rank on this rank's device.
-        own: int64 `[2, half]`, the memory of this rank, with zeros.
-    """
-
-    def __init__(self, addresses: Tensor, own: Tensor) -> None:
-        self.addresses = addresses
-        self.own = own
-        self.half = own.shape[1]
-        self.state = torch.tensor([1, 0], dtype=torch.int32, device=own.device)
-
-    @classmethod
-    def of(cls, group: distributed.ProcessGroup, device: torch.device) -> Self:
-        """Allocate the memory of this rank and map that of the others. All ranks must call it.
-
-        Raises:
-            RuntimeError: the GPUs cannot access one another.
-        """
-        import torch.distributed._symmetric_memory as symmetric
-
-        own = symmetric.empty((2, _HALF), dtype=torch.int64, device=device)
-        mapped = symmetric.rendezvous(own, group.group_name)
-        own.zero_()
-        torch.cuda.synchronize(device)
-        distributed.barrier(group=group)
-        return cls(torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device), own)
-
-
 class PeerGroup(DistributedGroup):
-    """Collectives of one launch for tensors that fit into `PeerMemory`, NCCL for others.
+    """Collectives of one launch for tensors whose messages fit into memory, NCCL for others.
 
     Sums are computed in fp32 in the order of the ranks, and rounded to bf16.
+
+    Args:
+        memory: int64 `[2, half]` of each rank, with zeros, for the messages of `push`.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, memory: PeerMemory) -> None:
+    def __init__(self, group: distributed.ProcessGroup, memory: PeerTensor) -> None:
         super().__init__(group)
         self._memory = memory
+        self._half = memory.own.shape[1]
+        device = memory.own.device
+        self._state = torch.tensor([1, 0], dtype=torch.int32, device=device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensor:
+        """Allocate a tensor that the kernels of all ranks can write; see `PeerTensor.zeros`."""
+        return PeerTensor.zeros(self.process_group, shape, dtype, self._state.device)
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
@@ -76,11 +54,13 @@ class PeerGroup(DistributedGroup):
             [accessible >= group.size() - 1], dtype=torch.int32, device=device
         )
         distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
-        return cls(group, PeerMemory.of(group, device)) if can_access else DistributedGroup(group)
+        if not can_access:
+            return DistributedGroup(group)
+        return cls(group, PeerTensor.zeros(group, (2, _HALF), torch.int64, device))
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         numbers, size = addend.numel(), self.size
-        slot = self._memory.half // size
+        slot = self._half // size
         if addend.dtype is not torch.bfloat16 or numbers % (2 * size) or numbers > size * slot:
             return super().all_reduce(addend)
         if numbers:
@@ -95,7 +75,7 @@ class PeerGroup(DistributedGroup):
     def all_gather(self, part: Tensor) -> Tensor:
         rows, width = part.shape
         row_bytes = width * part.element_size()
-        if row_bytes % 4 or rows * row_bytes // 4 > self._memory.half // self.size:
+        if row_bytes % 4 or rows * row_bytes // 4 > self._half // self.size:
             return super().all_gather(part)
         out = part.new_empty(rows, self.size * width)
         if out.numel():
@@ -115,9 +95,8 @@ class PeerGroup(DistributedGroup):
         least = triton.next_power_of_2(triton.cdiv(messages, MAX_PROGRAMS))
         block = max(_MIN_BLOCK, least)
         threads = min(block, _MAX_THREADS)
-        memory = self._memory
         kernel[(triton.cdiv(messages, block),)](
-            source, out, memory.addresses, memory.state, self.rank, *sizes,
-            RANKS=self.size, HALF=memory.half, BLOCK=block, COUNT=block // threads,
+            source, out, self._memory.addresses, self._state, self.rank, *sizes,
+            RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads,
             num_warps=threads // 32,
         )  # fmt: skip

@@ -102,6 +102,25 @@ class Messages(NamedTuple):
     squares: Tensor
 
 
+class Ranks(NamedTuple):
+    """The ranks of a worker, whose kernels exchange messages. Of one rank, nothing is read.
+
+    Attributes:
+        rank: number of this rank.
+        first_token: first row of the vocabulary that this rank holds, of VOCAB.
+        partials: int64 `[3, RANKS, B, SUMS]`, fp32 values with 32-bit flags: the addends of each
+            rank, for the sums of consecutive stages and, in the last third, the embedding.
+        partial_addresses: int64 `[RANKS]`, addresses of the ``partials`` of all ranks.
+        activation_addresses: int64 `[RANKS]`, addresses of `Messages.activations` of all ranks.
+    """
+
+    rank: int
+    first_token: int
+    partials: Tensor
+    partial_addresses: Tensor
+    activation_addresses: Tensor
+
+
 class Buffers(NamedTuple):
     """The logits, and intermediate results that are read only by the program that wrote them.
 
@@ -136,10 +155,12 @@ class Shape:
 
     Attributes:
         B: sequences; BL: the smallest power of two that is at least B.
-        HIDDEN, GATED, VOCAB: hidden size, intermediate size, vocabulary size.
+        HIDDEN, GATED, VOCAB: hidden size; features and vocabulary rows of this rank.
         HEADS, KV_HEADS, DIM: query heads, KV heads, head dimension.
         PAGE: token slots of a page.
         SPLITS: maximum number of splits of a sequence's KV. One program attends to each split.
+        RANKS: number of ranks.
+        SUMS: maximum number of values of a sequence that the ranks add in a stage.
     """
 
     B: gl.constexpr
@@ -152,6 +173,8 @@ class Shape:
     DIM: gl.constexpr
     PAGE: gl.constexpr
     SPLITS: gl.constexpr
+    RANKS: gl.constexpr
+    SUMS: gl.constexpr
 
     @classmethod
     def of(cls, **sizes: int) -> "Shape":

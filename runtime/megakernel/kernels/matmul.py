@@ -15,8 +15,22 @@ from runtime.megakernel.kernels.layouts import (
     output_layout,
     warp_sums_layout,
 )
-from runtime.megakernel.kernels.messages import send_bf16
-from runtime.megakernel.kernels.opcodes import GATE, INNER, QUERY, RESIDUAL, UP, VALUE
+from runtime.megakernel.kernels.messages import (
+    send_bf16,
+    send_gathered,
+    send_partial,
+    sum_partials,
+)
+from runtime.megakernel.kernels.opcodes import (
+    GATE,
+    INNER,
+    PARTIAL,
+    QUERY,
+    SUM_INNER,
+    UP,
+    VALUE,
+    is_residual,
+)
 from runtime.megakernel.kernels.ring import release, wait_full
 
 
@@ -46,6 +60,19 @@ def sum_parts(acc, sums):
     layout: gl.constexpr = warp_sums_layout()
     sums.store(gl.sum(acc.reshape([2, WARPS, ROWS, N]), axis=0))
     return gl.sum(sums.load(layout), axis=0)
+
+
+@gluon.jit
+def sum_of_ranks(ranks, third, row, last, flag, R: gl.constexpr, SHAPE: gl.constexpr):
+    """Return the sums over all ranks of R rows that they have sent with `messages.send_partial`.
+
+    Returns:
+        fp32 `[R, N]`.
+    """
+    layout: gl.constexpr = output_layout(R)
+    r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
+    b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
+    return sum_partials(ranks, third, b, r, flag, (r < last) & (b < SHAPE.B), 4, SHAPE)
 
 
 @gluon.jit
@@ -94,7 +121,7 @@ def load_operands(
         angle = gl.load(batch.positions + b, mask=b < SHAPE.B, other=0) * (DIM // 2) + d
         one = gl.load(rope.cos + angle, mask=inside & (opcode < VALUE), other=1.0)
         two = gl.load(rope.sin + angle, mask=inside & (opcode < VALUE), other=0.0)
-    elif opcode == RESIDUAL:
+    elif is_residual(opcode, SHAPE):
         one = gl.load(buffers.hidden + b * SHAPE.HIDDEN + r, mask=inside, other=0.0)
         two = gl.load(weights.vectors + norm + r, mask=r < last, other=0.0) + two
     elif opcode == UP:
@@ -107,8 +134,8 @@ def load_operands(
 
 @gluon.jit
 def run_epilogue(
-    y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers, query_offset,
-    SHAPE: gl.constexpr,
+    y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers, ranks,
+    query_offset, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Apply the epilogue of a pass to output rows, and store or send the result.
 
@@ -146,16 +173,25 @@ def run_epilogue(
             gl.store(pages.base + slot + place, rotated, mask=inside)
         send_bf16(own + at, rotated, flag, inside)
     elif opcode == INNER:
-        send_bf16(own + target + r, y, flag, inside)
+        if SHAPE.RANKS > 1:
+            send_gathered(ranks, b * messages.stride + target + r, y, flag, inside, SHAPE)
+        else:
+            send_bf16(own + target + r, y, flag, inside)
     elif opcode == GATE:
         gl.store(buffers.gates + b * SHAPE.GATED + r, y, mask=inside)
     elif opcode == UP:
         send_bf16(own + target + r, one / (1.0 + gl.exp(-one)) * y, flag, inside)
-    elif opcode == RESIDUAL:
+    elif is_residual(opcode, SHAPE):
         h = one + y
         gl.store(buffers.hidden + b * SHAPE.HIDDEN + r, h, mask=inside)
         send_bf16(own + r, h * two, flag, inside)
         square = gl.sum(gl.where(inside, h * h, 0.0), axis=0)
+    elif SHAPE.RANKS == 1:
+        gl.store(buffers.logits + b.to(gl.int64) * SHAPE.VOCAB + r, y, mask=inside)
+    elif opcode == PARTIAL:
+        send_partial(ranks, target, ranks.rank, b, r, y, flag, inside, SHAPE)
+    elif opcode == SUM_INNER:
+        send_bf16(own + target + r, y, flag, inside)
     else:
         gl.store(buffers.logits + b.to(gl.int64) * SHAPE.VOCAB + r, y, mask=inside)
     return square

@@ -58,14 +58,16 @@ def send_bf16(pointer, value, flag, mask):
 
 
 @gluon.constexpr_function
-def poll_bf16_asm(count, vector):
+def poll_bf16_asm(count, vector, system):
     """Return PTX that polls ``count`` 32-bit messages per thread until all flags match.
 
-    Each load reads ``vector`` consecutive messages with the mask of the first one.
+    Each load reads ``vector`` consecutive messages with the mask of the first one. With ``system``,
+    other GPUs may write them.
 
     Operands: the outputs $0 … are the messages. The inputs are, for each message, one address, then
     one flag shifted left by 16 bits, then one mask.
     """
+    scope = "sys" if system else "gpu"
     firsts = range(0, count, vector)
     lines = [f"mov.b32 ${n}, 0;" for n in range(count)]
     lines += [f"setp.ne.b32 wanted{first}, ${3 * count + first}, 0;" for first in firsts]
@@ -74,7 +76,7 @@ def poll_bf16_asm(count, vector):
     for first in firsts:
         words = ", ".join(f"${first + n}" for n in range(vector))
         words = f"{{{words}}}" if vector > 1 else words
-        load = f"ld.relaxed.gpu.global{suffix}.b32 {words}, [${count + first}];"
+        load = f"ld.relaxed.{scope}.global{suffix}.b32 {words}, [${count + first}];"
         lines.append(f"@wanted{first} {load}")
     lines.append("mov.b32 other, 0;")
     for first in firsts:
@@ -87,19 +89,20 @@ def poll_bf16_asm(count, vector):
 
 
 @gluon.constexpr_function
-def poll_fp32_asm(count):
+def poll_fp32_asm(count, system):
     """Return PTX that polls ``count`` 64-bit messages per thread until all flags match.
 
     Operands: the outputs $0 … are the fp32 values, as 32-bit words. The inputs are, for each
     message, one address, then one 32-bit flag, then one mask.
     """
+    scope = "sys" if system else "gpu"
     lines = []
     for n in range(count):
         lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
     lines.append("AGAIN:")
     for n in range(count):
         lines.append(f"mov.b64 word{n}, {{${n}, ${2 * count}}};")
-        lines.append(f"@wanted{n} ld.relaxed.gpu.global.b64 word{n}, [${count + n}];")
+        lines.append(f"@wanted{n} ld.relaxed.{scope}.global.b64 word{n}, [${count + n}];")
     lines.append("mov.b32 other, 0;")
     for n in range(count):
         lines.append(f"mov.b64 {{${n}, one}}, word{n};")
@@ -118,7 +121,9 @@ def asm_constraints(count):
 
 
 @gluon.jit
-def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr):
+def receive_bf16(
+    pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr, SYSTEM: gl.constexpr = False
+):
     """Poll bf16 messages until their flags match; return their values, 0 where ``mask`` is 0.
 
     Args:
@@ -126,27 +131,66 @@ def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr)
         flag: whole flag of the stage; its lower 16 bits are compared.
         COUNT: messages per thread and polling loop.
         VECTOR: messages per load.
+        SYSTEM: whether other GPUs may write them.
     """
     words = gl.inline_asm_elementwise(
-        poll_bf16_asm(COUNT, VECTOR), asm_constraints(COUNT),
+        poll_bf16_asm(COUNT, VECTOR, SYSTEM), asm_constraints(COUNT),
         [pointer, flag << 16, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
     return words.to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
+def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr, SYSTEM: gl.constexpr = False):
     """Poll fp32 messages until their flags match; return their values, 0 where ``mask`` is 0.
 
     Args:
         pointer: pointers to the messages, int64.
         COUNT: messages per thread and polling loop.
+        SYSTEM: whether other GPUs may write them.
     """
     words = gl.inline_asm_elementwise(
-        poll_fp32_asm(COUNT), asm_constraints(COUNT),
+        poll_fp32_asm(COUNT, SYSTEM), asm_constraints(COUNT),
         [pointer, flag, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
     return words.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def send_gathered(ranks, offset, value, flag, mask, SHAPE: gl.constexpr):
+    """Send values as bf16 to all ranks.
+
+    Args:
+        offset: places of the messages in the activations.
+    """
+    for rank in gl.static_range(SHAPE.RANKS):
+        there = gl.load(ranks.activation_addresses + rank).to(gl.pointer_type(gl.int32))
+        send_bf16(there + offset, value, flag, mask)
+
+
+@gluon.jit
+def send_partial(ranks, third, source, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
+    """Send fp32 values to all ranks, as addends of a sum.
+
+    Args:
+        third: which of the sums of consecutive stages.
+        source: number of the addend.
+    """
+    place = ((third * SHAPE.RANKS + source) * SHAPE.B + sequence) * SHAPE.SUMS + row
+    for rank in gl.static_range(SHAPE.RANKS):
+        there = gl.load(ranks.partial_addresses + rank).to(gl.pointer_type(gl.int64))
+        send_fp32(there + place, value, flag, mask)
+
+
+@gluon.jit
+def sum_partials(ranks, third, sequence, row, flag, mask, COUNT: gl.constexpr, SHAPE: gl.constexpr):
+    """Receive the addends of all ranks, and return their sums, fp32 with the shape of ``row``."""
+    place = (third * SHAPE.RANKS * SHAPE.B + sequence) * SHAPE.SUMS + row
+    total = receive_fp32(ranks.partials + place, flag, mask, COUNT, True)
+    for rank in gl.static_range(1, SHAPE.RANKS):
+        more = ranks.partials + (place + rank * SHAPE.B * SHAPE.SUMS)
+        total += receive_fp32(more, flag, mask, COUNT, True)
+    return total
 
 
 @gluon.jit
@@ -180,7 +224,8 @@ def receive_input(messages, source, width, flag, SHAPE: gl.constexpr, MAX_COLUMN
     sequence = input_index(BL, 2)
     pointer = messages.activations + sequence * messages.stride + source + column
     count: gl.constexpr = min(4 * TILES * BL, MAX_MESSAGES)
-    found = receive_bf16(pointer, flag, (column < width) & (sequence < SHAPE.B), count, 4)
+    mask = (column < width) & (sequence < SHAPE.B)
+    found = receive_bf16(pointer, flag, mask, count, 4, SHAPE.RANKS > 1)
     found = found.reshape([TILES, WARPS, 1, BL, MAX_DIM])
     layout: gl.constexpr = found.type.layout
     wide = found + gl.zeros([TILES, WARPS, N // BL, BL, MAX_DIM], gl.bfloat16, layout)

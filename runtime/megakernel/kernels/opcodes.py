@@ -20,6 +20,18 @@ SOURCE, TARGET, BIAS, NORM, NORMED, TALL, STRIDE = (gl.constexpr(n) for n in ran
 ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 """Opcodes: attention, or the epilogue of a matmul."""
+PARTIAL, SUM_INNER, SUM_RESIDUAL = (gl.constexpr(n) for n in range(9, 12))
+"""Opcodes of several ranks: a matmul whose outputs the ranks add; and the sum of these outputs
+without a matmul, with the epilogue of RESIDUAL, or that of INNER for this rank only."""
+
+
+@gluon.jit
+def is_residual(opcode, SHAPE: gl.constexpr):
+    """Return whether a pass adds to the residual stream."""
+    found = opcode == RESIDUAL
+    if SHAPE.RANKS > 1:
+        found = found | (opcode == SUM_RESIDUAL)
+    return found
 
 
 @gluon.jit

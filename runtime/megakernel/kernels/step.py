@@ -35,15 +35,18 @@ from runtime.megakernel.kernels.matmul import (
     load_operands,
     multiply_tile,
     run_epilogue,
+    sum_of_ranks,
     sum_parts,
 )
 from runtime.megakernel.kernels.messages import (
     inverse_rms,
     keep_input,
     mma_operands,
+    receive_fp32,
     receive_input,
     send_bf16,
     send_fp32,
+    send_partial,
 )
 from runtime.megakernel.kernels.opcodes import (
     AFTER,
@@ -57,6 +60,8 @@ from runtime.megakernel.kernels.opcodes import (
     SOURCE,
     STAGE,
     START,
+    SUM_INNER,
+    SUM_RESIDUAL,
     TALL,
     TARGET,
     TOTAL,
@@ -71,13 +76,13 @@ from runtime.megakernel.kernels.ring import as_wide_tile, copy_tiles, release, w
 
 @gluon.jit
 def embed(
-    token, b: gl.constexpr, norm, weights, messages, buffers, flag, pid, programs,
+    token, b: gl.constexpr, norm, weights, messages, buffers, ranks, flag, pid, programs,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Initialize this program's columns of the residual stream with the embedding of ``token``.
 
     Send the columns, multiplied by the weights of the first norm, and their sum of squares before
-    this multiplication.
+    this multiplication. Of several ranks, the one that holds the token sends its columns to all.
 
     Args:
         token: token id of sequence ``b``.
@@ -91,8 +96,17 @@ def embed(
     square = gl.zeros([THREADS], gl.float32, FLAT)
     for start in range(first, last, THREADS):
         i = start + gl.arange(0, THREADS, FLAT)
-        row = weights.embedding + token * HIDDEN
-        h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
+        if SHAPE.RANKS == 1:
+            row = weights.embedding + token * HIDDEN
+            h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
+        else:
+            place = token - ranks.first_token
+            held = (i < last) & (place >= 0) & (place < SHAPE.VOCAB)
+            row = weights.embedding + place * HIDDEN
+            h = gl.load(row + i, mask=held, other=0.0).to(gl.float32)
+            send_partial(ranks, 2, 0, b, i, h, flag, held, SHAPE)
+            found = ranks.partials + (2 * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + i
+            h = receive_fp32(found, flag, i < last, 1, True)
         gl.store(buffers.hidden + b * HIDDEN + i, h, mask=i < last)
         weight = gl.load(weights.vectors + norm + i, mask=i < last, other=0.0)
         send_bf16(own + i, h * weight, flag, i < last)
@@ -117,7 +131,7 @@ def load_pass(row):
 @gluon.jit
 def compute(
     ring, kept, sums, pid, programs, schedule, weights, batch, pages, rope, messages, buffers,
-    attention, SHAPE: gl.constexpr, RING: gl.constexpr,
+    attention, ranks, SHAPE: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """Compute warps: run all passes, reading tiles from the ring.
 
@@ -140,8 +154,8 @@ def compute(
     if first_norm >= 0:
         for s in gl.static_range(B):
             embed(
-                gl.load(batch.tokens + s), s, first_norm, weights, messages, buffers, base, pid,
-                programs, SHAPE,
+                gl.load(batch.tokens + s), s, first_norm, weights, messages, buffers, ranks, base,
+                pid, programs, SHAPE,
             )  # fmt: skip
 
     coming = load_pass(table)
@@ -162,7 +176,9 @@ def compute(
                     )  # fmt: skip
         elif tall > 0:
             TALL_ROWS: gl.constexpr = WARPS * ROWS
+            TALL_OUTPUT: gl.constexpr = output_layout(TALL_ROWS)
             first, last = rows_of_program(start, units, total, unit, pid, programs)
+            tall_square = gl.zeros([N], gl.float32, gl.SliceLayout(0, TALL_OUTPUT))
             for row in tl.range(first, last, TALL_ROWS, disable_licm=True):
                 one, two, added = load_operands(
                     opcode, row, last, bias, norm, weights, batch, rope, buffers, TALL_ROWS, SHAPE
@@ -187,14 +203,22 @@ def compute(
                 factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, OUTPUT))
                 if normed > 0:
                     factor = inverse_rms(messages, base + after, programs, weights.eps, SHAPE)
-                TALL_OUTPUT: gl.constexpr = output_layout(TALL_ROWS)
                 factor = gl.convert_layout(factor, gl.SliceLayout(0, TALL_OUTPUT))
                 y = acc.reshape([TALL_ROWS, N])
                 y = gl.convert_layout(y, TALL_OUTPUT) * gl.expand_dims(factor, 0) + added
-                run_epilogue(
+                if SHAPE.RANKS > 1:
+                    if opcode >= SUM_INNER:
+                        y += sum_of_ranks(ranks, source, row, last, base + after, TALL_ROWS, SHAPE)
+                tall_square += run_epilogue(
                     y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers,
-                    attention.query_offset, SHAPE,
+                    ranks, attention.query_offset, SHAPE,
                 )  # fmt: skip
+            if SHAPE.RANKS > 1:
+                if (opcode == SUM_RESIDUAL) & (first < last):
+                    sequence = gl.arange(0, N, gl.SliceLayout(0, TALL_OUTPUT))
+                    send_fp32(
+                        messages.squares + pid * N + sequence, tall_square, flag, sequence < B
+                    )
         else:
             columns = width * VECTOR
             first, last = rows_of_program(start, units, total, unit, pid, programs)
@@ -234,7 +258,7 @@ def compute(
                 y = gl.convert_layout(y, OUTPUT) * gl.expand_dims(factor, 0) + added
                 square += run_epilogue(
                     y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers,
-                    attention.query_offset, SHAPE,
+                    ranks, attention.query_offset, SHAPE,
                 )  # fmt: skip
             if (opcode == RESIDUAL) & (first < last):
                 sequence = gl.arange(0, N, gl.SliceLayout(0, OUTPUT))
@@ -246,7 +270,7 @@ def compute(
 
 @gluon.jit
 def step_kernel(
-    schedule, weights, batch, pages, rope, messages, buffers, attention,
+    schedule, weights, batch, pages, rope, messages, buffers, attention, ranks,
     SHAPE: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """Compute one decode step of up to eight sequences, or a part of it.
@@ -254,7 +278,7 @@ def step_kernel(
     It is a cooperative launch of at most 256 programs, all of which must be resident.
 
     Args:
-        schedule, weights, batch, pages, rope, messages, buffers, attention: named tuples of
+        schedule, weights, batch, pages, rope, messages, buffers, attention, ranks: named tuples of
             `arguments`, which documents their shapes and dtypes.
         SHAPE, RING: `arguments.Shape` and `arguments.Ring`.
     """
@@ -276,7 +300,7 @@ def step_kernel(
         [
             (compute, (
                 ring, kept, sums, pid, programs, schedule, weights, batch, pages, rope, messages,
-                buffers, attention, SHAPE, RING,
+                buffers, attention, ranks, SHAPE, RING,
             )),
             (copy_tiles, (
                 ring, pid, programs, schedule, weights, batch, pages, SHAPE, RING,

@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.config import ModelConfig
 from runtime.gemm.weights import PackedWeights
 from runtime.kernels.alignment import LINE_BYTES
 from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.launch import unsupported
-from runtime.megakernel.reference import Interpreter, Messages, ProtocolError
+from runtime.megakernel.reference import Interpreter, Messages, ProtocolError, run_ranks
 from runtime.megakernel.schedule import Pass, split_at_attention
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
+from runtime.parallel.partition import Partition
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24)]
@@ -38,6 +41,39 @@ def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: in
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
     for plane, other in zip(planes, cache.planes, strict=True):
         torch.testing.assert_close(plane, other, rtol=0, atol=0.04)
+
+
+UNEVEN = replace(CONFIG, num_heads=9, num_kv_heads=3)
+
+
+@pytest.mark.parametrize("pairs", RANKS)
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [(CONFIG, 2), (UNEVEN, 2), (UNEVEN, 3), (UNEVEN, 4)],
+    ids=["even-2", "2", "3", "4"],
+)
+@pytest.mark.parametrize("position", [0, 21])
+def test_pass_lists_of_ranks_match_the_model(
+    pairs: tuple[int | None, ...], config: ModelConfig, size: int, position: int
+) -> None:
+    checkpoint = tiny_checkpoint(ranks=pairs, bias=True, config=config)
+    model = build_model(checkpoint)
+    cache = model.new_cache(PageCount(8))
+    text = [(7 * at + 3) % config.vocab_size for at in range(position + 1)]
+    pages = [3, 5]
+    if position:
+        before = SequenceSlice(text[:-1], 0, pages, want_logits=False)
+        model.forward(Batch.of([before]), cache)
+    interpreters = []
+    for rank in range(size):
+        part = Partition.of(config, rank, size)
+        heads = slice(part.kv_heads.start, part.kv_heads.stop)
+        planes = [plane[:, heads].clone() for plane in cache.planes]
+        weights = PackedWeights.pack(rank_checkpoint(checkpoint, part), "cpu")
+        interpreters.append(Interpreter(weights, planes, 1, part))
+    found = run_ranks(interpreters, text[-1], position, pages)
+    expected = model.forward(Batch.of([SequenceSlice(text[-1:], position, pages)]), cache)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("ranks", RANKS)

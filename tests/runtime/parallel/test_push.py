@@ -11,7 +11,8 @@ from torch import Tensor
 from runtime.offline.bench.ranks import over_ranks
 from runtime.parallel import peer_group
 from runtime.parallel.group import DistributedGroup, RankGroup
-from runtime.parallel.peer_group import PeerGroup, PeerMemory
+from runtime.parallel.peer_group import PeerGroup
+from runtime.parallel.peer_memory import PeerTensor
 
 HALF = 1 << 12
 ROWS = (1, 3)
@@ -26,7 +27,7 @@ def group_of(folder: Path, group: RankGroup) -> PeerGroup:
     ]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
     own = memories[group.rank].view(2, HALF)
-    made = PeerGroup(group.process_group, PeerMemory(addresses, own))
+    made = PeerGroup(group.process_group, PeerTensor(own, addresses))
     made.memories = memories  # type: ignore[attr-defined]  # mapped as long as the group
     return made
 
