@@ -12,7 +12,6 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.format import KV_PLANES
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
-from runtime.parallel.peer_group import PeerGroup
 
 
 def decode_step(model: Model, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
@@ -38,7 +37,7 @@ def unsupported_by_megakernel(model: Model) -> str | None:
     attends = isinstance(kv_format, WindowedFormat) and kv_format.graph_safe
     if not (kv_format.dense_bf16 or attends):
         return f"the megakernel does not support KV format {kv_format.name}"
-    if model.group.size > 1 and not isinstance(model.group, PeerGroup):
+    if model.group.size > 1 and model.group.memory is None:
         return "the megakernel needs GPUs that can access one another"
     if model.page_size % 16:
         return f"pages of {model.page_size} tokens: the megakernel needs a multiple of 16"
@@ -70,10 +69,9 @@ def _megakernel_step(model: GemmModel, batch: Batch, cache: PagedCache) -> Calla
 
     programs = torch.cuda.get_device_properties(model.device).multi_processor_count
     weights, rope, kv_format = model.weights, model.rope, model.kv_format
-    group = model.group if isinstance(model.group, PeerGroup) else None
-    make = partial(
-        DecodeStep, programs=programs, group=group, first_token=model.vocabulary.own.start
-    )
+    first_token = model.vocabulary.own.start
+    memory = model.group.memory
+    make = partial(DecodeStep, programs=programs, memory=memory, first_token=first_token)
     if not isinstance(kv_format, WindowedFormat):
         return make(weights, cache.planes, rope, batch).launch
     layers = [cache.layer(index) for index in range(model.config.num_layers)]

@@ -26,7 +26,7 @@ from runtime.megakernel.schedule import (
     split_at_attention,
     within_reach,
 )
-from runtime.parallel.peer_group import PeerGroup
+from runtime.parallel.peer_memory import PeerMemory
 
 MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
@@ -81,8 +81,8 @@ class DecodeStep:
         batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
             tensors.
         attend: computes the attention of each layer; None if the megakernel computes it.
-        group: the ranks of the worker, if there are several. All of them construct and launch the
-            same steps in the same order.
+        memory: memory of the ranks of the worker, if there are several. All of them construct and
+            launch the same steps in the same order.
         first_token: first row of the vocabulary that this rank holds.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
@@ -106,7 +106,7 @@ class DecodeStep:
         batch: Batch,
         *,
         attend: Sequence[Attend] = (),
-        group: PeerGroup | None = None,
+        memory: PeerMemory | None = None,
         first_token: int = 0,
         programs: int,
         slots: int = 5,
@@ -119,7 +119,7 @@ class DecodeStep:
         size = len(batch.tokens)
         device = planes[0].device
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
-        rank, ranks = (0, 1) if group is None else (group.rank, group.size)
+        rank, ranks = (0, 1) if memory is None else (memory.rank, memory.size)
         offsets = Offsets.of(config, weights.max_inner, ranks)
         passes = build_passes(weights, planes, offsets, programs * tall, rank=rank, ranks=ranks)
         lists, stages = split_at_attention(passes) if attend else ([passes], [])
@@ -133,7 +133,7 @@ class DecodeStep:
         self._offsets = offsets
         self._head = (config.num_heads, config.head_dim)
         sums = max(config.hidden_size, *(one.units for one in passes if one.opcode in _SUMS))
-        activations, exchanged = _exchange(group, first_token, (size, offsets.end, sums), device)
+        activations, exchanged = _exchange(memory, first_token, (size, offsets.end, sums), device)
         self._messages, *constant = _workspace(weights, offsets, splits, activations, self.logits)
         self._flags = flags
         self._arguments = (
@@ -251,7 +251,7 @@ def _workspace(
 
 
 def _exchange(
-    group: PeerGroup | None, first_token: int, sizes: tuple[int, int, int], device: torch.device
+    memory: PeerMemory | None, first_token: int, sizes: tuple[int, int, int], device: torch.device
 ) -> tuple[Tensor, arguments.Ranks]:
     """Allocate the messages that ranks send to one another.
 
@@ -262,12 +262,12 @@ def _exchange(
         `arguments.Messages.activations`, and the argument about the ranks.
     """
     sequences, stride, sums = sizes
-    if group is None:
+    if memory is None:
         activations = torch.zeros(sequences, stride, dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         return activations, arguments.Ranks(0, 0, nothing, nothing, nothing)
-    shared = group.zeros(sequences, stride, dtype=torch.int32)
-    partials = group.zeros(3, group.size, sequences, sums, dtype=torch.int64)
+    shared = memory.zeros(sequences, stride, dtype=torch.int32)
+    partials = memory.zeros(3, memory.size, sequences, sums, dtype=torch.int64)
     return shared.own, arguments.Ranks(
-        group.rank, first_token, partials.own, partials.addresses, shared.addresses
+        memory.rank, first_token, partials.own, partials.addresses, shared.addresses
     )

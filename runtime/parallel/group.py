@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, distributed
 
+from runtime.parallel.peer_memory import PeerMemory
+
 # torch 2.13 renamed the function; 2.11 has the old name only.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -19,10 +21,12 @@ class RankGroup(ABC):
     Attributes:
         rank: number of this rank, from 0.
         size: number of ranks.
+        memory: memory of the GPUs that the kernels of all ranks can write, if there is any.
     """
 
     rank: int
     size: int
+    memory: PeerMemory | None = None
 
     @abstractmethod
     def all_reduce(self, addend: Tensor) -> Tensor:

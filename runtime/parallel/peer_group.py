@@ -5,7 +5,7 @@ import triton
 from torch import Tensor, distributed
 
 from runtime.parallel.group import DistributedGroup
-from runtime.parallel.peer_memory import PeerTensor
+from runtime.parallel.peer_memory import PeerMemory, PeerTensor, can_access_one_another
 from runtime.parallel.push import (
     MAX_PROGRAMS,
     gather_kernel,
@@ -28,19 +28,20 @@ class PeerGroup(DistributedGroup):
     Sums are computed in fp32 in the order of the ranks, and rounded to bf16.
 
     Args:
-        memory: int64 `[2, half]` of each rank, with zeros, for the messages of `push`.
+        messages: int64 `[2, half]` of each rank, with zeros, for the messages of `push`.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, memory: PeerTensor) -> None:
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        messages: PeerTensor,
+        memory: PeerMemory | None = None,
+    ) -> None:
         super().__init__(group)
-        self._memory = memory
-        self._half = memory.own.shape[1]
-        device = memory.own.device
-        self._state = torch.tensor([1, 0], dtype=torch.int32, device=device)
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensor:
-        """Allocate a tensor that the kernels of all ranks can write; see `PeerTensor.zeros`."""
-        return PeerTensor.zeros(self.process_group, shape, dtype, self._state.device)
+        self.memory = memory
+        self._messages = messages
+        self._half = messages.own.shape[1]
+        self._state = torch.tensor([1, 0], dtype=torch.int32, device=messages.own.device)
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
@@ -48,15 +49,10 @@ class PeerGroup(DistributedGroup):
 
         Without access of all GPUs to one another, its collectives are those of NCCL.
         """
-        peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
-        accessible = sum(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-        can_access = torch.tensor(
-            [accessible >= group.size() - 1], dtype=torch.int32, device=device
-        )
-        distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
-        if not can_access:
+        if not can_access_one_another(group, device):
             return DistributedGroup(group)
-        return cls(group, PeerTensor.zeros(group, (2, _HALF), torch.int64, device))
+        memory = PeerMemory(group, device)
+        return cls(group, memory.zeros(2, _HALF, dtype=torch.int64), memory)
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         numbers, size = addend.numel(), self.size
@@ -96,7 +92,7 @@ class PeerGroup(DistributedGroup):
         block = max(_MIN_BLOCK, least)
         threads = min(block, _MAX_THREADS)
         kernel[(triton.cdiv(messages, block),)](
-            source, out, self._memory.addresses, self._state, self.rank, *sizes,
+            source, out, self._messages.addresses, self._state, self.rank, *sizes,
             RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads,
             num_warps=threads // 32,
         )  # fmt: skip

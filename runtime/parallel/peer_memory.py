@@ -1,7 +1,6 @@
 """Tensors on GPUs that the kernels of all ranks can write."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor, distributed
@@ -19,14 +18,23 @@ class PeerTensor:
     own: Tensor
     addresses: Tensor
 
-    @classmethod
-    def zeros(
-        cls,
-        group: distributed.ProcessGroup,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Self:
+
+class PeerMemory:
+    """Memory of GPUs that can access one another.
+
+    Attributes:
+        device: GPU of this rank.
+        rank: number of this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensor:
         """Allocate a tensor of zeros on this rank, and map those of the others.
 
         All ranks must call it, in the same order, and not while a CUDA graph is captured.
@@ -36,9 +44,19 @@ class PeerTensor:
         """
         import torch.distributed._symmetric_memory as symmetric
 
-        own = symmetric.empty(shape, dtype=dtype, device=device)
-        mapped = symmetric.rendezvous(own, group.group_name)
+        own = symmetric.empty(shape, dtype=dtype, device=self.device)
+        mapped = symmetric.rendezvous(own, self._group.group_name)
         own.zero_()
-        torch.cuda.synchronize(device)
-        distributed.barrier(group=group)  # no rank may write before
-        return cls(own, torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device))
+        torch.cuda.synchronize(self.device)
+        distributed.barrier(group=self._group)  # no rank may write before
+        addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=self.device)
+        return PeerTensor(own, addresses)
+
+
+def can_access_one_another(group: distributed.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the kernels of every rank can access all GPUs. All ranks must call it."""
+    peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
+    accessible = sum(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    can_access = torch.tensor([accessible >= group.size() - 1], dtype=torch.int32, device=device)
+    distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
+    return bool(can_access)

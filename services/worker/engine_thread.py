@@ -180,12 +180,12 @@ class EngineThread:
         """End the thread after its current step. Commands that it has not taken may be dropped.
 
         A thread that hangs in a device call is abandoned after ``wait_s``, so that the process
-        ends.
+        ends. With 0, it is abandoned in any case.
         """
         self._inbox.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, wait_s)
-        if self._thread.is_alive():
+        if wait_s and self._thread.is_alive():
             log.error("engine thread did not end", waited_s=wait_s)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:

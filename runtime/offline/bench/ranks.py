@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
+from enum import StrEnum
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
+from runtime.parallel.peer_group import PeerGroup
 
 T = TypeVar("T")
 
@@ -29,12 +31,25 @@ class SilentGroup(RankGroup):
         return part.repeat(1, self.size)
 
 
-def over_ranks(size: int, device: str, work: Callable[[RankGroup], Iterator[T]]) -> Iterator[T]:
+class Collectives(StrEnum):
+    """Implementation of collectives: `DistributedGroup`, or `PeerGroup`."""
+
+    NCCL = "nccl"
+    PUSH = "push"
+
+
+def over_ranks(
+    size: int,
+    device: str,
+    work: Callable[[RankGroup], Iterator[T]],
+    collectives: Collectives = Collectives.NCCL,
+) -> Iterator[T]:
     """Start a process for each rank and yield what the work of the first rank yields.
 
     Args:
         device: ``cuda``, where each rank has a GPU, or ``cpu``.
         work: called on every rank, which sends and takes all its results; can be pickled.
+        collectives: those of GPUs.
 
     Raises:
         RuntimeError: a rank failed.
@@ -42,7 +57,7 @@ def over_ranks(size: int, device: str, work: Callable[[RankGroup], Iterator[T]])
     context = get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = size, device, work, f"{folder}/rendezvous", results
+        arguments = size, device, work, collectives, f"{folder}/rendezvous", results
         ranks = [
             context.Process(target=_run_rank, args=(rank, *arguments), daemon=True)
             for rank in range(size)
@@ -72,6 +87,7 @@ def _run_rank(
     size: int,
     device: str,
     work: Callable[[RankGroup], Iterator[Any]],
+    collectives: Collectives,
     rendezvous: str,
     results: Any,
 ) -> None:
@@ -88,7 +104,9 @@ def _run_rank(
     )
     group: RankGroup = ONE_RANK
     if size > 1:
-        group = DistributedGroup(distributed.new_group())
+        made = distributed.new_group()
+        push = on_gpu and collectives is Collectives.PUSH
+        group = PeerGroup.join(made, torch.device(rank)) if push else DistributedGroup(made)
     output = nullcontext() if rank == 0 else redirect_stdout(io.StringIO())
     with torch.inference_mode(), output:
         for result in work(group):

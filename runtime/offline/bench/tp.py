@@ -40,7 +40,7 @@ from runtime.offline.bench.device import (
     milliseconds,
     show,
 )
-from runtime.offline.bench.ranks import SilentGroup, over_ranks
+from runtime.offline.bench.ranks import Collectives, SilentGroup, over_ranks
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
 from runtime.parallel.group import RankGroup
@@ -66,6 +66,9 @@ class Elements:
         return Elements(self.once - other.once, self.twice - other.twice)
 
 
+MEGAKERNEL = ", megakernel"
+
+
 class CountedGroup(RankGroup):
     """Counts the elements of collectives, and leaves them out on request.
 
@@ -77,7 +80,7 @@ class CountedGroup(RankGroup):
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._without_peers = SilentGroup(group.rank, group.size)
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.memory = group.rank, group.size, group.memory
         self.counted = Elements()
         self.silent = False
 
@@ -100,6 +103,7 @@ class Case:
     """Measurements of models of one shape, over ``ranks`` ranks."""
 
     ranks: int
+    collectives: Collectives
     shape: str
     layers: int
     keeps: Sequence[float]
@@ -122,7 +126,7 @@ class RankBench:
         self.name = f"{title(case.shape, keep)}, T = {group.size}"
         part, computed = whole, Elements()
         if scheme is not None:
-            self.name += f", {scheme}"
+            self.name += f", {scheme}, {case.collectives}"
             partition = Partition.of(config, group.rank, group.size, scheme)
             linears = family_of(config.architecture).layout(config).linears
             computed = elements_of(whole.layers[0], linears, partition)
@@ -168,7 +172,7 @@ class RankBench:
         floor = (self.bytes_read + batch * kv_read) / rate
         ways: dict[str, Callable[[], Tensor]] = {"": partial(model.forward, inputs, cache)}
         if device == "cuda" and unsupported_by_megakernel(model) is None:
-            ways[", megakernel"] = decode_step(model, inputs, cache)
+            ways[MEGAKERNEL] = decode_step(model, inputs, cache)
         for way, step in ways.items():
             yield from self._timed(name + way, step, floor)
 
@@ -188,7 +192,7 @@ class RankBench:
         case, group = self._case, self._group
         call = captured(step, device=case.device)
         yield Figure(name, self._milliseconds(call), floor)
-        if group.size > 1:
+        if group.size > 1 and not name.endswith(MEGAKERNEL):
             group.silent = True
             call = captured(step, device=case.device)
             yield Figure(f"{name}, without communication", self._milliseconds(call), floor)
@@ -291,6 +295,9 @@ def main() -> None:
     parser.add_argument(
         "--schemes", type=Scheme, nargs="+", default=[*Scheme], help=", ".join(Scheme)
     )
+    parser.add_argument(
+        "--collectives", type=Collectives, nargs="+", default=[Collectives.NCCL], help="nccl, push"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], help="decoded sequences")
     parser.add_argument("--context", type=int, default=512, help="their length in tokens")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048], help="prompt lengths")
@@ -301,10 +308,14 @@ def main() -> None:
     batches = [(batch, args.context) for batch in args.batch]
     cases = (
         Case(
-            ranks, args.shape, args.layers, args.keep, args.schemes, batches, args.tokens,
-            args.device, args.runs,
+            ranks, collectives, args.shape, args.layers, args.keep, args.schemes, batches,
+            args.tokens, args.device, args.runs,
         )
         for ranks in args.ranks
+        for collectives in args.collectives[: 1 if ranks == 1 else None]
     )  # fmt: skip
-    rows = (over_ranks(case.ranks, case.device, partial(figures, case)) for case in cases)
+    rows = (
+        over_ranks(case.ranks, case.device, partial(figures, case), case.collectives)
+        for case in cases
+    )
     show(describe(args.device), chain.from_iterable(rows), args.json)
