@@ -30,7 +30,7 @@ from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
-from runtime.checkpoint.sharing import AliasedSource, Groups, groups_of
+from runtime.checkpoint.sharing import AliasedSource, Groups, basis_groups
 from runtime.checkpoint.weights import Checkpoint, Factorization
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
@@ -71,7 +71,7 @@ def write_checkpoint(
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         pairs = factor_pairs(checkpoint)
-        groups = groups_of(pairs)
+        groups = basis_groups(checkpoint)
         repeated = {f"{name}.v.weight" for _, *others in groups for name in others}
         with ShardWriter(scratch) as writer:
             for name, tensor in named_tensors(checkpoint):

@@ -1,10 +1,12 @@
 """Load a model from any supported file format."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from runtime.checkpoint.assemble import ALL, RowsOf
 from runtime.checkpoint.canonical import METADATA, load_canonical
@@ -12,9 +14,10 @@ from runtime.checkpoint.gguf_file import MAGIC, load_gguf
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.huggingface import load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
+from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.slices import require_divisible, with_rank_layers
 from runtime.checkpoint.source_format import conversion
-from runtime.checkpoint.weights import Checkpoint, converted
+from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.parallel.partition import Partition
@@ -53,6 +56,28 @@ def load_checkpoint(
         whole = _load(path, known, partial(_token_rows, part))
         checkpoint = with_rank_layers(prepare(whole), part(whole.config))
     return checkpoint if dtype is None else converted(checkpoint, dtype)
+
+
+def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
+    """Return a checkpoint with all tensors in host memory as ``dtype``.
+
+    Tensors that have the dtype are not copied, and remain memory-mapped if they are.
+    """
+    to = partial(moved, device=torch.device("cpu"), dtype=dtype)
+    layers = []
+    placed: dict[int, Tensor] = {}
+    for layer, shared in layers_with_bases(checkpoint):
+        layers.append(to(layer, placed=placed))
+        del layer  # freed before the next one is read
+        placed = {key: tensor for key, tensor in placed.items() if key in shared}
+    ends: dict[int, Tensor] = {}
+    return replace(
+        checkpoint,
+        embedding=to(checkpoint.embedding, placed=ends),
+        layers=tuple(layers),
+        final_norm=to(checkpoint.final_norm, placed=ends),
+        lm_head=to(checkpoint.lm_head, placed=ends),
+    )
 
 
 def _token_rows(part: Callable[[ModelConfig], Partition], config: ModelConfig) -> slice:

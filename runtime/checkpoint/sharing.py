@@ -1,38 +1,65 @@
 """Bases (V of factor pairs) shared by several layers, in memory and in files.
 
+Linears share a basis if their V is the same tensor object. If layers are read on demand, that of
+their shapes is (`LayersOnDemand.shapes`).
+
 A group is a tuple with the names of all linears that have the same V. An example of a name is
 ``model.layers.0.self_attn.q_proj``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from runtime.checkpoint.assemble import TensorSource, factor_pairs
-from runtime.checkpoint.weights import Checkpoint, FactorPair, LayersOnDemand, linears_of
+from runtime.checkpoint.weights import Checkpoint, FactorPair, layer_shapes, linears_of
 from runtime.errors import CheckpointError
 
 Groups = tuple[tuple[str, ...], ...]
 
 
 def basis_groups(checkpoint: Checkpoint) -> Groups:
-    """Return the groups of linears whose V is the same tensor object, in the order of layers.
+    """Return the groups of linears that share a V, in the order of layers.
 
-    Layers that are read on demand (`LayersOnDemand`) share no tensors: there is no group, and the
-    layers are not read.
+    Layers on demand are not read.
     """
-    if isinstance(checkpoint.layers, LayersOnDemand):
-        return ()
-    return groups_of(factor_pairs(checkpoint))
-
-
-def groups_of(pairs: Mapping[str, FactorPair]) -> Groups:
-    """Return the groups of names whose factor pairs have the same V tensor object."""
+    shapes = replace(checkpoint, layers=layer_shapes(checkpoint))
     owners: dict[int, list[str]] = {}
-    for name, pair in pairs.items():
+    for name, pair in factor_pairs(shapes).items():
         owners.setdefault(id(pair.v), []).append(name)
     return tuple(tuple(names) for names in owners.values() if len(names) > 1)
+
+
+def layers_with_bases(checkpoint: Checkpoint) -> Iterator[tuple[Any, frozenset[int]]]:
+    """Yield each layer, and the ``id()`` of every V so far that later layers share.
+
+    The linears of a group have the same V tensor object, also in layers that are read on demand. It
+    stays in memory until the last layer of the group was used. Python may then reuse its id, so
+    that a consumer that stores results by the ids of tensors must keep only those of these V.
+    """
+    bases = [_bases_of(layer) for layer in layer_shapes(checkpoint)]
+    last = {basis: index for index, own in enumerate(bases) for basis in own.values()}
+    held: dict[int, Tensor] = {}
+    for index, own in enumerate(bases):
+        layer = _with_bases(checkpoint.layers[index], own, held)
+        held = {basis: v for basis, v in held.items() if last[basis] > index}
+        yield layer, frozenset(map(id, held.values()))
+        del layer  # freed before the next one is read
+
+
+def _bases_of(shapes: Any) -> dict[str, int]:
+    """Return a number for the V of each factor pair of a layer, the same where V is shared."""
+    return {name: id(pair.v) for name, pair in linears_of(shapes) if isinstance(pair, FactorPair)}
+
+
+def _with_bases(layer: Any, bases: Mapping[str, int], held: dict[int, Tensor]) -> Any:
+    """Return a layer with the V of ``held``, by the number of its basis; add those not yet held."""
+    pairs: dict[str, FactorPair] = {name: getattr(layer, name) for name in bases}
+    first = {name: held.setdefault(bases[name], pair.v) for name, pair in pairs.items()}
+    changed = {n: replace(pair, v=first[n]) for n, pair in pairs.items() if pair.v is not first[n]}
+    return replace(layer, **changed) if changed else layer
 
 
 def with_shared_bases(checkpoint: Checkpoint, groups: Iterable[Sequence[str]]) -> Checkpoint:

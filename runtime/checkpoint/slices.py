@@ -7,7 +7,8 @@ demand are sliced one after another, and one whole layer is in memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -66,14 +67,14 @@ def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint
     layout = family_of(config.architecture).layout(config)
     whole = checkpoint.layers
     layers: Sequence[Any]
+    slicer = partial(_Slicer, partition, layout, config.head_dim)
     if isinstance(whole, LayersOnDemand):
-        slicer = _Slicer(partition, layout, config.head_dim, None)
         layers = LayersOnDemand(
-            lambda index: mapped(slicer.layer(whole.read(index)), Tensor.clone),
-            tuple(map(slicer.layer, whole.shapes)),
+            lambda index: mapped(slicer().layer(whole.read(index)), Tensor.clone),
+            tuple(map(slicer().layer, whole.shapes)),
         )
     else:
-        layers = tuple(map(_Slicer(partition, layout, config.head_dim, {}).layer, whole))
+        layers = tuple(map(slicer().layer, whole))
     return replace(
         checkpoint, config=partition.config_of(config), layers=layers, partition=partition
     )
@@ -81,17 +82,17 @@ def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint
 
 @dataclass(frozen=True)
 class _Slicer:
-    """Slices the layers of a model.
+    """Slices layers whose tensors all stay in memory.
 
     Attributes:
-        shared: slices of V by the id of the tensor and the rows, so that layers that share a
-            basis share its slice; None if tensors of earlier layers do not stay in memory.
+        shared: slices of V by the id of the tensor, the rows and the columns, so that layers that
+            share a basis share its slice.
     """
 
     partition: Partition
     layout: LayerLayout
     head_dim: int
-    shared: dict[tuple[int, range], Tensor] | None
+    shared: dict[tuple[int, range, range], Tensor] = field(default_factory=dict)
 
     def layer(self, weights: Any) -> Any:
         own = self._summed if self.partition.scheme is Scheme.BASE else self._divided
@@ -106,7 +107,7 @@ class _Slicer:
         part = even_part(width, self.partition.rank, self.partition.size)
         if isinstance(linear, Dense):
             return Dense(_columns(linear.weight, part), bias)
-        return FactorPair(_columns(linear.u, part), self._v(linear.v, part), bias)
+        return FactorPair(_columns(linear.u, part), self._v(linear.v, rows=part), bias)
 
     def _divided(self, linears: Mapping[str, Linear]) -> dict[str, Linear]:
         groups: dict[str, dict[str, Linear]] = {}
@@ -123,7 +124,7 @@ class _Slicer:
     def _input_part(self, name: str, linear: Linear) -> Linear:
         columns = self._own(name)
         if isinstance(linear, FactorPair):
-            return replace(linear, v=_columns(linear.v, columns))
+            return replace(linear, v=self._v(linear.v, columns=columns))
         # The biases of dense linears are added before the sum over ranks.
         bias = linear.bias if self.partition.rank == 0 else None
         return Dense(_columns(linear.weight, columns), bias)
@@ -138,7 +139,7 @@ class _Slicer:
             rows = self._own(name)
             bias = None if linear.bias is None else linear.bias[rows.start : rows.stop]
             if isinstance(linear, FactorPair):
-                v = self._v(linear.v, low_rows[name])
+                v = self._v(linear.v, rows=low_rows[name])
                 parts[name] = FactorPair(_rows(linear.u, rows), v, bias)
             else:
                 parts[name] = Dense(_rows(linear.weight, rows), bias)
@@ -149,9 +150,11 @@ class _Slicer:
         assert divided is not None  # `require_divisible` has checked it
         return self.partition.rows(divided, self.head_dim)
 
-    def _v(self, v: Tensor, rows: range) -> Tensor:
-        own = _rows(v, rows)
-        return own if self.shared is None else self.shared.setdefault((id(v), rows), own)
+    def _v(self, v: Tensor, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """Return some rows or some columns of a V."""
+        rows = range(len(v)) if rows is None else rows
+        columns = range(v.shape[1]) if columns is None else columns
+        return self.shared.setdefault((id(v), rows, columns), _columns(_rows(v, rows), columns))
 
 
 def _rows(matrix: Tensor, rows: range) -> Tensor:

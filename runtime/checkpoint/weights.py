@@ -6,7 +6,6 @@ any layer may be either, with any rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +89,8 @@ class LayersOnDemand(Sequence[Any]):
 
     Attributes:
         read: reads a layer, which is not kept.
-        shapes: the layers with tensors on the meta device, which have shapes but no content.
+        shapes: the layers with tensors on the meta device, which have shapes but no content. A V
+            that several layers share is one tensor object, see `runtime.checkpoint.sharing`.
     """
 
     def __init__(self, read: Callable[[int], Any], shapes: Sequence[Any]) -> None:
@@ -194,23 +194,13 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return replace(value, **{name: mapped(item, function) for name, item in values.items()})
 
 
-def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    """Return a checkpoint with all tensors in host memory as ``dtype``.
-
-    Tensors that have the dtype are not copied, and remain memory-mapped if they are.
-    """
-    to = partial(moved, device=torch.device("cpu"), dtype=dtype)
-    placed: dict[int, Tensor] = {}
-    # Layers on demand share no tensors, and Python reuses the ids of theirs.
-    fresh = isinstance(checkpoint.layers, LayersOnDemand)
-    layers = tuple(to(layer, placed={} if fresh else placed) for layer in checkpoint.layers)
-    return replace(
-        checkpoint,
-        embedding=to(checkpoint.embedding, placed=placed),
-        layers=layers,
-        final_norm=to(checkpoint.final_norm, placed=placed),
-        lm_head=to(checkpoint.lm_head, placed=placed),
+def shapes_of(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """Return layers with tensors on the meta device, shared where those of ``layers`` are."""
+    made: dict[int, Tensor] = {}
+    shapes: tuple[Any, ...] = mapped(
+        tuple(layers), lambda tensor: made.setdefault(id(tensor), tensor.to("meta"))
     )
+    return shapes
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

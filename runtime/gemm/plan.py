@@ -21,7 +21,7 @@ from runtime.checkpoint.weights import (
     LayersOnDemand,
     LayerWeights,
     layer_shapes,
-    mapped,
+    shapes_of,
 )
 from runtime.errors import PlanError
 from runtime.gemm.weights import PROJECTION_GROUPS
@@ -182,10 +182,7 @@ class KernelPlan:
         if not self.dense:
             return checkpoint
         layers = checkpoint.layers
-        shapes = tuple(
-            self._multiply_out(mapped(layer, lambda tensor: tensor.to("meta")))
-            for layer in layer_shapes(checkpoint)
-        )
+        shapes = tuple(map(self._multiply_out, shapes_of(layer_shapes(checkpoint))))
         on_demand = LayersOnDemand(lambda index: self._multiply_out(layers[index]), shapes)
         return replace(checkpoint, layers=on_demand)
 

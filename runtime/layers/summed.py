@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import FactorPair, Linear
 from runtime.kernels.alignment import round_up
-from runtime.layers.linear import LinearOp, linear_op
+from runtime.layers.linear import LinearOp, SharedOps, linear_op
 from runtime.parallel.group import RankGroup
 from runtime.parallel.partition import even_part
 
@@ -21,11 +21,16 @@ class SummedProjection:
 
     A rank holds columns of dense weights and reads these columns of the input, or some rows of the
     V and columns of the U of a factor pair. Biases are held by one rank.
+
+    Args:
+        shared: V of earlier projections. One with the same weights is reused; a new one is added.
     """
 
-    def __init__(self, linears: Sequence[Linear], group: RankGroup) -> None:
+    def __init__(
+        self, linears: Sequence[Linear], group: RankGroup, shared: SharedOps | None = None
+    ) -> None:
         self._group = group
-        self._ops = [_part(linear) for linear in linears]
+        self._ops = [_part(linear, {} if shared is None else shared) for linear in linears]
 
     def __call__(self, x: Tensor) -> Tensor:
         columns = even_part(x.shape[1], self._group.rank, self._group.size)
@@ -34,12 +39,14 @@ class SummedProjection:
         return self._group.all_reduce(torch.cat(parts, dim=1))
 
 
-def _part(linear: Linear) -> tuple[LinearOp, bool]:
+def _part(linear: Linear, shared: SharedOps) -> tuple[LinearOp, bool]:
     """Return a rank's part of a linear, and whether it reads the whole input."""
     if not isinstance(linear, FactorPair):
         return linear_op(linear.weight, linear.bias), False
     # GPUs multiply matrices of other sizes several times slower.
     padding = round_up(linear.rank) - linear.rank
-    v, u = functional.pad(linear.v, (0, 0, 0, padding)), functional.pad(linear.u, (0, padding))
-    down, up = linear_op(v), linear_op(u, linear.bias)
+    key = (id(linear.v),)
+    if key not in shared:
+        shared[key] = linear_op(functional.pad(linear.v, (0, 0, 0, padding)))
+    down, up = shared[key], linear_op(functional.pad(linear.u, (0, padding)), linear.bias)
     return lambda x: up(down(x)), True

@@ -1,14 +1,13 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.assemble import nbytes
-from runtime.checkpoint.sharing import basis_groups
+from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
@@ -33,8 +32,8 @@ def build_model(
 ) -> Model:
     """Prepare a checkpoint to run on one device.
 
-    The weights are moved to the device and packed one layer at a time, to limit peak memory. If
-    layers share bases, all layers stay on the device unpacked until the last one is packed.
+    The weights are moved to the device and packed one layer at a time, to limit peak memory. A
+    basis that layers share stays on the device unpacked until the last of them is packed.
 
     Args:
         dtype: dtype of the computation.
@@ -53,8 +52,7 @@ def build_model(
     device = torch.device(device)
     chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
     check_windows(chosen, config)
-    placed: dict[int, Tensor] = {}
-    placing = partial(moved, device=device, dtype=dtype, placed=placed)
+    placing = partial(moved, device=device, dtype=dtype, placed={})
     family = model_family(config)
     final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
     lm_head = linear_op(placing(checkpoint.lm_head))
@@ -63,9 +61,9 @@ def build_model(
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     layers: Sequence[DecoderLayer]
     if streamed:
-        layers, weight_bytes = _streamed(checkpoint, device, dtype), nbytes(checkpoint, dtype)
+        layers = _streamed(checkpoint, device, dtype)
     else:
-        layers, weight_bytes = _layers(checkpoint, placing, placed, group)
+        layers = _layers(checkpoint, device, dtype, group)
     return Model(
         config=config,
         kv_format=chosen,
@@ -78,7 +76,7 @@ def build_model(
         lm_head=lm_head,
         vocabulary=vocabulary,
         matmul=_matmul(checkpoint.partition, device, dtype),
-        weight_bytes=weight_bytes,
+        weight_bytes=nbytes(checkpoint, dtype),
         group=group,
     )
 
@@ -102,29 +100,21 @@ def _streamed(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) 
 
 
 def _layers(
-    checkpoint: Checkpoint,
-    placing: Callable[[Any], Any],
-    placed: dict[int, Tensor],
-    group: RankGroup,
-) -> tuple[list[DecoderLayer], int]:
-    """Build the layers; return them and the bytes of all weights.
-
-    Args:
-        placing: moves the weights of a layer to the device.
-        placed: tensors that ``placing`` has moved, which this function drops.
-    """
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, group: RankGroup
+) -> list[DecoderLayer]:
+    """Build the layers, each of which is on the device unpacked while it is built."""
     config, partition = checkpoint.config, checkpoint.partition
     family = model_family(config)
     scheme = Scheme.LOW_RANK if partition is None else partition.scheme
-    sharing = bool(basis_groups(checkpoint))
-    shared: SharedOps = {}
+    placed: dict[int, Tensor] = {}
+    ops: SharedOps = {}
     layers: list[DecoderLayer] = []
-    weight_bytes = 0
-    for layer in checkpoint.layers:
-        layers.append(DecoderLayer.build(family, config, placing(layer), shared, group, scheme))
+    for layer, shared in layers_with_bases(checkpoint):
+        weights = moved(layer, device, dtype, placed)
         del layer  # freed before the next one is read
-        if not sharing or len(layers) == len(checkpoint.layers):
-            weight_bytes += sum(tensor.nbytes for tensor in placed.values())
-            placed.clear()
-            shared.clear()  # its keys are tensor ids, which Python reuses
-    return layers, weight_bytes
+        layers.append(DecoderLayer.build(family, config, weights, ops, group, scheme))
+        del weights
+        placed = {key: tensor for key, tensor in placed.items() if key in shared}
+        kept = set(map(id, placed.values()))
+        ops = {ids: op for ids, op in ops.items() if kept.issuperset(ids)}
+    return layers

@@ -70,7 +70,7 @@ class ServingBuilder:
     def _projection(self, *fields: str) -> LinearOp:
         linears = [getattr(self._weights, field) for field in fields]
         if self._scheme is Scheme.BASE:
-            return SummedProjection(linears, self._group)
+            return SummedProjection(linears, self._group, self._shared)
         # All of them read the same input, so that they are divided alike.
         writes_residual = self._linears[fields[0]].writes_residual
         return Projection(linears, self._shared, self._group, writes_residual=writes_residual)

@@ -14,9 +14,10 @@ from torch import Tensor
 from runtime.checkpoint import FactorPair, load_checkpoint, write_checkpoint
 from runtime.checkpoint.assemble import named_tensors, nbytes
 from runtime.checkpoint.hashed_files import HashedFiles
+from runtime.checkpoint.load import converted
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.slices import rank_checkpoint
-from runtime.checkpoint.weights import Dense, LayersOnDemand, converted, mapped
+from runtime.checkpoint.weights import Dense, LayersOnDemand, mapped
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.parallel.partition import Partition, Scheme
