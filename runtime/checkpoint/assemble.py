@@ -169,6 +169,20 @@ def nbytes(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> int:
     return sum(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors.values())
 
 
+def step_weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that a decode step reads: a shared V once for each layer.
+
+    They are those of all layers, the final norm and the LM head. Layers on demand are not read.
+
+    Args:
+        dtype: dtype in which the tensors are counted.
+    """
+    shapes = replace(checkpoint, layers=layer_shapes(checkpoint))
+    embedding = 0 if checkpoint.config.tied_embeddings else checkpoint.embedding.numel()
+    elements = sum(tensor.numel() for _, tensor in named_tensors(shapes))
+    return (elements - embedding) * dtype.itemsize
+
+
 def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
     """Return all factor pairs by their names, such as ``model.layers.0.self_attn.q_proj``."""
     family = family_of(checkpoint.config.architecture)

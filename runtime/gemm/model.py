@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.gemm import weights as packed_weights
@@ -69,21 +68,18 @@ def build_gemm_model(
         KVFormatError: the KV format is unknown or does not support the model.
         ValueError: the kernels do not support the model; see `unsupported_by_gemm`.
     """
-    from runtime.attention.gpu import TritonAttention
-    from runtime.gemm.layer import packed_norm, packed_parts
+    from runtime.gemm.layer import packed_norm
 
     config = checkpoint.config
     device, dtype = torch.device(device), torch.bfloat16
-    model_hash = checkpoint.model_hash
-    chosen = create_format(kv_format, config, device, dtype, by_halves=True, model_hash=model_hash)
+    chosen = create_format(
+        kv_format, config, device, dtype, by_halves=True, model_hash=checkpoint.model_hash
+    )
     check_windows(chosen, config)
     if reason := _unsupported_family(config):
         raise ValueError(reason)
     plan = plan or KernelPlan()
-    family = model_family(config)
     weights = PackedWeights.pack(_multiplied_out(checkpoint, plan), device)
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    fused = TritonAttention(*heads, by_halves=True) if chosen.dense_bf16 else None
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     return GemmModel(
         config=config,
@@ -92,24 +88,42 @@ def build_gemm_model(
         dtype=dtype,
         page_size=page_size,
         embed=vocabulary.embedding(embedding_op(weights.embedding)),
-        layers=[
-            DecoderLayer(
-                family,
-                config,
-                packed_parts(weights, layer, plan, fused, group),
-                factorized=bool(layer.inner),
-            )
-            for layer in weights.layers
-        ],
+        layers=_layers(weights, plan, group, fused=chosen.dense_bf16),
         final_norm=packed_norm(weights, weights.final_norm),
         lm_head=linear_op(weights.lm_head.weight),
         vocabulary=vocabulary,
         matmul="gemm",
-        weight_bytes=nbytes(checkpoint, dtype),
+        weight_bytes=weights.nbytes,
+        step_weight_bytes=weights.step_weight_bytes,
         plan_hash=plan.hash,
         group=group,
         weights=weights,
     )
+
+
+def _layers(
+    weights: PackedWeights, plan: KernelPlan, group: RankGroup, *, fused: bool
+) -> list[DecoderLayer]:
+    """Return the layers.
+
+    Args:
+        fused: whether head norms and prefill attention may be fused; see `packed_parts`.
+    """
+    from runtime.attention.gpu import TritonAttention
+    from runtime.gemm.layer import packed_parts
+
+    config = weights.config
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    attention = TritonAttention(*heads, by_halves=True) if fused else None
+    return [
+        DecoderLayer(
+            model_family(config),
+            config,
+            packed_parts(weights, layer, plan, attention, group),
+            factorized=bool(layer.inner),
+        )
+        for layer in weights.layers
+    ]
 
 
 def _multiplied_out(checkpoint: Checkpoint, plan: KernelPlan) -> Checkpoint:

@@ -1,11 +1,13 @@
 """A checkpoint's weights in the layout that the GEMM kernels and the megakernel read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -56,7 +58,8 @@ class PackedLayer:
     Attributes:
         input_norm, post_norm: offsets of the RMSNorm weights `[hidden]`.
         inner: stacked V of each group of `PROJECTION_GROUPS` with factor pairs, by the name of the
-            group's first projection. Each rank is padded to a multiple of 8.
+            group's first projection. Each rank is padded to a multiple of 8. Layers that share all
+            V of a group have the same object.
         outer: matrix of each projection by name: W if it is dense, U if it is a factor pair.
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
@@ -111,7 +114,7 @@ class PackedWeights:
             raise ValueError(reason)
         with Uploader(torch.device(device)) as upload:
             packer = _Packer(upload, config.head_dim, checkpoint.partition)
-            layers = tuple(map(packer.layer, checkpoint.layers))
+            layers = tuple(starmap(packer.layer, layers_with_bases(checkpoint)))
             final_norm = packer.vector(checkpoint.final_norm)
             head = packer.matrix(checkpoint.lm_head)
             tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
@@ -132,11 +135,21 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices; a decode step reads each of them once."""
-        matrices = [self.lm_head]
+        """Bytes in memory, with padding. A matrix that several layers share counts once."""
+        tensors = [self.embedding, *(matrix.weight for matrix in self._matrices())]
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        padded = sum(len(tensor) * tensor.stride(0) * tensor.itemsize for tensor in distinct)
+        return self.vectors.nbytes + padded
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of the matrices that a decode step reads: a shared one once for each layer."""
+        return sum(matrix.weight.nbytes for matrix in self._matrices())
+
+    def _matrices(self) -> Iterator[PackedMatrix]:
+        yield self.lm_head
         for layer in self.layers:
-            matrices += layer.matrices
-        return sum(matrix.weight.nbytes for matrix in matrices)
+            yield from layer.matrices
 
 
 def by_halves(rows: Tensor, dim: int) -> Tensor:
@@ -198,13 +211,19 @@ def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
 
 @dataclass
 class _Packer:
-    """Packs one layer after another, and collects norms and biases in ``vectors``."""
+    """Packs one layer after another, and collects norms and biases in ``vectors``.
+
+    Attributes:
+        shared: stacks of V that later layers share as a whole, by the ids of the V. A stack of
+            which they share only some V is packed again.
+    """
 
     upload: Uploader
     head_dim: int
     partition: Partition | None
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
+    shared: dict[tuple[int, ...], PackedMatrix] = field(default_factory=dict)
 
     def moved(self, values: Tensor) -> Tensor:
         """Return a tensor on the device, as bf16. The dtype is converted on the device."""
@@ -230,7 +249,8 @@ class _Packer:
             weight = padded
         return PackedMatrix(weight, self.vector(bias), inner_column)
 
-    def layer(self, weights: LayerWeights) -> PackedLayer:
+    def layer(self, weights: LayerWeights, shared: frozenset[int]) -> PackedLayer:
+        """Pack a layer; the arguments are those that `layers_with_bases` yields."""
         packed = PackedLayer(
             input_norm=self.vector(weights.input_norm),
             post_norm=self.vector(weights.post_norm),
@@ -242,14 +262,18 @@ class _Packer:
         )
         for names in PROJECTION_GROUPS:
             self._pack_group(weights, names, packed)
+        self.shared = {ids: stack for ids, stack in self.shared.items() if shared.issuperset(ids)}
         return packed
 
     def _pack_group(self, weights: LayerWeights, names: Sequence[str], packed: PackedLayer) -> None:
         linears = {name: getattr(weights, name) for name in names}
         rows = {name: self._rows(name, linear) for name, linear in linears.items()}
         if any(isinstance(linear, FactorPair) for linear in linears.values()):
-            stacked = self._stacked_v(list(linears.values()), names in _WRITE_RESIDUAL)
-            packed.inner[names[0]] = self.matrix(stacked)
+            pairs = [linear for linear in linears.values() if isinstance(linear, FactorPair)]
+            ids = tuple(id(pair.v) for pair in pairs)
+            if ids not in self.shared:
+                self.shared[ids] = self.matrix(self._stacked_v(pairs, names in _WRITE_RESIDUAL))
+            packed.inner[names[0]] = self.shared[ids]
         elif len(names) > 1:
             whole = self.matrix(torch.cat(list(rows.values()))).weight
             packed.stacked[names[0]] = whole
@@ -266,12 +290,11 @@ class _Packer:
         rows = self.moved(rows)
         return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
-    def _stacked_v(self, linears: Sequence[Linear], writes_residual: bool) -> Tensor:
+    def _stacked_v(self, pairs: Sequence[FactorPair], writes_residual: bool) -> Tensor:
         """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`.
 
         If the ranks of a worker divide its rows, return those of this rank.
         """
-        pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         rank, size = 0, 1
         if self.partition is not None and not writes_residual:
             rank, size = self.partition.rank, self.partition.size

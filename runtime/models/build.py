@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.assemble import nbytes
+from runtime.checkpoint.assemble import nbytes, step_weight_bytes
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
 from runtime.kv.registry import check_windows, create_format
@@ -77,6 +77,7 @@ def build_model(
         vocabulary=vocabulary,
         matmul=_matmul(checkpoint.partition, device, dtype),
         weight_bytes=nbytes(checkpoint, dtype),
+        step_weight_bytes=step_weight_bytes(checkpoint, dtype),
         group=group,
     )
 

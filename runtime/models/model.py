@@ -34,7 +34,9 @@ class Model:
         vocabulary: the tokens, and which of them have logits on this rank.
         matmul: implementation of the matmuls; logged, and part of `kernel_plan_hash`.
         plan_hash: hash of the plan that chooses the kernel of each matmul; empty without one.
-        weight_bytes: bytes of the checkpoint's tensors in the dtype of the computation.
+        weight_bytes: bytes of the weights in memory. A tensor that layers share counts once.
+        step_weight_bytes: bytes of the weights that a decode step reads. A tensor that layers share
+            counts once for each.
         group: the ranks of the worker; with several, this is the part of one rank.
         layout: planes of the KV cache.
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
@@ -52,6 +54,7 @@ class Model:
     vocabulary: Vocabulary
     matmul: str
     weight_bytes: int
+    step_weight_bytes: int
     plan_hash: str = ""
     group: RankGroup = ONE_RANK
     layout: CacheLayout = field(init=False)

@@ -88,7 +88,8 @@ def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
     if settings.overflow_tokens == "auto" and loaded.rank.device != "cpu":
         stored = token_bytes(loaded.rank.executor.cache.layout.page_bytes)
         per_token = (1 - loaded.identity.compatibility.kv_eviction) * stored
-        most = 2 * loaded.rank.facts.weight_bytes / (3 * per_token) if per_token else MAX_KV_TOKENS
+        read = loaded.rank.executor.model.step_weight_bytes
+        most = 2 * read / (3 * per_token) if per_token else MAX_KV_TOKENS
         return min(int(most), MAX_KV_TOKENS)
     return settings.overflow_tokens if isinstance(settings.overflow_tokens, int) else None
 

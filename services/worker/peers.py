@@ -19,7 +19,7 @@ class RankFacts:
     Attributes:
         model, compatibility, sizes: equal on all ranks of a worker.
         pages: numbers of pages for which the rank has memory.
-        weight_bytes: size of the rank's weights.
+        weight_bytes: bytes of the rank's weights in memory.
         kernels: what `Compatibility.kernel_plan_hash` is the hash of, equal on all ranks.
     """
 

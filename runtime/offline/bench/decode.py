@@ -19,7 +19,6 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.model import build_gemm_model
-from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
@@ -35,10 +34,9 @@ class DecodeBench:
 
     def __init__(self, checkpoint: Checkpoint, device: str, kv_format: str = "dense") -> None:
         self._device = device
-        self._model = build_gemm_model(
+        self.model = build_gemm_model(
             checkpoint, device=device, page_size=PAGE, kv_format=kv_format
         )
-        self.weight_bytes = PackedWeights.pack(checkpoint, "meta").nbytes
 
     def figures(
         self, name: str, batch: int, context: int, rate: float, runs: int
@@ -58,12 +56,12 @@ class DecodeBench:
         inputs.positions.fill_(context)
         inputs.lengths.fill_(context + 1)
         kv_read = cache.layout.page_bytes.of(plan.received(context + 1))
-        read = self.weight_bytes + batch * kv_read
+        read = self.model.step_weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
-        megakernel = unsupported_by_megakernel(self._model) is None
+        megakernel = unsupported_by_megakernel(self.model) is None
         if megakernel and self._device == "cuda" and batch <= _most_sequences(cache):
-            ways["megakernel"] = decode_step(self._model, inputs, cache)
-        ways["layer by layer"] = partial(self._model.forward, inputs, cache)
+            ways["megakernel"] = decode_step(self.model, inputs, cache)
+        ways["layer by layer"] = partial(self.model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}
         calls["a graph for each layer"] = self._by_layer(inputs, cache)
         for way, call in calls.items():
@@ -71,7 +69,7 @@ class DecodeBench:
             yield Figure(f"{name}, {way}", took, read / rate)
 
     def _by_layer(self, inputs: Batch, cache: PagedCache) -> Callable[[], None]:
-        calls: list[Callable[[], object]] = [*self._model.stages(inputs, cache)]
+        calls: list[Callable[[], object]] = [*self.model.stages(inputs, cache)]
         if self._device == "cuda":
             # Each stage reads the output of the previous one.
             calls = [capture(stage) for stage in calls]
@@ -83,8 +81,8 @@ class DecodeBench:
         return run
 
     def _cache(self, pages: int) -> PagedCache:
-        plan = self._model.layout.plan
-        cache = self._model.new_cache(plan.each(pages))
+        plan = self.model.layout.plan
+        cache = self.model.new_cache(plan.each(pages))
         for (_, plane), tensor in zip(cache.layout.planes, cache.planes, strict=True):
             if plane.group.part is not Part.MIDDLE:
                 tensor.normal_()
@@ -133,7 +131,9 @@ def figures(
             continue
         model = transformers_peers.build(checkpoint)
         for (batch, context), name in named.items():
-            read = bench.weight_bytes + kv_bytes(checkpoint.config, batch * (context + 1))
+            read = bench.model.step_weight_bytes + kv_bytes(
+                checkpoint.config, batch * (context + 1)
+            )
             for compiled in (False, True):
                 peer = transformers_peers.decode_step(model, context, batch, compiled=compiled)
                 took = milliseconds(peer.run, peer.reset, device=device, runs=runs)

@@ -118,12 +118,12 @@ def operations(checkpoint: Checkpoint, tokens: int, sequences: int) -> int:
     """Return the floating-point operations of the linear layers of a mixed pass."""
     weights = PackedWeights.pack(checkpoint, "meta")
     head = weights.lm_head.weight.nbytes
-    return (weights.nbytes - head) * (tokens + sequences) + head * (sequences + 1)
+    return (weights.step_weight_bytes - head) * (tokens + sequences) + head * (sequences + 1)
 
 
 def bytes_read(checkpoint: Checkpoint, sequences: int, context: int) -> int:
     """Return the bytes of the weights and of the KV of the decoded sequences."""
-    weights = PackedWeights.pack(checkpoint, "meta").nbytes
+    weights = PackedWeights.pack(checkpoint, "meta").step_weight_bytes
     return weights + kv_bytes(checkpoint.config, sequences * (context + 1))
 
 

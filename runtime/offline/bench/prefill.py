@@ -79,7 +79,7 @@ def operations(checkpoint: Checkpoint, tokens: int) -> int:
     """Return the number of floating-point operations of all linear layers and causal attention."""
     config = checkpoint.config
     weights = PackedWeights.pack(checkpoint, "meta")
-    elements = (weights.nbytes - weights.lm_head.weight.nbytes) // 2
+    elements = (weights.step_weight_bytes - weights.lm_head.weight.nbytes) // 2
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
     return 2 * elements * tokens + attention
 

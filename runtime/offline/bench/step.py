@@ -53,7 +53,7 @@ def figures(
             inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
             inputs.positions.fill_(context)
             inputs.lengths.fill_(context + 1)
-            floor = (weights.nbytes + kv_bytes(config, batch * (context + 1))) / copied
+            floor = (weights.step_weight_bytes + kv_bytes(config, batch * (context + 1))) / copied
             for slots, ahead in rings:
                 step = DecodeStep(
                     weights, planes, rope, inputs, programs=programs, slots=slots, ahead=ahead

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.family import LinearTensor, family_of
 from runtime.checkpoint.slices import rank_checkpoint
 from runtime.checkpoint.weights import Checkpoint, FactorPair
@@ -140,8 +141,8 @@ class RankBench:
             page_size=PAGE,
             group=self._group,
         )
-        embedding = part.embedding.numel() * self._model.dtype.itemsize
-        self.bytes_read = self._model.weight_bytes - embedding
+        self.bytes_read = self._model.step_weight_bytes
+        self._share = nbytes(part, self._model.dtype)
         self._layer_elements = self.bytes_read // self._model.dtype.itemsize - part.lm_head.numel()
         del whole, part
         self._print_memory(_allocated(case.device) - before)
@@ -208,7 +209,7 @@ class RankBench:
         device = self._case.device
         if device != "cuda":
             return
-        own = torch.tensor([[allocated, self._model.weight_bytes]], device=device)
+        own = torch.tensor([[allocated, self._share]], device=device)
         sizes = self._group.all_gather(own).view(-1, 2).tolist()
         for rank, (found, share) in enumerate(sizes):
             print(

@@ -3,7 +3,6 @@
 A step reads the KV in the form in which decoding keeps it, so this form counts.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ INT4 = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (CONFIG.head_dim // 2 + 4) 
 def overflow(setting: int | str = "auto", device: str = "cuda", **loaded: Any) -> int | None:
     settings = DecodeSettings.model_validate({"overflow_tokens": setting})
     given = load(**loaded)
-    facts = replace(given.rank.facts, weight_bytes=3 << 20)
-    made = with_rank(given, device=device, facts=facts)
+    given.rank.executor.model.step_weight_bytes = 3 << 20
+    made = with_rank(given, device=device)
     return _overflow_tokens(settings, made)
 
 
