@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.family import LinearTensor
+from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -16,6 +17,7 @@ from runtime.checkpoint.weights import (
     LayerWeights,
     Linear,
     layer_shapes,
+    linears_of,
     mapped,
 )
 from runtime.config import ModelConfig, RopeConfig
@@ -56,14 +58,18 @@ def random_checkpoint(
     device: str = "cuda",
     *,
     on_demand: bool = False,
+    group: int = 1,
 ) -> Checkpoint:
     """Build a random bf16 checkpoint, which is the same on each device of a kind.
 
     Args:
         keep: fraction of parameters that factor pairs keep; 1 for dense layers.
-        ragged: variation of ranks. Layers cycle through rank - ragged, rank and rank + ragged.
+        ragged: variation of ranks. Layers (or groups of them) cycle through rank - ragged, rank
+            and rank + ragged.
         on_demand: whether layers are drawn when they are accessed, so that one at a time is in
             memory.
+        group: number of consecutive layers that share the V of the linears that do not write to the
+            residual stream.
     """
     generator = torch.Generator(device)
 
@@ -71,14 +77,11 @@ def random_checkpoint(
         values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
         return values.normal_(0, scale, generator=generator)
 
-    def without_content(*shape: int, scale: float) -> Tensor:  # noqa: ARG001
-        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-
     def linear(entry: LinearTensor, layer: int, draw: Callable[..., Tensor]) -> Linear:
         out, inner = entry.out, entry.inner
         if keep >= 1:
             return Dense(draw(out, inner, scale=inner**-0.5))
-        rank = int(out * inner * keep / (out + inner)) + ragged * (layer % 3 - 1)
+        rank = _rank(entry, keep, group) + ragged * (layer // group % 3 - 1)
         return FactorPair(draw(out, rank, scale=rank**-0.5), draw(rank, inner, scale=inner**-0.5))
 
     hidden = config.hidden_size
@@ -96,22 +99,54 @@ def random_checkpoint(
             k_norm=head_norm,
         )
 
-    shapes = tuple(layer(number, without_content) for number in range(config.num_layers))
-    layers = LayersOnDemand(layer, shapes)
+    shapes = _sharing([layer(at, _empty) for at in range(config.num_layers)], group)
     generator.manual_seed(config.num_layers)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         config,
         random(config.vocab_size, hidden, scale=1.0),
-        layers if on_demand else tuple(layers),
+        LayersOnDemand(layer, shapes),
         ones,
         random(config.vocab_size, hidden, scale=hidden**-0.5),
         "",
         keep=keep,
     )
+    return checkpoint if on_demand else _in_memory(checkpoint)
+
+
+def _empty(*shape: int, scale: float) -> Tensor:  # noqa: ARG001
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def _in_memory(checkpoint: Checkpoint) -> Checkpoint:
+    layers = tuple(layer for layer, _ in layers_with_bases(checkpoint))
+    return replace(checkpoint, layers=layers)
+
+
+def _rank(entry: LinearTensor, keep: float, group: int) -> int:
+    """Return the rank of a linear of a `random_checkpoint`."""
+    layers = 1 if entry.writes_residual else group
+    return int(entry.out * entry.inner * layers * keep / (entry.out * layers + entry.inner))
+
+
+def _sharing(layers: Sequence[LayerWeights], group: int) -> tuple[LayerWeights, ...]:
+    """Return layers of which ``group`` consecutive ones share V; see `random_checkpoint`."""
+    shared = []
+    for number, layer in enumerate(layers):
+        first = layers[number - number % group]
+        pairs: dict[str, Any] = {
+            name: replace(pair, v=getattr(first, name).v)
+            for name, pair in linears_of(layer)
+            if isinstance(pair, FactorPair) and name not in ("o", "down")
+        }
+        shared.append(replace(layer, **pairs))
+    return tuple(shared)
 
 
 def without_content(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose bf16 tensors have the same shapes, on the meta device."""
+    """Return a checkpoint whose bf16 tensors have the same shapes, on the meta device.
+
+    No layer shares tensors with another.
+    """
 
     def empty(like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=torch.bfloat16, device="meta")
@@ -129,7 +164,7 @@ def with_random_weights(checkpoint: Checkpoint, device: str) -> Checkpoint:
         values = torch.empty(like.shape, dtype=torch.bfloat16, device=device)
         return values.normal_(0, like.shape[-1] ** -0.5)
 
-    shapes = tuple(layer_shapes(checkpoint))
+    shapes = without_content(checkpoint).layers
     return _with_tensors(
         checkpoint, random, LayersOnDemand(lambda index: mapped(shapes[index], random), shapes)
     )
