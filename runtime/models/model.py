@@ -34,9 +34,11 @@ class Model:
         vocabulary: the tokens, and which of them have logits on this rank.
         matmul: implementation of the matmuls; logged, and part of `kernel_plan_hash`.
         plan_hash: hash of the plan that chooses the kernel of each matmul; empty without one.
-        weight_bytes: bytes of the weights in memory. A tensor that layers share counts once.
-        step_weight_bytes: bytes of the weights that a decode step reads. A tensor that layers share
-            counts once for each.
+        weight_bytes: bytes of the weights in memory; a tensor that layers share counts once.
+            Packed weights count with their padding, others as the checkpoint's tensors in the dtype
+            of the computation.
+        step_weight_bytes: bytes of the weights that a decode step reads; a tensor that layers share
+            counts once for each of them.
         group: the ranks of the worker; with several, this is the part of one rank.
         layout: planes of the KV cache.
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
