@@ -1,6 +1,5 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -52,18 +51,15 @@ def build_model(
     device = torch.device(device)
     chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
     check_windows(chosen, config)
-    placing = partial(moved, device=device, dtype=dtype, placed={})
+    placed: dict[int, Tensor] = {}
+    placing = partial(moved, device=device, dtype=dtype, placed=placed)
     family = model_family(config)
     final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
     lm_head = linear_op(placing(checkpoint.lm_head))
     tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
     embed = embedding_op(placing(checkpoint.embedding), tied)
+    placed.clear()  # frees those that were packed
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
-    layers: Sequence[DecoderLayer]
-    if streamed:
-        layers = _streamed(checkpoint, device, dtype)
-    else:
-        layers = _layers(checkpoint, device, dtype, group)
     return Model(
         config=config,
         kv_format=chosen,
@@ -71,7 +67,9 @@ def build_model(
         dtype=dtype,
         page_size=page_size,
         embed=vocabulary.embedding(embed),
-        layers=layers,
+        layers=_streamed(checkpoint, device, dtype)
+        if streamed
+        else _layers(checkpoint, device, dtype, group),
         final_norm=final_norm,
         lm_head=lm_head,
         vocabulary=vocabulary,
