@@ -12,23 +12,28 @@ class RopeConfig:
         theta: base of the frequencies.
         scaling: Hugging Face's ``rope_type``. ``linear`` divides positions by ``factor``,
             ``llama3`` interpolates low frequencies, ``yarn`` ramps between interpolation and
-            extrapolation.
+            extrapolation, ``longrope`` divides each frequency by a factor of its own. ``none``:
+            heads are not rotated, because the model encodes positions in another way.
         factor: ratio of the extended context to the original one.
-        original_context: context length in tokens before scaling (``llama3``, ``yarn``).
+        original_context: context length in tokens before scaling (``llama3``, ``yarn``,
+            ``longrope``).
         low_freq_factor, high_freq_factor: bounds of ``llama3``. Wavelengths above
             ``original_context / low_freq_factor`` are interpolated, those below ``original_context
             / high_freq_factor`` are kept.
         beta_fast, beta_slow: ends of the ramp of ``yarn``, as numbers of rotations within the
             original context.
-        attention_factor: factor by which ``yarn`` multiplies cosines and sines.
+        attention_factor: factor by which ``yarn`` and ``longrope`` multiply cosines and sines.
         truncate: whether ``yarn`` rounds the ends of the ramp to whole dimensions.
         frequency_divisors: divisors of the frequencies, ``[head_dim / 2]``, applied before any
             scaling; empty if there are none. GGUF files store the interpolation of Llama 3 in this
             form.
+        short_factor, long_factor: divisors of the frequencies in ``longrope``, ``[head_dim / 2]``.
+            A model whose context length is above ``original_context`` uses ``long_factor`` for all
+            sequences, another one ``short_factor``.
     """
 
     theta: float = 10_000.0
-    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
+    scaling: Literal["none", "default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -38,6 +43,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
     frequency_divisors: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

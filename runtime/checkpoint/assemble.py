@@ -84,12 +84,33 @@ def assemble(
     _refuse_not_finite(names.embedding, embedding)
     lm_head = embedding if head is whole else head[vocabulary]
     layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
-    final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
+    ends: dict[str, Any] = {
+        field: reader.tensor(name, shape) for field, (name, shape) in _ends(names, config).items()
+    }
     reader.refuse_unread()
-    config = replace(config, tied_embeddings=lm_head is embedding)
     return Checkpoint(
-        config, embedding, layers, final_norm, lm_head, hashed.model_hash, files=hashed.files
+        config=replace(config, tied_embeddings=lm_head is embedding),
+        embedding=embedding,
+        layers=layers,
+        lm_head=lm_head,
+        model_hash=hashed.model_hash,
+        files=hashed.files,
+        **ends,
     )
+
+
+def _ends(names: TensorNames, config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return name and shape of the tensors that every rank needs outside the layers.
+
+    Keys are the fields of `Checkpoint`.
+    """
+    width = config.hidden_size
+    ends = {
+        "positions": (names.positions, (config.context_length, width)),
+        "final_norm": (names.final_norm, (width,)),
+        "final_norm_bias": (names.final_norm_bias, (width,)),
+    }
+    return {field: entry for field, entry in ends.items() if entry[0]}
 
 
 def assemble_on_demand(
@@ -113,12 +134,15 @@ def assemble_on_demand(
     embedding = source.read_rows(names.embedding, vocabulary)
     _refuse_not_finite(names.embedding, embedding)
     tied = config.tied_embeddings
+    ends: dict[str, Any] = {
+        field: source.read(name) for field, (name, _) in _ends(names, config).items()
+    }
     return replace(
         shapes,
         embedding=embedding,
         layers=LayersOnDemand(read_layer, shapes.layers),
-        final_norm=source.read(names.final_norm),
         lm_head=embedding if tied else source.read_rows(names.lm_head, vocabulary),
+        **ends,
     )
 
 
@@ -135,6 +159,8 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     names = family.tensor_names
     layout = family.layout(config)
     yield names.embedding, checkpoint.embedding
+    if checkpoint.positions is not None:
+        yield names.positions, checkpoint.positions
     for index, layer in enumerate(checkpoint.layers):
         prefix = names.layer_prefix(index)
         for field, vector in layout.vectors.items():
@@ -152,6 +178,8 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             if linear.bias is not None:
                 yield f"{name}.bias", linear.bias
     yield names.final_norm, checkpoint.final_norm
+    if checkpoint.final_norm_bias is not None:
+        yield names.final_norm_bias, checkpoint.final_norm_bias
     if not config.tied_embeddings:
         yield names.lm_head, checkpoint.lm_head
 

@@ -7,6 +7,9 @@ from typing import Any
 from runtime.config import RopeConfig
 from runtime.errors import CheckpointError
 
+_DIVISORS = ("frequency_divisors", "short_factor", "long_factor")
+"""Attributes of `RopeConfig` with one value for each pair of dimensions, or none."""
+
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return the finite number under ``key``, or ``default`` if it is absent or null.
@@ -75,7 +78,7 @@ def checked_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
         ("beta_fast", rope.beta_fast),
         ("beta_slow", rope.beta_slow),
         ("attention_factor", rope.attention_factor),
-        *(("frequency_divisors", divisor) for divisor in rope.frequency_divisors),
+        *((name, divisor) for name in _DIVISORS for divisor in getattr(rope, name)),
     ]
     for name, value in positive:
         if not 0 < value < math.inf:
@@ -84,11 +87,9 @@ def checked_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
         raise CheckpointError("the config has rope_theta = 1, which yarn does not support")
     if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise CheckpointError("the config has low_freq_factor at or above high_freq_factor")
-    if len(rope.frequency_divisors) not in (0, head_dim // 2):
-        raise CheckpointError(
-            f"the config has {len(rope.frequency_divisors)} frequency_divisors, expected "
-            f"{head_dim // 2}"
-        )
+    for name in _DIVISORS:
+        if (found := len(getattr(rope, name))) not in (0, head_dim // 2):
+            raise CheckpointError(f"the config has {found} {name}, expected {head_dim // 2}")
     return rope
 
 

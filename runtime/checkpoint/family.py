@@ -6,7 +6,7 @@ writers and converters support every registered family through `CheckpointFamily
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -19,7 +19,9 @@ from runtime.parallel.partition import Divided
 
 ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
-_BUILT_IN = ("runtime.models.llama:LLAMA",)
+_BUILT_IN = (
+    "runtime.models.llama:LLAMA",
+)
 """Families of this package, named as strings because their modules import this one."""
 
 
@@ -87,16 +89,32 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of the tensors outside the layers, and the name prefix of layer ``{index}``."""
+    """Names of the tensors outside the layers, and the name prefix of layer ``{index}``.
+
+    Attributes:
+        positions: learned embeddings of positions ``[context_length, hidden]``, which are added to
+            those of tokens; empty if the model has none.
+        final_norm_bias: bias of the norm before the LM head ``[hidden]``; empty if it has none.
+    """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
     layer: str = "model.layers.{index}."
+    positions: str = ""
+    final_norm_bias: str = ""
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the tensor names of layer ``index``."""
         return self.layer.format(index=index)
+
+
+StoredParts = Mapping[str, Sequence[tuple[str, int]]]
+"""For the name of a stored tensor, the name and the number of rows of each of its parts.
+
+Parts are in the order of rows, and have the names that `LayerLayout` and `TensorNames` list. Rows
+of a part with an empty name are not used.
+"""
 
 
 @dataclass(frozen=True)
@@ -163,6 +181,10 @@ class CheckpointFamily(ABC):
         They are names within a layer, such as ``self_attn.q_proj.bias``.
         """
         return frozenset()
+
+    def stored_parts(self, config: ModelConfig) -> StoredParts:  # noqa: ARG002
+        """Return the tensors of a Hugging Face folder that hold several tensors of the family."""
+        return {}
 
 
 _families: dict[str, CheckpointFamily] = {}

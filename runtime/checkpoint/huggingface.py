@@ -10,6 +10,7 @@ from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, pickles, read_json
 from runtime.checkpoint.source_format import SourceFormat, conversion, format_of
+from runtime.checkpoint.stored_names import full_names, in_parts
 from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
 
@@ -35,11 +36,14 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
         )
     config = parse_config(hf_config, generation)
     rows = vocabulary(config)
-    optional = family_of_config(hf_config).optional_tensors(hf_config)
+    family = family_of_config(hf_config)
+    optional = family.optional_tensors(hf_config)
+    names = full_names(family.tensor_names, source.names())
+    tensors = in_parts(source, names, family.stored_parts(config))
     hashed_paths = [directory / CONFIG, *source.files]
     paths = [*hashed_paths, directory / _GENERATION] if generation else hashed_paths
     hashed = HashedFiles.of(paths, lambda: hash_files(hashed_paths), known)
-    return assemble(config, source, optional, hashed, rows)
+    return assemble(config, tensors, optional, hashed, rows)
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

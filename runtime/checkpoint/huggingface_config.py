@@ -13,9 +13,29 @@ _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "frequency_divisors"),
     *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    *("finetuned", "mrope_section", "mrope_interleaved"),
+    *("short_factor", "long_factor", "finetuned", "mrope_section", "mrope_interleaved"),
 )
 """Keys of the rope parameters. The last three do not change the positions of text."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_multiplier", "mlp_multipliers", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "key_multiplier"), (1,)),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier", "scale_emb"), (1,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
+    **dict.fromkeys(("scale_depth", "dim_model_base", "attention_chunk_size"), ()),
+    **dict.fromkeys(("rope_local_base_freq", "no_rope_layers"), ()),
+    **dict.fromkeys(("rotary_pct", "rope_ratio"), (1,)),
+    **dict.fromkeys(("no_rope_layer_interval", "num_kv_shared_layers"), (0,)),
+    **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual"), (False,)),
+    **dict.fromkeys(("rope_interleave", "attn_temperature_tuning"), (False,)),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "transformers_weights": (),
+}
+"""For each key that changes the computation of some architecture: its values without effect.
+
+Families refuse other values, except those of keys that they support.
+"""
 
 
 def parse_config(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -73,7 +93,7 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
     """Return the rotary embedding. Raises `CheckpointError` if its scaling is not supported."""
     rope = _rope_values(hf_config)
     theta = number(rope, "rope_theta", number(hf_config, "rope_theta", 10_000.0))
-    divisors = _divisors(rope)
+    divisors = _numbers(rope, "frequency_divisors")
     original = _original_context(hf_config, rope) or count(hf_config, "max_position_embeddings")
     match _rope_type(rope):
         case "default":
@@ -107,6 +127,17 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=rope.get("truncate", True) is not False,
             )
+        case "longrope":
+            factor = number(rope, "factor", count(hf_config, "max_position_embeddings") / original)
+            return RopeConfig(
+                theta=theta,
+                scaling="longrope",
+                factor=factor,
+                original_context=original,
+                attention_factor=_longrope_attention_factor(rope, factor, original),
+                short_factor=_numbers(rope, "short_factor", required_by="longrope"),
+                long_factor=_numbers(rope, "long_factor", required_by="longrope"),
+            )
         case other:
             raise CheckpointError(f"rope scaling {other!r} is not supported")
 
@@ -116,7 +147,7 @@ def rope_to_huggingface(rope: RopeConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         values |= {"factor": rope.factor}
-    if rope.scaling in ("llama3", "yarn"):
+    if rope.scaling in ("llama3", "yarn", "longrope"):
         values |= {"original_max_position_embeddings": rope.original_context}
     if rope.scaling == "llama3":
         values |= {
@@ -129,6 +160,12 @@ def rope_to_huggingface(rope: RopeConfig) -> dict[str, Any]:
             "beta_slow": rope.beta_slow,
             "attention_factor": rope.attention_factor,
             "truncate": rope.truncate,
+        }
+    if rope.scaling == "longrope":
+        values |= {
+            "attention_factor": rope.attention_factor,
+            "short_factor": list(rope.short_factor),
+            "long_factor": list(rope.long_factor),
         }
     if rope.frequency_divisors:
         values |= {"frequency_divisors": list(rope.frequency_divisors)}
@@ -164,10 +201,17 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-def _divisors(rope: Mapping[str, Any]) -> tuple[float, ...]:
-    values = rope.get("frequency_divisors", [])
+def _numbers(rope: Mapping[str, Any], key: str, *, required_by: str = "") -> tuple[float, ...]:
+    """Return the numbers under ``key``.
+
+    Args:
+        required_by: rope type that needs them; empty if they may be absent.
+    """
+    values = rope.get(key, [])
     if not isinstance(values, list):
-        raise CheckpointError("frequency_divisors in the config must be a list")
+        raise CheckpointError(f"{key} in the config must be a list")
+    if required_by and not values:
+        raise CheckpointError(f"the config has rope type {required_by} without {key}")
     indexed = {str(index): divisor for index, divisor in enumerate(values)}
     return tuple(number(indexed, index) for index in indexed)
 
@@ -186,3 +230,17 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
         return number(rope, "attention_factor")
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+
+
+def _longrope_attention_factor(rope: Mapping[str, Any], factor: float, original: int) -> float:
+    """Return the factor of cos and sin under LongRoPE (arXiv 2402.13753, section 3.1).
+
+    The default is ``sqrt(1 + ln(factor) / ln(original))``, or 1 without an extension.
+    """
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    if factor <= 1:
+        return 1.0
+    if original == 1:
+        raise CheckpointError("the config has original_max_position_embeddings = 1")
+    return math.sqrt(1 + math.log(factor) / math.log(original))

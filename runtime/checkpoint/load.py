@@ -77,6 +77,8 @@ def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
         layers=tuple(layers),
         final_norm=to(checkpoint.final_norm, placed=ends),
         lm_head=to(checkpoint.lm_head, placed=ends),
+        positions=to(checkpoint.positions, placed=ends),
+        final_norm_bias=to(checkpoint.final_norm_bias, placed=ends),
     )
 
 

@@ -132,6 +132,8 @@ class Checkpoint:
         partition: the part of the model that this is, see `runtime.checkpoint.slices`; None for a
             whole model.
         files: the files that were hashed; empty if the checkpoint was not read from files.
+        positions: learned embeddings of positions ``[context_length, hidden]``, or None.
+        final_norm_bias: bias of the norm before the LM head, ``[hidden]``, or None.
     """
 
     config: ModelConfig
@@ -144,6 +146,8 @@ class Checkpoint:
     factorization: Factorization | None = None
     partition: Partition | None = None
     files: tuple[FileIdentity, ...] = ()
+    positions: Tensor | None = None
+    final_norm_bias: Tensor | None = None
 
     @property
     def hashed(self) -> HashedFiles:

@@ -195,9 +195,11 @@ def build_fastest_model(
 def _unsupported_family(config: ModelConfig) -> str | None:
     """Return why `runtime.gemm` cannot run a model of this config, or None if it can.
 
-    Reasons are the model family and sliding windows.
+    Reasons are the model family, sliding windows and learned positions.
     """
     family = model_family(config)
     if any(config.windows):
         return "layers with a sliding window have no GPU kernels"
+    if family.tensor_names.positions:
+        return "learned embeddings of positions have no packed GPU weights"
     return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

@@ -21,6 +21,8 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     if rope.frequency_divisors:
         frequencies = frequencies / torch.tensor(rope.frequency_divisors, dtype=torch.float32)
     match rope.scaling:
+        case "none":
+            return torch.zeros_like(frequencies)
         case "default":
             return frequencies
         case "linear":
@@ -29,12 +31,16 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
             return _llama3(frequencies, rope)
         case "yarn":
             return _yarn(frequencies, rope, config.head_dim)
+        case "longrope":
+            long = config.context_length > rope.original_context
+            divisors = torch.tensor(rope.long_factor if long else rope.short_factor)
+            return 1.0 / (divisors * rope.theta**exponents)
 
 
 def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions ``0 … length - 1``, fp32 ``[length, head_dim / 2]``.
 
-    Both include YaRN's attention factor, so that q·k is scaled by its square.
+    Both include the attention factor of YaRN and LongRoPE, so that q·k is scaled by its square.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config))

@@ -10,7 +10,7 @@ from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
 from runtime.kv.registry import check_windows, create_format
 from runtime.layers.embedding import embedding_op
-from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
+from runtime.layers.linear import LinearOp, SharedOps, linear_op, uses_packed_layout
 from runtime.layers.vocabulary import Vocabulary
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
@@ -53,11 +53,9 @@ def build_model(
     check_windows(chosen, config)
     placed: dict[int, Tensor] = {}
     placing = partial(moved, device=device, dtype=dtype, placed=placed)
-    family = model_family(config)
-    final_norm = family.norm.for_serving(placing(checkpoint.final_norm), config.rms_norm_eps)
+    final_norm = _final_norm(checkpoint, placing)
     lm_head = linear_op(placing(checkpoint.lm_head))
-    tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
-    embed = embedding_op(placing(checkpoint.embedding), tied)
+    embed, embed_positions = _embeddings(checkpoint, placing, lm_head)
     placed.clear()  # frees those that were packed
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     return Model(
@@ -77,7 +75,27 @@ def build_model(
         weight_bytes=nbytes(checkpoint, dtype),
         step_weight_bytes=step_weight_bytes(checkpoint, dtype),
         group=group,
+        embed_positions=embed_positions,
     )
+
+
+def _final_norm(
+    checkpoint: Checkpoint, placing: Callable[[Any], Any]
+) -> Callable[[Tensor], Tensor]:
+    weight, bias = placing(checkpoint.final_norm), placing(checkpoint.final_norm_bias)
+    config = checkpoint.config
+    return model_family(config).norm.for_serving(weight, config.rms_norm_eps, bias)
+
+
+def _embeddings(
+    checkpoint: Checkpoint, placing: Callable[[Any], Any], lm_head: LinearOp
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:
+    """Return the embeddings of token ids and of positions, see `Model`."""
+    tied = lm_head if checkpoint.lm_head is checkpoint.embedding else None
+    tokens = embedding_op(placing(checkpoint.embedding), tied)
+    if checkpoint.positions is None:
+        return tokens, None
+    return tokens, embedding_op(placing(checkpoint.positions))
 
 
 def _matmul(partition: Partition | None, device: torch.device, dtype: torch.dtype) -> str:

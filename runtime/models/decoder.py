@@ -63,9 +63,10 @@ class ServingBuilder:
         function = gate.for_serving()
         return lambda x: function(gate_and_up(x))
 
-    def norm(self, field: str) -> Callable[[Tensor], Tensor]:
+    def norm(self, field: str, bias: str = "") -> Callable[[Tensor], Tensor]:
         weight = getattr(self._weights, field)
-        return self._family.norm.for_serving(weight, self._config.rms_norm_eps)
+        added = getattr(self._weights, bias) if bias else None
+        return self._family.norm.for_serving(weight, self._config.rms_norm_eps, added)
 
     def _projection(self, *fields: str) -> LinearOp:
         linears = [getattr(self._weights, field) for field in fields]

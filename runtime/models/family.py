@@ -36,19 +36,29 @@ class Norm:
     """A norm over the last dimension.
 
     Attributes:
-        function: the norm as ``(x, weight, eps)``, differentiable.
+        function: the norm as ``(x, weight, eps)``, or as ``(x, weight, eps, bias)`` if it has a
+            bias; differentiable.
         kernel: function ``(weight, eps)`` that returns a fast callable for serving; None if serving
-            uses ``function``.
+            uses ``function``. Norms with a bias have none.
     """
 
-    function: Callable[[Tensor, Tensor, float], Tensor]
+    function: Callable[..., Tensor]
     kernel: Callable[[Tensor, float], Callable[[Tensor], Tensor]] | None = None
 
-    def for_serving(self, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-        """Return the fastest callable for a weight ``[d]``."""
-        if self.kernel is not None:
+    def plain(
+        self, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return ``function`` with a weight ``[d]`` and, if there is one, a bias ``[d]``."""
+        vectors = (weight, eps) if bias is None else (weight, eps, bias)
+        return lambda x: self.function(x, *vectors)
+
+    def for_serving(
+        self, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the fastest callable; for the arguments, see `plain`."""
+        if self.kernel is not None and bias is None:
             return self.kernel(weight, eps)
-        return lambda x: self.function(x, weight, eps)
+        return self.plain(weight, eps, bias)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Return LayerNorm over the last dimension."""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 RMS_NORM = Norm(rms_norm, RmsNorm)
+LAYER_NORM = Norm(layer_norm)
 SWIGLU = Gate(lambda gate, up: functional.silu(gate) * up, silu_mul)
 
 
@@ -128,8 +144,8 @@ class LayerBuilder(Protocol):
         """Return ``gate`` applied to two linears of the same input."""
         ...
 
-    def norm(self, field: str) -> Callable[[Tensor], Tensor]:
-        """Return the family's norm with this weight."""
+    def norm(self, field: str, bias: str = "") -> Callable[[Tensor], Tensor]:
+        """Return the family's norm with this weight and, if a field is named, this bias."""
         ...
 
 
@@ -140,8 +156,9 @@ class ModelFamily(CheckpointFamily, Generic[Parts]):
     """A family of models with the same decoder layer: their checkpoints and forward pass.
 
     Every family has a token embedding before the layers, and a final norm and an LM head after
-    them. Attention is causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads,
-    with RoPE.
+    them. Attention is causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads.
+    Positions are encoded by RoPE (`ModelConfig.rope`), by learned embeddings
+    (`TensorNames.positions`), or by both.
 
     Attributes:
         norm: norm of the layers and before the LM head; its eps is ``config.rms_norm_eps``.

@@ -23,7 +23,13 @@ from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.models.family import SWIGLU, LayerBuilder, LayerParts, ModelFamily
-from runtime.models.llama_config import ARCHITECTURES, NEUTRAL, biased_linears, window_of
+from runtime.models.llama_config import (
+    ARCHITECTURES,
+    LLAMA_NEUTRAL,
+    Architecture,
+    biased_linears,
+    window_of,
+)
 
 PROJECTIONS: dict[str, str] = {
     "q": "self_attn.q_proj",
@@ -49,13 +55,18 @@ class LlamaParts(LayerParts):
 
 
 class LlamaFamily(ModelFamily[LlamaParts]):
-    """The family of Llama, Mistral, Qwen2 and Qwen3 models."""
+    """The family of Llama, Mistral, Qwen2 and Qwen3 models.
 
+    Attributes:
+        known: the properties of each architecture.
+    """
+
+    known: ClassVar[Mapping[str, Architecture]] = ARCHITECTURES
     name = "Llama"
     architectures = tuple(ARCHITECTURES)
     layer_type = LayerWeights
     packed_gemm = True
-    gguf: ClassVar[GGUFFormat] = GGUFFormat(
+    gguf: ClassVar[GGUFFormat | None] = GGUFFormat(
         general_architecture="llama",
         architecture="LlamaForCausalLM",
         layer_names={
@@ -105,9 +116,9 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         )
 
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
-        biases = {f"{PROJECTIONS[field]}.bias" for field in biased_linears(hf_config)}
+        known = self.known[str(architecture_of(hf_config))]
+        biases = {f"{PROJECTIONS[field]}.bias" for field in biased_linears(hf_config, known)}
         norms = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        known = ARCHITECTURES[str(architecture_of(hf_config))]
         return frozenset(biases | norms if known.qk_norm else biases)
 
     def parse_config(
@@ -120,14 +131,14 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         one.
         """
         architecture = str(architecture_of(hf_config))
-        known = ARCHITECTURES[architecture]
+        known = self.known[architecture]
         model_type = hf_config.get("model_type", known.model_type)
         if model_type != known.model_type:
             raise CheckpointError(
                 f"the config has model_type {model_type!r} and architecture {architecture}, whose "
                 f"model_type is {known.model_type!r}"
             )
-        refuse_unsupported(hf_config, {**NEUTRAL, "use_qk_norm": (False, known.qk_norm)})
+        refuse_unsupported(hf_config, {**LLAMA_NEUTRAL, "use_qk_norm": (False, known.qk_norm)})
         heads = count(hf_config, "num_attention_heads")
         hidden = count(hf_config, "hidden_size")
         implied = heads if "num_key_value_heads" in hf_config else known.kv_heads or heads

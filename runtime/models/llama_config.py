@@ -2,7 +2,8 @@
 
 The behaviour is that of the transformers library. A key that transformers ignores for an
 architecture is ignored here, too. The exception are keys that change the computation of other
-architectures: they may have only values without effect, see `NEUTRAL`.
+architectures: they may have only values without effect, see
+`runtime.checkpoint.huggingface_config.NEUTRAL`.
 """
 
 from collections.abc import Mapping
@@ -10,34 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.checkpoint.config_values import count, flag, number
-from runtime.checkpoint.huggingface_config import (
-    architecture_of,
-)
+from runtime.checkpoint.huggingface_config import NEUTRAL
 from runtime.errors import CheckpointError
 
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 """Defaults of ``sliding_window`` and ``max_window_layers``."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SILU = ("silu", "swish")
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+LLAMA_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": _SILU,
     "hidden_activation": _SILU,
-    **dict.fromkeys(("attention_multiplier", "mlp_multipliers", "query_pre_attn_scalar"), ()),
-    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), (1,)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "key_multiplier"), (1,)),
-    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier", "scale_emb"), (1,)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
-    **dict.fromkeys(("scale_depth", "dim_model_base", "attention_chunk_size"), ()),
-    **dict.fromkeys(("rope_local_base_freq", "no_rope_layers"), ()),
-    **dict.fromkeys(("rotary_pct", "rope_ratio"), (1,)),
-    **dict.fromkeys(("no_rope_layer_interval", "num_kv_shared_layers"), (0,)),
-    **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual"), (False,)),
-    **dict.fromkeys(("rope_interleave", "attn_temperature_tuning"), (False,)),
-    "use_bidirectional_attention": (False,),
-    "is_causal": (True,),
-    "transformers_weights": (),
+    **NEUTRAL,
 }
-"""For each key that changes the computation of some architecture: its values without effect."""
+"""`NEUTRAL`, and the activation functions of the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +69,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def biased_linears(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+def biased_linears(hf_config: Mapping[str, Any], known: Architecture) -> tuple[str, ...]:
     """Return the fields of the linears that have a bias."""
-    known = ARCHITECTURES[str(architecture_of(hf_config))]
     optional = (fields for key, fields in known.biased_if.items() if flag(hf_config, key))
     return known.biased + sum(optional, ())
 

@@ -28,6 +28,8 @@ class Model:
         device, dtype: device and dtype of the computation.
         page_size: token slots of a page.
         embed: embeddings `[n, hidden]` of token ids `[n]`.
+        embed_positions: learned embeddings `[n, hidden]` of positions `[n]`, which are added to
+            those of tokens; None if the model has none.
         layers: layers in order.
         final_norm: norm before the LM head.
         lm_head: logits `[n, own]` of the normalized residual stream.
@@ -59,6 +61,7 @@ class Model:
     step_weight_bytes: int
     plan_hash: str = ""
     group: RankGroup = ONE_RANK
+    embed_positions: Callable[[Tensor], Tensor] | None = None
     layout: CacheLayout = field(init=False)
     rope: tuple[Tensor, Tensor] = field(init=False)
 
@@ -112,6 +115,8 @@ class Model:
         def embed() -> Tensor:
             nonlocal hidden
             hidden = self.embed(batch.tokens)
+            if self.embed_positions is not None:
+                hidden = hidden + self.embed_positions(batch.positions)
             return hidden
 
         def compute(index: int) -> Tensor:

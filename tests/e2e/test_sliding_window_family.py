@@ -61,7 +61,7 @@ class AlternatingFamily(LlamaFamily):
 
     name = "Alternating"
     architectures = (TINY.architecture,)
-    gguf = None  # type: ignore[assignment]  # one family reads the files of an architecture
+    gguf = None  # one family reads the files of an architecture
 
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
         return super().optional_tensors(_qwen2(hf_config))

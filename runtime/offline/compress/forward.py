@@ -82,10 +82,10 @@ class PlainBuilder:
         first, second = self.linear(gate_field), self.linear(up_field)
         return lambda x: gate.function(first(x), second(x))
 
-    def norm(self, field: str) -> Callable[[Tensor], Tensor]:
+    def norm(self, field: str, bias: str = "") -> Callable[[Tensor], Tensor]:
         weight = getattr(self._weights, field)
-        eps = self._config.rms_norm_eps
-        return lambda x: self._family.norm.function(x, weight, eps)
+        added = getattr(self._weights, bias) if bias else None
+        return self._family.norm.plain(weight, self._config.rms_norm_eps, added)
 
 
 def forward_layer(
@@ -118,19 +118,39 @@ def forward_layer(
 def forward(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     """Return logits ``[batch, length, vocab]`` of ``tokens`` ``[batch, length]`` int64."""
     config = checkpoint.config
-    hidden = functional.embedding(tokens, checkpoint.embedding)
+    hidden = embed(checkpoint, tokens)
     rope = rope_rows(config, tokens.shape[1], hidden)
     for layer in checkpoint.layers:
         hidden = forward_layer(config, layer, hidden, rope)
     return logits(checkpoint, hidden)
 
 
+def embed(checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the input of the first layer ``[..., length, hidden]`` for ``[..., length]`` tokens.
+
+    Args:
+        dtype: dtype of the result; None for that of the embedding.
+
+    Raises:
+        CheckpointError: the model has learned positions, and fewer than tokens.
+    """
+    hidden = functional.embedding(tokens, checkpoint.embedding)
+    hidden = hidden.to(dtype or hidden.dtype)
+    positions, length = checkpoint.positions, tokens.shape[-1]
+    if positions is None:
+        return hidden
+    if length > len(positions):
+        raise CheckpointError(f"{length} tokens exceed the model's {len(positions)} positions")
+    return hidden + positions[:length].to(hidden.dtype)
+
+
 def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
     """Return logits ``[..., vocab]`` from the output of the last layer, ``[..., hidden]``."""
     config = checkpoint.config
-    norm = model_family(config).norm.function
-    normed = norm(hidden, checkpoint.final_norm, config.rms_norm_eps)
-    return functional.linear(normed, checkpoint.lm_head)
+    norm = model_family(config).norm.plain(
+        checkpoint.final_norm, config.rms_norm_eps, checkpoint.final_norm_bias
+    )
+    return functional.linear(norm(hidden), checkpoint.lm_head)
 
 
 def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.offline.compress.forward import (
     HeadObserver,
     Observer,
+    embed,
     forward_layer,
     logits,
     rope_rows,
@@ -43,10 +43,10 @@ class LayerwiseModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first layer for ``tokens`` ``[n, length]``."""
-        table = self.checkpoint.embedding
+        device = self.checkpoint.embedding.device
         hidden = self.empty(tokens)
         for row, into in zip(tokens, hidden, strict=True):
-            into.copy_(functional.embedding(row.to(table.device), table))
+            into.copy_(embed(self.checkpoint, row.to(device), torch.float32))
         return hidden
 
     def empty(self, tokens: Tensor) -> Tensor:
@@ -115,11 +115,12 @@ class LayerwiseModel:
         """
         checkpoint = self.checkpoint
         with self.watch.measure("reading weights"):
-            final_norm, lm_head = (
-                moved(weight, self.device, torch.float32, {})
-                for weight in (checkpoint.final_norm, checkpoint.lm_head)
-            )
-            head = replace(checkpoint, final_norm=final_norm, lm_head=lm_head)
+            names = ("final_norm", "final_norm_bias", "lm_head")
+            weights = {
+                name: moved(getattr(checkpoint, name), self.device, torch.float32, {})
+                for name in names
+            }
+            head = replace(checkpoint, **weights)
         for row in hidden:
             with self.watch.measure("head"):  # includes what the caller computes from the logits
                 x = self._on_device(row[None]).requires_grad_(torch.is_grad_enabled())

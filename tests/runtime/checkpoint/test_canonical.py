@@ -42,6 +42,14 @@ CONFIG = ModelConfig(
     eos_token_ids=(2, 60),
 )
 ROPES = {
+    "longrope": RopeConfig(
+        scaling="longrope",
+        factor=4.0,
+        original_context=250,
+        attention_factor=1.25,
+        short_factor=(1.0, 1.5, 2.0),
+        long_factor=(1.0, 3.0, 5.0),
+    ),
     "default": RopeConfig(theta=12_345.0, frequency_divisors=(1.0, 2.0, 8.0)),
     "linear": RopeConfig(scaling="linear", factor=3.0),
     "llama3": RopeConfig(

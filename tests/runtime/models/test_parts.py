@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from runtime.models.family import RMS_NORM, SWIGLU, Gate, Norm
+from runtime.models.family import LAYER_NORM, RMS_NORM, SWIGLU, Gate, Norm
 
 
 def test_serving_callables_equal_their_functions() -> None:
@@ -16,3 +16,12 @@ def test_serving_callables_equal_their_functions() -> None:
     for combine in (SWIGLU, Gate(lambda gate, up: functional.gelu(gate) * up)):
         served = combine.for_serving()(x)
         torch.testing.assert_close(served, combine.function(gate, up), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_add_their_bias() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = torch.randn(7, 48), torch.randn(48), torch.randn(48, generator=generator)
+    expected = functional.layer_norm(x, (48,), weight, bias, 1e-5)
+    for made in (LAYER_NORM.for_serving, LAYER_NORM.plain):
+        assert torch.equal(made(weight, 1e-5, bias)(x), expected)
+        assert not torch.equal(made(weight, 1e-5)(x), expected)
