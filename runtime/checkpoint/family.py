@@ -21,6 +21,8 @@ ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
 _BUILT_IN = (
     "runtime.models.llama:LLAMA",
+    "runtime.models.opt:OPT",
+    "runtime.models.phi3:PHI3",
 )
 """Families of this package, named as strings because their modules import this one."""
 

@@ -11,6 +11,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -44,6 +48,23 @@ YARN = {
     "original_max_position_embeddings": 24,
     "rope_theta": 1000.0,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "factor": 3.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 2.5, 4.0, 7.0],
+}
+
+
+def opt(**facts: Any) -> Any:
+    return OPTForCausalLM(OPTConfig(**{**TINY, "ffn_dim": 80, **facts}))
+
+
+def phi3(**facts: Any) -> Any:
+    return Phi3ForCausalLM(Phi3Config(**{**TINY, **facts}))
+
+
 MODELS: dict[str, Any] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)),
@@ -59,13 +80,24 @@ MODELS: dict[str, Any] = {
     "qwen3-yarn": lambda: Qwen3ForCausalLM(
         Qwen3Config(**TINY, head_dim=16, rope_parameters={**YARN, "truncate": False})
     ),
+    "opt": opt,
+    "opt-untied": lambda: opt(enable_bias=False, tie_word_embeddings=False),
+    "phi3": phi3,
+    # Of these, the first is limited to the original context. The other extends it.
+    "phi3-short": lambda: phi3(rope_parameters=dict(LONGROPE), original_max_position_embeddings=96),
+    "phi3-long": lambda: phi3(rope_parameters=dict(LONGROPE), original_max_position_embeddings=32),
 }
 
 
 def save_random(name: str, directory: Path, **options: Any) -> Any:
     """Save a model with random weights, including norms and biases."""
     torch.manual_seed(len(name))
-    model = MODELS[name]().eval()
+    return save_with_noise(MODELS[name](), directory, **options)
+
+
+def save_with_noise(model: Any, directory: Path, **options: Any) -> Any:
+    """Add random numbers to all weights of a new model, and save it."""
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)

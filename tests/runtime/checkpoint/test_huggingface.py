@@ -26,7 +26,8 @@ from tests.runtime.checkpoint.samples import (
 @pytest.mark.parametrize("length", [1, 63])
 def test_logits_equal_those_of_transformers(name: str, length: int, tmp_path: Path) -> None:
     model = save_random(name, tmp_path)
-    tokens = torch.randint(0, 97, (3, length))
+    # With few tokens, transformers uses the short factors of LongRoPE.
+    tokens = torch.randint(0, 97, (3, 63 if name == "phi3-long" else length))
     with torch.no_grad():
         expected = model(tokens).logits
     actual = forward(load_checkpoint(tmp_path), tokens)

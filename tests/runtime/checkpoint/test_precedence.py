@@ -19,6 +19,7 @@ from runtime.offline.compress.forward import forward
 from tests.runtime.checkpoint.samples import (
     LINEAR,
     LLAMA3,
+    LONGROPE,
     YARN,
     change_config,
     change_weights,
@@ -89,6 +90,22 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "attention_factor": 1.3}}),
     ("llama", {"rope_parameters": YARN | {"factor": None}}),
     ("llama", {"rope_parameters": LLAMA3 | {"attention_factor": 1.3}}),
+    ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}}),
+    ("llama", {"rope_parameters": LONGROPE}),
+    ("phi3-long", {"original_max_position_embeddings": ABSENT}),
+    *(
+        ("phi3-long", {"rope_parameters": LONGROPE | change})
+        for change in (
+            {"factor": None},
+            {"factor": 0.5},
+            {"attention_factor": 1.3},
+            {"original_max_position_embeddings": 48},
+        )
+    ),
+    ("phi3", {"rms_norm_eps": ABSENT}),
+    ("phi3", {"tie_word_embeddings": ABSENT}),
+    ("opt", {"tie_word_embeddings": ABSENT, "enable_bias": ABSENT}),
+    ("opt", {"word_embed_proj_dim": ABSENT, "do_layer_norm_before": ABSENT}),
 ]
 
 
@@ -102,6 +119,9 @@ def test_config_keys_have_the_precedence_of_transformers(
 
 
 WINDOWS: list[tuple[str, dict[str, Any], int]] = [
+    ("phi3", {"sliding_window": ABSENT}, 96),
+    ("phi3", {"sliding_window": 8, "use_sliding_window": False}, 8),
+    ("phi3-long", {"sliding_window": 40}, 40),
     ("llama", {**SLIDES, "sliding_window": 8}, 96),
     ("mistral", {"sliding_window": 8, "use_sliding_window": False}, 8),
     ("mistral", {"sliding_window": 8, "layer_types": LAST_LAYER}, 8),
