@@ -16,7 +16,8 @@ class SourceFormat(StrEnum):
 
     Attributes:
         DENSE: no factor pairs; the linear of q is ``q_proj``.
-        SVD_LLM: U and V of q are ``q_u_proj`` and ``q_v_proj``.
+        SVD_LLM: U and V of q are ``q_u_proj`` and ``q_v_proj``, those of OPT's fc1 ``fc1_u_proj``
+            and ``fc1_v_proj``.
         SVD_LLM_V2: U and V of q are ``q_proj.u_proj`` and ``q_proj.v_proj``.
         LINEAR_PAIR: U and V of q are ``q_proj.ALinear`` and ``q_proj.BLinear``, or the reverse.
         BASIS_SHARING: U of q is ``q_proj``, and V ``q_basis``, which layers share.
@@ -31,16 +32,22 @@ class SourceFormat(StrEnum):
 
 PROJECTION = r"(?P<projection>q|k|v|o|gate|up|down)"
 _OF_LAYER = r"(?P<layer>model\.layers\.\d+\.(?:self_attn|mlp)\.)"
+_ANY_LAYER = r"(?P<layer>model\.(?:decoder\.)?layers\.\d+\.(?:self_attn\.|mlp\.)?)"
+_PROJECTED = r"q|k|v|o|out|gate|up|down"
+_LINEAR = rf"(?P<linear>(?:{_PROJECTED})_proj|fc[12])"
+"""Module name of a linear, in which OPT's fc1 and fc2 have no ``_proj``."""
 _END = r"\.(?P<kind>weight|bias)"
 PATTERNS = {
-    SourceFormat.SVD_LLM: re.compile(rf"{_OF_LAYER}{PROJECTION}_(?P<factor>[uv])_proj{_END}"),
-    SourceFormat.SVD_LLM_V2: re.compile(
-        rf"{_OF_LAYER}{PROJECTION}_proj\.(?P<factor>[uv])_proj{_END}"
+    SourceFormat.SVD_LLM: re.compile(
+        rf"{_ANY_LAYER}(?P<linear>{_PROJECTED}|fc[12])_(?P<factor>[uv])_proj{_END}"
     ),
+    SourceFormat.SVD_LLM_V2: re.compile(rf"{_ANY_LAYER}{_LINEAR}\.(?P<factor>[uv])_proj{_END}"),
     SourceFormat.LINEAR_PAIR: re.compile(
-        rf"(?:{_OF_LAYER}{PROJECTION}_proj|lm_head)\.(?P<factor>[AB])Linear{_END}"
+        rf"(?:{_ANY_LAYER}{_LINEAR}|lm_head)\.(?P<factor>[AB])Linear{_END}"
     ),
-    SourceFormat.BASIS_SHARING: re.compile(rf"{_OF_LAYER}{PROJECTION}_(?P<factor>basis){_END}"),
+    SourceFormat.BASIS_SHARING: re.compile(
+        rf"{_OF_LAYER}(?P<linear>{_PROJECTED})_(?P<factor>basis){_END}"
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from runtime.checkpoint.safetensors_file import (
 )
 from runtime.checkpoint.sharing import Groups, with_shared_bases
 from runtime.checkpoint.source_format import SourceFormat
+from runtime.checkpoint.stored_names import full_names, in_parts
 from runtime.checkpoint.weights import Checkpoint, parameters_kept
 from runtime.errors import CheckpointError
 from runtime.offline.convert.formats import to_canonical
@@ -77,21 +78,24 @@ def convert(path: Path) -> tuple[Checkpoint, Source]:
 
 def _convert(path: Path) -> tuple[Checkpoint, Source]:
     hf_config, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
-    named = to_canonical(tensors)
-    stored = _stored_dtype(named.tensors)
     hf_config = _with_known_architecture(hf_config)
+    family = family_of_config(hf_config)
+    full = full_names(family.tensor_names, tensors)
+    named = to_canonical({name: tensors[stored] for name, stored in full.items()})
+    stored_dtype = _stored_dtype(named.tensors)
     config = parse_config(hf_config, generation)
     if named.head_was_factorized:
         config = replace(config, tied_embeddings=False)
-    source = _TensorsInMemory(named.tensors)
+    names = {name: name for name in named.tensors}
+    source = in_parts(_TensorsInMemory(named.tensors), names, family.stored_parts(config))
     if named.format is SourceFormat.DENSE:
-        optional = family_of_config(hf_config).optional_tensors(hf_config)
+        optional = family.optional_tensors(hf_config)
     else:  # factorized modules may have biases that the config does not declare
         optional = optional_tensors_of(config, source)
     made = assemble(config, source, optional, HashedFiles("", ()))
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
     made = replace(made, keep=round(parameters_kept(made), 4))
-    return made, Source(named.format, stored)
+    return made, Source(named.format, stored_dtype)
 
 
 @dataclass(frozen=True)

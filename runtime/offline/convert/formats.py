@@ -20,8 +20,6 @@ _BASIS_COPY = re.compile(rf"model\.{PROJECTION}_basis\.(?P<number>\d+)\.weight")
 _IGNORED = re.compile(r".*\.rotary_emb\..*")
 _UNSUPPORTED = {
     "us_quan": "Dobi-SVD's remapped 8-bit weights",
-    "fc1_u_proj": "OPT",
-    "decoder.layers.": "OPT",
     "transformer.h.": "GPT-2",
 }
 
@@ -74,7 +72,9 @@ def _renamed(
             continue
         owner = _HEAD
         if match["layer"]:
-            owner = f"{match['layer']}{match['projection']}_proj"
+            linear = match["linear"]
+            whole = linear.endswith("_proj") or linear.startswith("fc")
+            owner = match["layer"] + (linear if whole else f"{linear}_proj")
         factor = "v" if match["factor"] == "basis" else match["factor"]
         bias_on_u = source_format in (SourceFormat.SVD_LLM, SourceFormat.SVD_LLM_V2)
         if match["kind"] == "bias" and bias_on_u:
