@@ -200,15 +200,19 @@ def nbytes(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> int:
 def step_weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """Return the bytes of the weights that a decode step reads: a shared V once for each layer.
 
-    They are those of all layers, the final norm and the LM head. Layers on demand are not read.
+    They are those of all layers, the final norm and the LM head, but no embeddings of tokens and
+    positions. Layers on demand are not read.
 
     Args:
         dtype: dtype in which the tensors are counted.
     """
     shapes = replace(checkpoint, layers=layer_shapes(checkpoint))
-    embedding = 0 if checkpoint.config.tied_embeddings else checkpoint.embedding.numel()
-    elements = sum(tensor.numel() for _, tensor in named_tensors(shapes))
-    return (elements - embedding) * dtype.itemsize
+    names = family_of(checkpoint.config.architecture).tensor_names
+    embeddings = {names.positions}
+    if not checkpoint.config.tied_embeddings:
+        embeddings.add(names.embedding)
+    read = [tensor for name, tensor in named_tensors(shapes) if name not in embeddings]
+    return sum(tensor.numel() for tensor in read) * dtype.itemsize
 
 
 def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:

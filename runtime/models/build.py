@@ -1,6 +1,8 @@
 """Build models whose linear layers use torch or, on the CPU, oneDNN and `runtime.layers.loops`."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
