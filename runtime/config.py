@@ -28,8 +28,8 @@ class RopeConfig:
             scaling; empty if there are none. GGUF files store the interpolation of Llama 3 in this
             form.
         short_factor, long_factor: divisors of the frequencies in ``longrope``, ``[head_dim / 2]``.
-            A model whose context length is above ``original_context`` uses ``long_factor`` for all
-            sequences, another one ``short_factor``.
+            For sequences of all lengths, ``long_factor`` is used if the context length of the model
+            is above ``original_context``, else ``short_factor``.
     """
 
     theta: float = 10_000.0

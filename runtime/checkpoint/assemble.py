@@ -100,9 +100,9 @@ def assemble(
 
 
 def _ends(names: TensorNames, config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name and shape of the tensors that every rank needs outside the layers.
+    """Return the name and shape of each tensor outside the layers that every rank holds whole.
 
-    Keys are the fields of `Checkpoint`.
+    Keys are fields of `Checkpoint`. Tensors that the model family does not have are left out.
     """
     width = config.hidden_size
     ends = {
@@ -198,10 +198,10 @@ def nbytes(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> int:
 
 
 def step_weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that a decode step reads: a shared V once for each layer.
+    """Return the bytes of the weights that a decode step reads.
 
-    They are those of all layers, the final norm and the LM head, but no embeddings of tokens and
-    positions. Layers on demand are not read.
+    These are all layers, the final norm and the LM head, without the token and position
+    embeddings. A shared V counts once for each of its linears. Layers on demand are not read.
 
     Args:
         dtype: dtype in which the tensors are counted.

@@ -8,7 +8,7 @@ from runtime.config import RopeConfig
 from runtime.errors import CheckpointError
 
 _DIVISORS = ("frequency_divisors", "short_factor", "long_factor")
-"""Attributes of `RopeConfig` with one value for each pair of dimensions, or none."""
+"""Attributes of `RopeConfig` that are empty or hold one divisor for each pair of dimensions."""
 
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:

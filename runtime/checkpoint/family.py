@@ -94,9 +94,10 @@ class TensorNames:
     """Names of the tensors outside the layers, and the name prefix of layer ``{index}``.
 
     Attributes:
-        positions: learned embeddings of positions ``[context_length, hidden]``, which are added to
-            those of tokens; empty if the model has none.
-        final_norm_bias: bias of the norm before the LM head ``[hidden]``; empty if it has none.
+        positions: learned position embeddings ``[context_length, hidden]``, which are added to the
+            token embeddings; an empty name if the model has none.
+        final_norm_bias: bias of the norm before the LM head ``[hidden]``; an empty name if the norm
+            has none.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -112,10 +113,10 @@ class TensorNames:
 
 
 StoredParts = Mapping[str, Sequence[tuple[str, int]]]
-"""For the name of a stored tensor, the name and the number of rows of each of its parts.
+"""Stored tensors that hold several tensors: by name, the name and number of rows of each part.
 
-Parts are in the order of rows, and have the names that `LayerLayout` and `TensorNames` list. Rows
-of a part with an empty name are not used.
+Parts are in the order of their rows. Their names are those of `LayerLayout` and `TensorNames`. Rows
+of a part with an empty name are skipped.
 """
 
 
@@ -185,7 +186,7 @@ class CheckpointFamily(ABC):
         return frozenset()
 
     def stored_parts(self, config: ModelConfig) -> StoredParts:  # noqa: ARG002
-        """Return the tensors of a Hugging Face folder that hold several tensors of the family."""
+        """Return the tensors of a Hugging Face folder that hold several, such as q, k and v."""
         return {}
 
 

@@ -32,9 +32,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "transformers_weights": (),
 }
-"""For each key that changes the computation of some architecture: its values without effect.
+"""Keys that change the computation of some architecture, each with its values without effect.
 
-Families refuse other values, except those of keys that they support.
+A family refuses all other values of a key that it does not support.
 """
 
 
@@ -205,7 +205,7 @@ def _numbers(rope: Mapping[str, Any], key: str, *, required_by: str = "") -> tup
     """Return the numbers under ``key``.
 
     Args:
-        required_by: rope type that needs them; empty if they may be absent.
+        required_by: rope type that requires the key; empty if the key may be absent.
     """
     values = rope.get(key, [])
     if not isinstance(values, list):
@@ -235,7 +235,7 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 def _longrope_attention_factor(rope: Mapping[str, Any], factor: float, original: int) -> float:
     """Return the factor of cos and sin under LongRoPE (arXiv 2402.13753, section 3.1).
 
-    The default is ``sqrt(1 + ln(factor) / ln(original))``, or 1 without an extension.
+    The default is ``sqrt(1 + ln(factor) / ln(original))``, or 1 if ``factor`` is at most 1.
     """
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor")

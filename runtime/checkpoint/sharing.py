@@ -1,7 +1,7 @@
 """Bases (V of factor pairs) shared by several layers, in memory and in files.
 
-Linears share a basis if their V is the same tensor object. If layers are read on demand, that of
-their shapes is (`LayersOnDemand.shapes`).
+Linears share a basis if their V is the same tensor object. For layers on demand, this is the V in
+`LayersOnDemand.shapes`, because every read creates new tensors.
 
 A group is a tuple with the names of all linears that have the same V. An example of a name is
 ``model.layers.0.self_attn.q_proj``.
@@ -33,11 +33,12 @@ def basis_groups(checkpoint: Checkpoint) -> Groups:
 
 
 def layers_with_bases(checkpoint: Checkpoint) -> Iterator[tuple[Any, frozenset[int]]]:
-    """Yield each layer, and the ``id()`` of every V so far that later layers share.
+    """Yield each layer with the ``id()`` of every V read so far that a later layer shares.
 
-    The linears of a group have the same V tensor object, also in layers that are read on demand. It
-    stays in memory until the last layer of the group was used. Python may then reuse its id, so
-    that a consumer that stores results by the ids of tensors must keep only those of these V.
+    All linears of a group get the same V tensor object, also in layers on demand. A V stays in
+    memory until the last layer of its group has been used. Python may then reuse its id. A consumer
+    that caches results by the id of a V must therefore drop, after each layer, the results whose
+    ids are not among the yielded ones.
     """
     bases = [_bases_of(layer) for layer in layer_shapes(checkpoint)]
     last = {basis: index for index, own in enumerate(bases) for basis in own.values()}
@@ -50,12 +51,15 @@ def layers_with_bases(checkpoint: Checkpoint) -> Iterator[tuple[Any, frozenset[i
 
 
 def _bases_of(shapes: Any) -> dict[str, int]:
-    """Return a number for the V of each factor pair of a layer, the same where V is shared."""
+    """Return the basis number of each factor pair of a layer, by field.
+
+    Linears that share a V have the same number.
+    """
     return {name: id(pair.v) for name, pair in linears_of(shapes) if isinstance(pair, FactorPair)}
 
 
 def _with_bases(layer: Any, bases: Mapping[str, int], held: dict[int, Tensor]) -> Any:
-    """Return a layer with the V of ``held``, by the number of its basis; add those not yet held."""
+    """Return a layer whose V are those in ``held``, by basis number. Add missing V to ``held``."""
     pairs: dict[str, FactorPair] = {name: getattr(layer, name) for name in bases}
     first = {name: held.setdefault(bases[name], pair.v) for name, pair in pairs.items()}
     changed = {n: replace(pair, v=first[n]) for n, pair in pairs.items() if pair.v is not first[n]}

@@ -59,7 +59,7 @@ def require_divisible(config: ModelConfig) -> None:
 def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
     """Return a checkpoint with the rank's part of the layers.
 
-    The checkpoint's embedding and LM head must have the rank's rows already, and
+    The embedding and LM head of the checkpoint must already be limited to the rank's rows, and
     `require_divisible` must have accepted its shape. Slices of layers on demand are copies, so that
     the whole layers do not stay in memory.
     """
@@ -82,11 +82,11 @@ def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint
 
 @dataclass(frozen=True)
 class _Slicer:
-    """Slices layers whose tensors all stay in memory.
+    """Slices layers, all of whose tensors must stay in memory as long as the slicer is used.
 
     Attributes:
-        shared: slices of V by the id of the tensor, the rows and the columns, so that layers that
-            share a basis share its slice.
+        shared: cached slices of V, by the id of the tensor, the rows and the columns. Layers that
+            share a basis thus share its slice.
     """
 
     partition: Partition
@@ -151,7 +151,7 @@ class _Slicer:
         return self.partition.rows(divided, self.head_dim)
 
     def _v(self, v: Tensor, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """Return some rows or some columns of a V."""
+        """Return the given rows or columns of a V, None for all. Equal slices are one tensor."""
         rows = range(len(v)) if rows is None else rows
         columns = range(v.shape[1]) if columns is None else columns
         return self.shared.setdefault((id(v), rows, columns), _columns(_rows(v, rows), columns))

@@ -35,7 +35,7 @@ _OF_LAYER = r"(?P<layer>model\.layers\.\d+\.(?:self_attn|mlp)\.)"
 _ANY_LAYER = r"(?P<layer>model\.(?:decoder\.)?layers\.\d+\.(?:self_attn\.|mlp\.)?)"
 _PROJECTED = r"q|k|v|o|out|gate|up|down"
 _LINEAR = rf"(?P<linear>(?:{_PROJECTED})_proj|fc[12])"
-"""Module name of a linear, in which OPT's fc1 and fc2 have no ``_proj``."""
+"""Pattern of a linear's module name. All but OPT's fc1 and fc2 end with ``_proj``."""
 _END = r"\.(?P<kind>weight|bias)"
 PATTERNS = {
     SourceFormat.SVD_LLM: re.compile(

@@ -1,6 +1,6 @@
-"""Tensors of Hugging Face folders under the names of the model family.
+"""Map the tensors of a Hugging Face folder to the tensor names of the model family.
 
-Folders may omit the prefix of all names, and may store several tensors as one.
+A folder may omit the common prefix of all names, and may store several tensors as one.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,10 +14,10 @@ from runtime.errors import CheckpointError
 
 
 def full_names(names: TensorNames, stored: Collection[str]) -> Mapping[str, str]:
-    """Return the stored name of each tensor by its full name.
+    """Return a mapping from the full name of each tensor to its stored name.
 
-    A model that transformers saved without its LM head lacks the first component of all names, such
-    as ``model.``.
+    If transformers saved a model without its LM head, all names lack their first component, such as
+    ``model.``.
     """
     prefix = names.layer.partition(".")[0] + "."
     if names.embedding in stored or names.embedding.removeprefix(prefix) not in stored:
@@ -30,7 +30,8 @@ class RowsSource:
     """A `TensorSource` whose tensors are rows of the tensors of another source.
 
     Attributes:
-        rows: for each name, the name in ``source`` and the rows. Tensors are read on demand.
+        rows: for each name, the name of a tensor in ``source`` and its rows. Tensors are read on
+            demand.
     """
 
     source: TensorSource
@@ -49,14 +50,14 @@ _ALL = slice(None)
 
 
 def in_parts(source: TensorSource, names: Mapping[str, str], parts: StoredParts) -> TensorSource:
-    """Return the tensors of a source with their full names, and with stored tensors in parts.
+    """Return a source with full tensor names, whose combined tensors are split into their parts.
 
     Args:
         names: see `full_names`.
         parts: see `CheckpointFamily.stored_parts`.
 
     Raises:
-        CheckpointError: a tensor that has parts is missing, and its parts are not stored either.
+        CheckpointError: neither a combined tensor nor any of its parts is stored.
     """
     rows = {name: (stored, _ALL) for name, stored in names.items()}
     for whole, members in parts.items():

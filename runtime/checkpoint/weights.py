@@ -90,7 +90,7 @@ class LayersOnDemand(Sequence[Any]):
     Attributes:
         read: reads a layer, which is not kept.
         shapes: the layers with tensors on the meta device, which have shapes but no content. A V
-            that several layers share is one tensor object, see `runtime.checkpoint.sharing`.
+            that layers share is one tensor object here; see `runtime.checkpoint.sharing`.
     """
 
     def __init__(self, read: Callable[[int], Any], shapes: Sequence[Any]) -> None:
@@ -132,7 +132,7 @@ class Checkpoint:
         partition: the part of the model that this is, see `runtime.checkpoint.slices`; None for a
             whole model.
         files: the files that were hashed; empty if the checkpoint was not read from files.
-        positions: learned embeddings of positions ``[context_length, hidden]``, or None.
+        positions: learned position embeddings ``[context_length, hidden]``, or None.
         final_norm_bias: bias of the norm before the LM head, ``[hidden]``, or None.
     """
 
@@ -199,7 +199,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def shapes_of(layers: Sequence[Any]) -> tuple[Any, ...]:
-    """Return layers with tensors on the meta device, shared where those of ``layers`` are."""
+    """Return copies of layers on the meta device. Tensors that layers share remain shared."""
     made: dict[int, Tensor] = {}
     shapes: tuple[Any, ...] = mapped(
         tuple(layers), lambda tensor: made.setdefault(id(tensor), tensor.to("meta"))

@@ -1,9 +1,9 @@
 """Steps of the first rank of a worker, sent to the other ranks (followers) in other processes.
 
 The first rank writes each call of its executor into a ring in shared memory, and each follower
-repeats the call on its own executor, in the same order: a follower knows of a launch or a read
-before the first rank executes it and may block in a collective. Plans are sent as deltas, see
-`runtime.engine.plan_deltas`.
+repeats the call on its own executor, in the same order. A launch or a read is sent before the first
+rank executes it, because it may block in a collective until all ranks execute it. Plans are sent as
+deltas, see `runtime.engine.plan_deltas`.
 
 A message is its number, a `Call` and the arguments. Followers check that no number is missing, and
 that events and sampled tokens equal those of the first rank.
@@ -39,7 +39,7 @@ _NOT_FINITE = -2
 
 
 class Call(IntEnum):
-    """A method of an executor or of `LaunchedStep`, or, with `TOKENS`, the result of `READ`."""
+    """A method of an executor or of `LaunchedStep`. `TOKENS` is the result of the last `READ`."""
 
     START = 0
     WARM_UP = 1
@@ -186,7 +186,7 @@ class StepChannel:
         self._send(Call.READ, [step, ready])
 
     def tokens(self, draws: Sequence[Draw | None]) -> None:
-        """Send what the first rank has read, which followers compare with their own."""
+        """Send the draws that the first rank has read. Followers compare their tokens with them."""
         self._send(Call.TOKENS, [*map(_token, draws)])
 
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ class LaunchedStep(Protocol):
         A draw is None if the logits are not finite. It is `runtime.steps.replay.UNRESOLVED` if the
         token could not be drawn and the next step samples it again.
 
-        All ranks of a worker must read it, in the same order among their other calls.
+        All ranks of a worker must call it, in the same order relative to their other calls.
         """
         ...
 

@@ -33,7 +33,7 @@ class RankStep:
         """Wait for the step on the first rank and return its draws.
 
         Every rank reads, because reading may complete the sampling of a token, which needs the
-        logits of all ranks. The others then compare their tokens with these.
+        logits of all ranks. The other ranks then compare their tokens with those of the first.
         """
         self.channel.read(self.number, self.ready)
         draws = self.first.read()
@@ -44,10 +44,10 @@ class RankStep:
 class Ranks(Executor):
     """Launches every step on all ranks and takes the tokens of the first rank.
 
-    Ranks exchange activations and what sampling needs of the logits. Sampling depends on these and
-    on the plan alone; all ranks therefore sample the same tokens.
+    Ranks exchange activations and, for sampling, reductions of their logits. Sampling depends only
+    on these and on the plan, so all ranks sample the same tokens.
 
-    A call that may block until all ranks execute it is sent before it is executed here.
+    A call that may block until all ranks execute it is sent before the first rank executes it.
 
     Args:
         first: executor of the first rank, in this process.

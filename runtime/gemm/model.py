@@ -104,7 +104,7 @@ def build_gemm_model(
 def _layers(
     weights: PackedWeights, plan: KernelPlan, group: RankGroup, *, fused: bool
 ) -> list[DecoderLayer]:
-    """Return the layers.
+    """Return the decoder layers over packed weights.
 
     Args:
         fused: whether head norms and prefill attention may be fused; see `packed_parts`.
@@ -195,7 +195,7 @@ def build_fastest_model(
 def _unsupported_family(config: ModelConfig) -> str | None:
     """Return why `runtime.gemm` cannot run a model of this config, or None if it can.
 
-    Reasons are the model family, sliding windows and learned positions.
+    Reasons are the model family, sliding windows and learned position embeddings.
     """
     family = model_family(config)
     if any(config.windows):

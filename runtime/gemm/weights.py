@@ -59,7 +59,7 @@ class PackedLayer:
         input_norm, post_norm: offsets of the RMSNorm weights `[hidden]`.
         inner: stacked V of each group of `PROJECTION_GROUPS` with factor pairs, by the name of the
             group's first projection. Each rank is padded to a multiple of 8. Layers that share all
-            V of a group have the same object.
+            V of a group hold the same object.
         outer: matrix of each projection by name: W if it is dense, U if it is a factor pair.
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
@@ -135,7 +135,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, with padding. A matrix that several layers share counts once."""
+        """Bytes of all weights in memory, with padding. A matrix that layers share counts once."""
         tensors = [self.embedding, *(matrix.weight for matrix in self._matrices())]
         distinct = {id(tensor): tensor for tensor in tensors}.values()
         padded = sum(len(tensor) * tensor.stride(0) * tensor.itemsize for tensor in distinct)
@@ -143,7 +143,7 @@ class PackedWeights:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of the matrices that a decode step reads: a shared one once for each layer."""
+        """Bytes of the matrices that a decode step reads. Shared ones count once per layer."""
         return sum(matrix.weight.nbytes for matrix in self._matrices())
 
     def _matrices(self) -> Iterator[PackedMatrix]:
@@ -214,8 +214,8 @@ class _Packer:
     """Packs one layer after another, and collects norms and biases in ``vectors``.
 
     Attributes:
-        shared: stacks of V that later layers share as a whole, by the ids of the V. A stack of
-            which they share only some V is packed again.
+        shared: packed stacks of V, by the ids of their V, all of which later layers share. If two
+            layers share only some V of a stack, each has a stack of its own.
     """
 
     upload: Uploader

@@ -23,7 +23,7 @@ class SummedProjection:
     V and columns of the U of a factor pair. Biases are held by one rank.
 
     Args:
-        shared: V of earlier projections. One with the same weights is reused; a new one is added.
+        shared: V of earlier projections. A V that is found there is reused, others are added.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""The vocabulary of a worker whose ranks divide the rows of the embedding and of the LM head."""
+"""The vocabulary of a worker whose ranks divide the rows of the embedding and of the LM head.
+
+In shapes, ``own`` is the number of token ids of this rank.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +20,10 @@ Embedding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The token ids of a model. Each rank of a worker has the logits of its own ids only.
+    """Division of token ids among the ranks of a worker, each of which has the logits of its own.
 
     Attributes:
-        parts: consecutive ids of each rank.
+        parts: consecutive token ids of each rank.
         group: the ranks of the worker.
     """
 
@@ -29,22 +32,22 @@ class Vocabulary:
 
     @classmethod
     def of(cls, size: int, partition: Partition | None = None, group: RankGroup = ONE_RANK) -> Self:
-        """Return a vocabulary of ``size`` ids; without a partition, of one rank."""
+        """Return a vocabulary of ``size`` ids. Without a partition, one rank has all of them."""
         return cls((range(size),) if partition is None else partition.vocabulary, group)
 
     @property
     def size(self) -> int:
-        """Number of all ids."""
+        """Number of token ids of all ranks."""
         return self.parts[-1].stop
 
     @property
     def own(self) -> range:
-        """Ids of this rank."""
+        """Token ids of this rank."""
         return self.parts[self.group.rank]
 
     @property
     def widest(self) -> int:
-        """Largest number of ids of a rank."""
+        """Maximum number of token ids of a rank."""
         return max(map(len, self.parts))
 
     @property
@@ -53,13 +56,16 @@ class Vocabulary:
         return len(self.parts) > 1
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of ids among `own`, 0 for those of other ranks, and which are own."""
+        """Return the index of each id within `own`, and whether the id is one of them.
+
+        The index of another rank's id is 0. Both results have the shape of ``ids``.
+        """
         own = self.own
         is_own = (ids >= own.start) & (ids < own.stop)
         return (ids - own.start).where(is_own, 0), is_own
 
     def embedding(self, embed: Embedding) -> Embedding:
-        """Return the embedding of all ids, from that of this rank's rows."""
+        """Return an embedding of all ids, given that of this rank's ids. All ranks must call it."""
         if not self.divided:
             return embed
 
@@ -70,9 +76,9 @@ class Vocabulary:
         return look_up
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Return the logits of all ids, `[m, size]`, from those of each rank, `[m, own]`.
+        """Gather the logits of all ids, `[m, size]`, from those of each rank, `[m, own]`.
 
-        Every rank must call it.
+        All ranks must call it.
         """
         if not self.divided:
             return logits

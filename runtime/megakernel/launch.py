@@ -81,9 +81,9 @@ class DecodeStep:
         batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
             tensors.
         attend: computes the attention of each layer; None if the megakernel computes it.
-        memory: memory of the ranks of the worker, if there are several. All of them construct and
-            launch the same steps in the same order.
-        first_token: first row of the vocabulary that this rank holds.
+        memory: memory through which the ranks of the worker exchange messages; None for one rank.
+            All ranks must construct and launch the same steps in the same order.
+        first_token: id of the first token whose row of the vocabulary this rank holds.
         programs: number of programs. All must be resident, so at most one per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: maximum copies in flight after one was started and waited for, for
@@ -92,7 +92,8 @@ class DecodeStep:
 
     Attributes:
         batch: the batch that was passed to the constructor.
-        logits: fp32 `[sequences, own]`, overwritten by every launch.
+        logits: logits of the tokens of this rank, fp32 `[sequences, own]`, overwritten by every
+            launch.
 
     Raises:
         ValueError: the kernel does not support the model or the sizes.
@@ -253,13 +254,13 @@ def _workspace(
 def _exchange(
     memory: PeerMemory | None, first_token: int, sizes: tuple[int, int, int], device: torch.device
 ) -> tuple[Tensor, arguments.Ranks]:
-    """Allocate the messages that ranks send to one another.
+    """Allocate the messages that other ranks may write.
 
     Args:
-        sizes: number of sequences, and of activations and of sums for each.
+        sizes: number of sequences, activations per sequence, and sums per sequence.
 
     Returns:
-        `arguments.Messages.activations`, and the argument about the ranks.
+        `arguments.Messages.activations` and `arguments.Ranks`.
     """
     sequences, stride, sums = sizes
     if memory is None:

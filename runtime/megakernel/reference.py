@@ -67,7 +67,7 @@ class _State:
 
     Attributes:
         messages: activations.
-        partials: addends of each rank, for each third of `kernels.arguments.Ranks.partials`.
+        partials: addends by (third, rank), see `kernels.arguments.Ranks.partials`.
         hidden: residual stream.
     """
 
@@ -84,7 +84,7 @@ class Interpreter:
     Args:
         planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`.
         tall: as in `build_passes`; changes tiles, not results.
-        partition: part of the rank, of several.
+        partition: part of the model that this rank has; None for one rank.
 
     Attributes:
         passes: the pass list, including the end marker.
@@ -124,13 +124,13 @@ class Interpreter:
         return run_ranks([self], token, position, pages)
 
     def embedding(self, token: int) -> Tensor | None:
-        """Return the embedding of a token, if this rank holds it."""
+        """Return the embedding of a token, fp32 `[hidden]`; None if another rank holds it."""
         if token not in self._tokens:
             return None
         return self._weights.embedding[token - self._tokens.start].float()
 
     def begin(self, hidden: Tensor) -> _State:
-        """Return the state after stage 0, which has the embedding."""
+        """Return the state after stage 0, which sends the embedding ``hidden``."""
         messages = Messages(self.offsets.end)
         messages.write(0, hidden * self._vector(self.passes[-1].norm, len(hidden)), 0, 0)
         size = max(len(hidden), *(one.units for one in self.passes))
@@ -142,7 +142,7 @@ class Interpreter:
         """Execute a pass on this rank.
 
         Args:
-            states: those of all ranks, which receive some of its messages.
+            states: states of all ranks. Some passes send their outputs to every rank.
         """
         own = states[self._rank]
         messages = own.messages
@@ -242,7 +242,11 @@ class Interpreter:
 
 
 def run_ranks(ranks: Sequence[Interpreter], token: int, position: int, pages: list[int]) -> Tensor:
-    """Run a step on all ranks of a worker, pass by pass; return the logits of all tokens."""
+    """Run a step on all ranks of a worker, pass by pass.
+
+    Returns:
+        Logits of all tokens, fp32 `[vocab]`.
+    """
     hidden = next(row for rank in ranks if (row := rank.embedding(token)) is not None)
     states = [rank.begin(hidden) for rank in ranks]
     for passes in zip(*(rank.passes[:-1] for rank in ranks), strict=True):

@@ -19,7 +19,7 @@ _MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
 """Maximum columns of a matrix with tall tiles: its whole input must fit into shared memory."""
 _FIRST = tuple(names[0] for names in PROJECTION_GROUPS)
 _RESIDUAL_GROUPS = ("o", "down")
-"""Groups whose outputs the ranks add: o in the first third of the addends, down in the second."""
+"""Groups whose outputs the ranks add. The index is the third of `arguments.Ranks.partials`."""
 _HEAD_UNIT = 16
 """Rows of q, k and v that one program computes together: eight, and their RoPE partners."""
 
@@ -88,8 +88,9 @@ class Offsets:
         attended: output of attention `[heads * dim]`.
         query: q `[heads * dim]`, followed by new k and new v, `[kv_heads * dim]` each.
         gated: SiLU(gate) · up `[intermediate]`.
-        inner: outputs of the stacked V of the four factorized groups of a layer. With one rank, the
-            groups share one place. Several ranks send to one another, and may be a group ahead.
+        inner: outputs of the stacked V, one offset for each of `PROJECTION_GROUPS`. With one rank,
+            all are equal. With several, they differ, because another rank may already send its
+            outputs of the next group.
         end: number of messages.
     """
 
@@ -101,7 +102,7 @@ class Offsets:
 
     @classmethod
     def of(cls, config: ModelConfig, max_inner: int, ranks: int = 1) -> "Offsets":
-        """Return the offsets for a rank of a worker. They are the same on all ranks.
+        """Return the offsets for a rank of a worker, which are the same on all ranks.
 
         Args:
             config: shape of the rank's part of the model.
@@ -137,7 +138,7 @@ def build_passes(
         planes: K and V of every layer.
         tall: minimum number of rows of a narrow matrix, over all programs, for tall tiles.
         address: returns the byte address of a tensor.
-        rank, ranks: number of the worker's rank, whose part ``weights`` is, and of its ranks.
+        rank, ranks: number of this rank, whose part of the model is ``weights``; number of ranks.
     """
     builder = _PassBuilder(weights, planes, offsets, tall, address)
     builder.rank, builder.ranks = rank, ranks
@@ -251,7 +252,7 @@ class _PassBuilder:
         self.stage += 1
 
     def _add(self, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
-        """Append the pass of a matrix whose columns the ranks divide, without its bias."""
+        """Append the pass of a matrix whose columns the ranks divide. Its bias is not added."""
         partial = opcodes.PARTIAL.value
         unbiased = replace(matrix, bias=-1)
         self.matrix(partial, unbiased, after, source, target=_RESIDUAL_GROUPS.index(name))
@@ -261,7 +262,7 @@ class _PassBuilder:
         self, opcode: int, name: str, matrix: PackedMatrix, *, norm: int = 0, target: int = 0,
         bias: int = -1,
     ) -> None:  # fmt: skip
-        """Append the sum of the outputs of all ranks that `_add` has sent."""
+        """Append the pass that sums the outputs of `_add` over all ranks."""
         rows = len(matrix.weight)
         self.passes.append(
             Pass(
@@ -287,7 +288,7 @@ class _PassBuilder:
                 self._add(first, matrix, after, source)
                 self._sum(opcodes.SUM_INNER.value, first, matrix, target=target)
             else:
-                target += self.rank * len(matrix.weight)  # the ranks gather their rows
+                target += self.rank * len(matrix.weight)  # every rank sends its rows to all
                 self.matrix(
                     opcodes.INNER.value, matrix, after, source, target=target, normed=source == 0
                 )
@@ -360,7 +361,7 @@ def within_reach(
 ) -> bool:
     """Return whether 32 bits suffice for the offsets of tensors from ``base`` in the pass table.
 
-    Allocators may use memory at any distance, for example with expandable segments.
+    Allocators may place tensors at any distance, for example with expandable segments.
     """
     start = address(base)
     return all(abs(address(each) - start) // LINE_BYTES < 1 << 31 for each in tensors)

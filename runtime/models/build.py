@@ -43,7 +43,8 @@ def build_model(
             `runtime.kv.registry.create_format`.
         group: the ranks of the worker; with several, ``checkpoint`` is the part of one rank, see
             `runtime.checkpoint.slices`.
-        streamed: whether each forward pass moves the layers to the device one at a time.
+        streamed: whether each forward pass moves the layers to the device one at a time, instead
+            of keeping all of them there.
 
     Raises:
         KVFormatError: the KV format is unknown or does not support the model.
@@ -58,7 +59,7 @@ def build_model(
     final_norm = _final_norm(checkpoint, placing)
     lm_head = linear_op(placing(checkpoint.lm_head))
     embed, embed_positions = _embeddings(checkpoint, placing, lm_head)
-    placed.clear()  # frees those that were packed
+    placed.clear()  # frees tensors that were copied into packed ones
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     return Model(
         config=config,
@@ -107,7 +108,7 @@ def _matmul(partition: Partition | None, device: torch.device, dtype: torch.dtyp
 
 
 def _streamed(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LayersOnDemand:
-    """Return layers that are moved to the device when they are accessed, and then dropped."""
+    """Return layers that are moved to the device when accessed; only the last one stays there."""
     config = checkpoint.config
     family = model_family(config)
 
@@ -121,7 +122,7 @@ def _streamed(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) 
 def _layers(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, group: RankGroup
 ) -> list[DecoderLayer]:
-    """Build the layers, each of which is on the device unpacked while it is built."""
+    """Build the layers. Only one layer, and V that later ones share, are on the device unpacked."""
     config, partition = checkpoint.config, checkpoint.partition
     family = model_family(config)
     scheme = Scheme.LOW_RANK if partition is None else partition.scheme

@@ -23,7 +23,7 @@ LLAMA_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": _SILU,
     **NEUTRAL,
 }
-"""`NEUTRAL`, and the activation functions of the family."""
+"""`NEUTRAL`, with the names of the family's activation function added."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,17 +28,17 @@ class Model:
         device, dtype: device and dtype of the computation.
         page_size: token slots of a page.
         embed: embeddings `[n, hidden]` of token ids `[n]`.
-        embed_positions: learned embeddings `[n, hidden]` of positions `[n]`, which are added to
-            those of tokens; None if the model has none.
+        embed_positions: learned embeddings `[n, hidden]` of positions `[n]`, which are added to the
+            token embeddings; None if the model has none.
         layers: layers in order.
         final_norm: norm before the LM head.
-        lm_head: logits `[n, own]` of the normalized residual stream.
-        vocabulary: the tokens, and which of them have logits on this rank.
+        lm_head: logits `[n, own]` of this rank's token ids, from the normalized residual stream.
+        vocabulary: division of the token ids among the ranks.
         matmul: implementation of the matmuls; logged, and part of `kernel_plan_hash`.
         plan_hash: hash of the plan that chooses the kernel of each matmul; empty without one.
         weight_bytes: bytes of the weights in memory; a tensor that layers share counts once.
-            Packed weights count with their padding, others as the checkpoint's tensors in the dtype
-            of the computation.
+            Packed GPU weights (`runtime.gemm`) count with their padding, others as the checkpoint's
+            tensors in the dtype of the computation.
         step_weight_bytes: bytes of the weights that a decode step reads; a tensor that layers share
             counts once for each of them.
         group: the ranks of the worker; with several, this is the part of one rank.
@@ -96,8 +96,8 @@ class Model:
         """Run the model on a batch: write its tokens' KV into the pages, and return logits.
 
         Returns:
-            fp32 `[m, own]`, one row for each of the batch's ``logit_rows``, with the logits of this
-            rank's tokens; `Vocabulary.whole` returns those of all.
+            Logits of this rank's token ids, fp32 `[m, own]`, one row for each of the batch's
+            ``logit_rows``. `Vocabulary.whole` gathers those of all ids.
         """
         *stages, last = self.stages(batch, cache)
         for stage in stages:

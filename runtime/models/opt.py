@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm, biases and an MLP of two linears with ReLU.
+"""OPT: learned position embeddings, LayerNorm, biases and an MLP of two linears with ReLU.
 
 The layers are pre-norm. OPT-350M, which is post-norm and projects its embeddings, is refused.
 """
@@ -27,7 +27,7 @@ from runtime.models.family import LAYER_NORM, LayerBuilder, LayerParts, ModelFam
 _EPS = 1e-5
 """The epsilon of torch's LayerNorm, which configs cannot change."""
 _STORED_POSITIONS, _UNUSED_ROWS = "model.decoder.embed_positions.weight", 2
-"""Name of the embeddings of positions in files, and the number of rows before position 0."""
+"""Name of the position embeddings in files, and the number of rows before that of position 0."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from runtime.models.llama import PROJECTIONS, LlamaFamily
 from runtime.models.llama_config import Architecture
 
 _FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
-"""Fields of the linears that a file stores as one, in the order of rows."""
+"""Fused linears in files, each with the fields of the linears that it stacks, in row order."""
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": None, _ORIGINAL: 4096}
 """Defaults of transformers that differ from those of the Llama family."""
@@ -55,7 +55,7 @@ class Phi3Family(LlamaFamily):
 
 
 def _with_longrope(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which LongRoPE has its present name."""
+    """Return the config with the current name of LongRoPE, ``longrope``."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf_config.get(key)
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:

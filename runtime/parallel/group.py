@@ -21,7 +21,7 @@ class RankGroup(ABC):
     Attributes:
         rank: number of this rank, from 0.
         size: number of ranks.
-        memory: memory of the GPUs that the kernels of all ranks can write, if there is any.
+        memory: memory that the kernels of all ranks can write; None if the group has none.
     """
 
     rank: int

@@ -51,8 +51,8 @@ class Partition:
         size: number of ranks of the worker.
         heads, kv_heads: query heads and KV heads.
         features: features of the MLP.
-        vocabulary: for each rank, the rows of the embedding and of the LM head that it holds. It
-            has the logits and the sampling tables of these tokens only.
+        vocabulary: for each rank, the rows of the embedding and of the LM head that it holds. A
+            rank has the logits and the sampling tables of these tokens only.
     """
 
     rank: int

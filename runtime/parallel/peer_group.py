@@ -14,21 +14,23 @@ from runtime.parallel.push import (
 )
 
 _HALF = 1 << 20
-"""Messages of 8 bytes in each half of a rank's memory."""
+"""Number of 8-byte messages in each half of a rank's memory."""
 _MIN_BLOCK, _MAX_BLOCK = 256, 4096
 """Minimum and maximum number of messages that a program sends to each rank."""
 _MAX_THREADS = 512
 ONE_STEP_WORDS = 1 << 16
-"""Maximum number of words of which every rank adds all; above, each adds a part."""
+"""Maximum number of 32-bit words for one step; larger sums take two, see `two_step_sum_kernel`."""
 
 
 class PeerGroup(DistributedGroup):
-    """Collectives of one launch for tensors whose messages fit into memory, NCCL for others.
+    """Collectives of a single kernel for tensors that fit into peer memory, and NCCL for others.
 
-    Sums are computed in fp32 in the order of the ranks, and rounded to bf16.
+    Sums have single kernels for bf16 only. They are computed in fp32 in the order of the ranks, and
+    rounded to bf16.
 
     Args:
-        messages: int64 `[2, half]` of each rank, with zeros, for the messages of `push`.
+        messages: int64 `[2, half]` on each rank, initially zeros, where `push` stores messages.
+        memory: see `RankGroup`.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class PeerGroup(DistributedGroup):
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
-        """Return a group of the ranks. All ranks must call it.
+        """Return a group of all ranks. All ranks must call it.
 
-        Without access of all GPUs to one another, its collectives are those of NCCL.
+        If the GPUs cannot access one another, all collectives are those of NCCL.
         """
         if not can_access_one_another(group, device):
             return DistributedGroup(group)

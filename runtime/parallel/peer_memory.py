@@ -11,7 +11,7 @@ class PeerTensor:
     """A tensor of each rank, with the same shape.
 
     Attributes:
-        own: that of this rank.
+        own: the tensor of this rank.
         addresses: int64 `[ranks]`, the address of each rank's tensor on this rank's device.
     """
 
@@ -48,7 +48,7 @@ class PeerMemory:
         mapped = symmetric.rendezvous(own, self._group.group_name)
         own.zero_()
         torch.cuda.synchronize(self.device)
-        distributed.barrier(group=self._group)  # no rank may write before
+        distributed.barrier(group=self._group)  # no rank may write before all are zeroed
         addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=self.device)
         return PeerTensor(own, addresses)
 

@@ -1,14 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Collectives of one launch: every rank stores its values into the memory of all ranks.
+"""Collectives of a single kernel: every rank stores its values into the memory of all ranks.
 
-Values are 32-bit words, or pairs of bf16 numbers. A message is a word and a flag, stored at once as
-64 bits: this is the LL protocol of NCCL, which needs no barrier. The flag is the number of the
-collective. Consecutive collectives use different halves of the memory. A rank therefore overwrites
-messages only after all ranks have read them: it has received the messages of the collective in
-between, which every rank sends after the end of its previous one.
+Values are 32-bit words, or pairs of bf16 numbers. A message is a word and a flag, stored together
+as 64 bits. This is NCCL's LL protocol, which needs no barrier. The flag is the number of the
+collective.
+
+Consecutive collectives alternate between two halves of the memory. A rank overwrites the messages
+of collective n in collective n + 2. By then, it has received all messages of collective n + 1,
+which every rank sends only after it has read those of collective n.
 
 All ranks launch the same collectives in the same order, each with at most `MAX_PROGRAMS` programs.
-A program waits for the programs with the same index on other ranks, all of which must run.
+A program waits for the programs with the same index on the other ranks, so that all programs must
+be resident.
 """
 
 import triton
@@ -58,7 +61,7 @@ def _send(to, word, flag, mask):
 
 @triton.jit
 def _receive(at, flag, mask, COUNT: tl.constexpr):
-    """Return the words of messages at the pointers ``at``, as soon as all have the flag."""
+    """Poll the messages at the pointers ``at`` until all have the flag; return their words."""
     if INTERPRETED:
         message = tl.load(at, mask=mask, other=0, volatile=True)
         while tl.sum((mask & ((message >> 32).to(tl.int32) != flag)).to(tl.int32)) > 0:
@@ -83,20 +86,20 @@ def _finish(state, flag):
     """Count the programs that have finished; the last one increments the number in ``state``."""
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
-        # Memory that was never written has flag 0.
+        # Skip 0, the flag of memory that was never written, and 1, which is odd as -1 is.
         tl.store(state, tl.where(flag == -1, 2, flag + 1))
 
 
 @triton.jit
 def _numbers(words):
-    """Return both bf16 numbers of each word as fp32: those in the lower, and in the upper bits."""
+    """Return the bf16 numbers in the lower and in the upper 16 bits of each word, as fp32."""
     low = (words << 16).to(tl.float32, bitcast=True)
     return low, (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rounded(x):
-    """Return the upper 16 bits of fp32 numbers rounded to bf16, as int32."""
+    """Round fp32 numbers to bf16, to nearest even. Return the bits in the lower half of int32."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, nearest, 0x7FC0) & 0xFFFF
@@ -122,10 +125,10 @@ def gather_kernel(
     """Gather the rows of all ranks side by side.
 
     Args:
-        part: int32 `[n, row_words]`, contiguous; ``words`` is its size.
+        part: int32 `[n, row_words]`, contiguous, with ``words`` elements.
         out: int32 `[n, RANKS * row_words]`.
         addresses: int64 `[RANKS]`, addresses of the memory of all ranks: int64 `[2, HALF]` each.
-        state: int32 `[2]`, number of the collective, not 0, and number of finished programs.
+        state: int32 `[2]`, number of the collective (never 0), and number of finished programs.
         COUNT: messages per thread, BLOCK / threads.
     """
     SLOT: tl.constexpr = HALF // RANKS
@@ -174,10 +177,10 @@ def two_step_sum_kernel(
     addend, out, addresses, state, rank, words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Add bf16 numbers of all ranks in fp32. Every rank adds a part, and sends it to every rank.
+    """Add bf16 numbers of all ranks in fp32: a reduce-scatter, followed by an all-gather.
 
-    It sends ``2 / RANKS`` of the messages of `sum_kernel`, but waits twice. For the arguments see
-    there; ``words`` is a multiple of RANKS.
+    A rank sends ``2 / RANKS`` times the messages of `sum_kernel`, but waits twice. The arguments
+    are those of `sum_kernel`; ``words`` must be a multiple of RANKS.
     """
     SLOT: tl.constexpr = HALF // (2 * RANKS)
     SUMS: tl.constexpr = HALF // 2

@@ -10,10 +10,11 @@ the row is unresolved. Its state does not advance, so another call with the same
 same result. `DeviceSampler.resolve` draws its token from the whole vocabulary.
 
 The ranks of a worker divide the vocabulary (`runtime.layers.vocabulary`): each has the logits and
-the state of its own tokens, and all sample the same tokens. Log probabilities may differ in the
-last bits from those of one rank. So may the probabilities of draws, by about 1e-7 of their values:
-each rank subtracts its own largest logit in fp32 before it adds probabilities in fp64. This changes
-a token only if the random number is that close to the boundary between two tokens.
+the state of its own tokens, and all sample the same tokens. Log probabilities may differ from those
+of one rank in the last bits. The probabilities of draws may have a relative difference of about
+1e-7, because each rank subtracts its own largest logit in fp32 before it adds probabilities in
+fp64. This changes a token only if the random number is that close to the boundary between two
+tokens.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ class DeviceSampler:
 
     Args:
         rows: number of rows.
-        vocabulary: the tokens. The state takes 13 bytes for each row and token of this rank.
+        vocabulary: division of the token ids among the ranks. The state takes 13 bytes for each
+            row and each token of this rank.
         top: maximum number of most probable tokens that a row reports.
 
     Attributes:
@@ -159,7 +161,7 @@ class DeviceSampler:
         """Sample a token for each of the first `m` rows.
 
         Args:
-            logits: fp32 `[m, own]`, those of this rank's tokens, not modified.
+            logits: logits of this rank's tokens, fp32 `[m, own]`; not modified.
             features: features to compute. They must include all features that the rows use.
         """
         rows = slice(len(logits))
@@ -189,7 +191,7 @@ class DeviceSampler:
         """Draw the tokens of rows that the last call left unresolved. All ranks must call it.
 
         Args:
-            logits: fp32 `[rows, own]`, logits of that call.
+            logits: logits of that call, fp32 `[rows, own]`.
             numbers: indices of the unresolved rows.
         """
         missing = to_device(np.array(numbers, np.int64), self.sampled.device)
@@ -220,7 +222,7 @@ class _LogitsProcessor:
     of rows without penalties have no effect.
 
     Args:
-        vocabulary: the tokens, of which this rank's have logits.
+        vocabulary: division of the token ids among the ranks.
         bias: fp32 `[rows, own]`, logit bias.
         outputs: int32 `[rows, own]`, occurrences of each token in the output.
         flags: uint8 `[rows, own]`, flags of each token: whether it is in the prompt, and whether it
@@ -287,12 +289,12 @@ class _LogitsProcessor:
         """Count the tokens of rows for which ``counted`` is 1.
 
         Args:
-            tokens: int64 `[m, 1]`, places of the tokens among this rank's.
+            tokens: int64 `[m, 1]`, index of each token within the tokens of this rank.
         """
         self.outputs[rows].scatter_add_(1, tokens, counted.int()[:, None])
 
     def _write(self, target: Tensor, number: int, values: NDArray[np.generic]) -> None:
-        """Write a row, of which this rank holds the values of its own tokens."""
+        """Write the values of this rank's tokens into a row; ``values`` has those of all tokens."""
         own = self._vocabulary.own
         target[number].copy_(to_device(values[own.start : own.stop], target.device))
 

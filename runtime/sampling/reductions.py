@@ -15,9 +15,9 @@ class Found(NamedTuple):
     """Result of `Reductions.find` for `m` rows of logits.
 
     Attributes:
-        best: int64 `[m]`, token of the largest processed logit, the lowest of several.
-        finite: `[m]`, whether the logits are finite.
-        candidates: the most probable tokens, if a row is random.
+        best: int64 `[m]`, token with the largest processed logit, the lowest id if several have it.
+        finite: `[m]`, whether the logits are finite: bool, or fp64 0 or 1 with several ranks.
+        candidates: the most probable tokens; None without ``parameters``.
     """
 
     best: Tensor
@@ -36,7 +36,7 @@ class Reductions:
 
         Args:
             processed: logits after bias, penalties and suppression.
-            parameters: those of the draws, if a row is random.
+            parameters: parameters of the random draws; None if all rows are greedy.
         """
         best = processed.argmax(dim=-1)
         candidates = None
@@ -48,19 +48,24 @@ class Reductions:
         """Return log probabilities.
 
         Args:
-            tokens: int64 `[m]`.
+            tokens: token of each row, int64 `[m]`.
+            top: number of most probable tokens to return.
 
         Returns:
-            Log probabilities of the tokens `[m, 1]`; those of the ``top`` most probable tokens,
-            descending, and these tokens, `[m, top]` each.
+            Log probabilities of ``tokens``, `[m, 1]`; log probabilities of the most probable
+            tokens, descending, and these tokens, `[m, top]` each.
         """
         logprobs = logits.log_softmax(dim=-1)
         return logprobs.gather(1, tokens[:, None]), *logprobs.topk(top)
 
     def own(self, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of tokens among this rank's, and the values of these tokens.
+        """Return the index of each token within the tokens of this rank, and its value.
 
-        Tokens of other ranks have place 0 and value 0.
+        Both are 0 for tokens of other ranks.
+
+        Args:
+            tokens: int64 `[m]`.
+            values: a value for each token, `[m]`.
         """
         return tokens, values
 
@@ -68,15 +73,15 @@ class Reductions:
 class RankReductions(Reductions):
     """Reductions over the logits of all tokens, which the ranks of a worker divide.
 
-    Each method gathers a record of every rank once. All ranks compute the result from the same
-    records, so that it is bitwise identical.
+    `find` and `logprobs` each gather one record from every rank. All ranks compute the result from
+    the same records, so that it is bitwise identical on all of them.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     def find(self, logits: Tensor, processed: Tensor, parameters: SamplingTensors | None) -> Found:
-        own = super().find(logits, processed, parameters)  # tokens are places among `own`
+        own = super().find(logits, processed, parameters)  # tokens are indices within `own`
         best = own.best[:, None]
         columns = [processed.gather(1, best), self._ids(best), own.finite[:, None]]
         if own.candidates is not None:
@@ -111,10 +116,11 @@ class RankReductions(Reductions):
         return places + self._vocabulary.own.start
 
     def _padded(self, values: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return logits and ids of tokens `[m, c]`, in the width of the rank with most tokens.
+        """Pad logits of tokens `[m, c]` to the same width on all ranks; return them and the ids.
 
         Args:
-            count: maximum of c; ranks with fewer tokens than others have less.
+            places: indices of the tokens within the tokens of this rank, `[m, c]`.
+            count: maximum of c, which is smaller on ranks with fewer tokens.
         """
         missing = min(count, self._vocabulary.widest) - values.shape[1]
         if missing:
@@ -123,7 +129,7 @@ class RankReductions(Reductions):
         return values, self._ids(places)
 
     def _gathered(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Gather `[m, w]` of every rank, each as fp64 `[m, ranks * w]`, with one collective.
+        """Gather tensors `[m, w]` from all ranks with one collective: fp64 `[m, ranks * w]` each.
 
         Logits and token ids are exact in fp64.
         """
@@ -135,6 +141,6 @@ class RankReductions(Reductions):
         return [part.flatten(1) for part in torch.split(records, widths, dim=2)]
 
     def _largest(self, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the largest of gathered logits and their tokens."""
+        """Return the ``count`` largest of gathered logits, fp32, and their token ids, int64."""
         values, places = values.float().topk(min(count, self._vocabulary.size), dim=-1)
         return values, ids.gather(1, places).long()

@@ -101,8 +101,8 @@ class Candidates(NamedTuple):
     """The most probable tokens of `m` rows, which suffice for most draws.
 
     Attributes:
-        values: fp32 `[m, c]`, logits of the tokens, descending. c is `CANDIDATES`, or the number
-            of all tokens if that is smaller.
+        values: fp32 `[m, c]`, logits of the tokens, descending. c is `CANDIDATES`, or the size
+            of the vocabulary if that is smaller.
         tokens: int64 `[m, c]`.
         log_sum: fp64 `[m, 1]`, logarithm of the sum of ``exp((logit - largest) / temperature)``
             over all tokens.
@@ -225,7 +225,7 @@ def draw(candidates: Candidates, parameters: SamplingTensors, vocab: int) -> tup
     ids, whatever order `Tensor.topk` gives them.
 
     Args:
-        vocab: number of all tokens.
+        vocab: size of the vocabulary.
 
     Returns:
         Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. If they did not, the

@@ -39,8 +39,8 @@ class SlotSampler:
         pool: memory pool of the graphs; None on the CPU.
 
     Attributes:
-        logits: fp32 `[max_slots, own]`, of this rank's tokens, written by the forward pass before
-            `run`.
+        logits: logits of this rank's tokens, fp32 `[max_slots, own]`, written by the forward pass
+            before `run`.
     """
 
     def __init__(self, slots: BatchSlots, vocabulary: Vocabulary, pool: Any) -> None:

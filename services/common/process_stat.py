@@ -14,13 +14,13 @@ class ProcessStat:
     """Fields of a ``stat`` file, see proc(5).
 
     Attributes:
-        exit_code: exit code, negative for a signal, as soon as it begins to exit; None before. The
-            exit takes seconds if a driver must free the memory of a GPU. Only then can a parent
-            wait for the process, and some of its pipes are closed.
-        zombie: whether it has exited.
-        session: id of its session.
-        processor_s: processor time that it has used, seconds.
-        started_s: time at which it was started, seconds since the system was.
+        exit_code: exit code, or minus the signal number, as soon as the process begins to exit;
+            None before. Exiting takes seconds if a driver must free the memory of a GPU. Until it
+            is done, the parent cannot reap the process, and some of its pipes stay open.
+        zombie: whether the process has exited.
+        session: session id.
+        processor_s: processor time that was used, seconds.
+        started_s: start time, seconds since the boot of the system.
     """
 
     exit_code: int | None
@@ -40,7 +40,7 @@ class ProcessStat:
             text = Path("/proc", str(task), "stat").read_text()
         except OSError:
             return None
-        # From field 3. Field 2, in parentheses, may contain spaces.
+        # Fields from number 3 on. Field 2, in parentheses, may contain spaces.
         fields = text[text.rindex(")") + 1 :].split()
         exiting = int(fields[6]) & _EXITING
         ticks_s = os.sysconf("SC_CLK_TCK")

@@ -120,7 +120,7 @@ class WorkerSession:
         self._connected = self._confirmed = False
         self._streams: dict[int, WorkerStream] = {}
         self._next_number = 1
-        # None ends the commands of the call.
+        # None ends `_commands`.
         self._outbox: asyncio.Queue[decode_pb2.DecodeCommand | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
@@ -211,7 +211,7 @@ class WorkerSession:
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             finally:
-                # gRPC stops reading the commands only of a call that this side ends.
+                # If the worker has ended the call, gRPC still waits for the next command.
                 self._outbox.put_nowait(None)
                 if self.alive:
                     log.warning("session lost", worker=self.worker.worker_id, reason=reason)

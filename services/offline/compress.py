@@ -53,8 +53,8 @@ def compress(
     The calibration text is one part of Python's documentation and, for up to half of the rows,
     answers of the model to fixed questions. Perplexity is measured on another part of the
     documentation, and answers to other questions are compared with those of the dense model.
-    Answers need the whole model on the device, so that there are none for a model that is larger
-    than the GPU, and their comparison both models; everything else needs one layer at a time.
+    Generating answers needs the whole model on the device, and comparing them needs both models.
+    Both are skipped for a model larger than the GPU. Everything else needs one layer at a time.
     Finished layers are kept in a folder beside ``out``: after an interruption, a call with the same
     arguments continues from them.
 
@@ -64,13 +64,13 @@ def compress(
         out: folder to write; it must not exist.
         method: value of `Method`.
         ranks: value of `Allocation`; None selects the method's default.
-        rows: calibration rows of `ROW_TOKENS` tokens; half as many measure perplexity.
+        rows: number of calibration rows of `ROW_TOKENS` tokens; perplexity uses half as many.
         device: auto, cpu or cuda.
-        chats: maximum number of questions for calibration. None are asked without a chat template.
+        chats: maximum number of questions for calibration; 0 if there is no chat template.
         held_out_chats: maximum number of questions for the comparison; 0 for none.
 
     Raises:
-        SettingsError: if a name is unknown, ``out`` exists, or the GPU has too little free memory.
+        SettingsError: if an option is invalid, ``out`` exists, or the GPU has too little memory.
         CompressionError, CheckpointError: if the model cannot be read, factorized or written.
     """
     choice = parse_choice(Method, method), parse_choice(Allocation, ranks) if ranks else None
@@ -84,7 +84,7 @@ def compress(
     if tokenizer.chat_template is None:
         chats = held_out_chats = 0
     elif chats + held_out_chats and is_larger_than(on, dense):
-        console.print(f"{source.name} is larger than the GPU: only documentation is used, no chats")
+        console.print(f"{source.name} is larger than the GPU: using documentation only, no chats")
         chats = held_out_chats = 0
     with _reported_shortage("use --chats 0 or --device cpu"), console.status("answering questions"):
         calibration, held_out = _texts(source, tokenizer, rows, chats, on)

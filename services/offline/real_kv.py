@@ -49,10 +49,10 @@ def load_model(
 
 
 def stream_model(path: Path, device: torch.device, kv_format: str = "dense") -> Model:
-    """Prepare a model for `prefill_sample`, which computes it in one pass.
+    """Prepare a model whose layers are moved to the device one at a time, for `prefill_sample`.
 
-    The pass reads the layers from the files one at a time: a model that several GPUs serve together
-    need not fit on one.
+    The model need not fit into the memory of the device. Every forward pass reads all layers from
+    the files; `prefill_sample` takes a single pass.
 
     Raises:
         CheckpointError: if the model cannot be read.

@@ -180,7 +180,7 @@ class EngineThread:
         """End the thread after its current step. Commands that it has not taken may be dropped.
 
         A thread that hangs in a device call is abandoned after ``wait_s``, so that the process
-        ends. With 0, it is abandoned in any case.
+        ends. If ``wait_s`` is 0, the thread is not waited for, and no error is logged.
         """
         self._inbox.put(None)
         if self._thread.is_alive():

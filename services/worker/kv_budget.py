@@ -70,7 +70,7 @@ def kv_bytes_for(
     Args:
         utilization: share of the whole device that this worker may allocate.
         slab: bytes that the slab for KV transfers will allocate.
-        logits: number of logits of a step, batch slots times vocabulary rows of this rank.
+        logits: number of logits of a step: batch slots times the rank's rows of the vocabulary.
         least: bytes of the smallest page pools.
 
     Raises:

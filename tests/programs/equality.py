@@ -2,9 +2,10 @@
 
 ``python -m tests.programs.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated
 deployment and to disaggregated ones, 8 at a time, and prints a table. Workers have one rank, then
-several, by default two and three (``--ranks 2+3``). A difference is `close` if the reference's gap
-at that token is less than ``EPSILON`` (`gap_of`), because another batch composition or number of
-ranks may round it differently. Any other difference is a failure.
+several; by default, prefill workers have two and decode workers three (``--ranks 2+3``). A
+difference is `close` if the reference's gap at that token (`gap_of`) is less than ``EPSILON``,
+because another batch composition or number of ranks may round logits differently. Any other
+difference is a failure.
 
 On a GPU, use ``--concurrency 1``. With equal ranks, batches are then the same, and all tokens must
 be equal.
@@ -36,9 +37,10 @@ if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
 EPSILON = 0.08 if torch.cuda.is_available() else 0.05
-"""Nats. Compute in bf16, or in fp32 over bf16 KV, changes the gap of two logits by less."""
+"""Nats. Rounding in bf16, or in fp32 over bf16 KV, changes differences of two logits by less."""
 TOP_K, TOP_P = 5, 0.95
-"""Filters of sampled answers: log probabilities of all tokens that may be drawn are returned."""
+"""Filters of sampled answers. Answers have the log probabilities of `TOP_K` + 1 tokens, which
+include all that may be drawn."""
 CONCURRENCY = 8
 
 
@@ -135,12 +137,12 @@ async def _ask(stub: "InferenceAsyncStub", case: Case) -> Answer:
 
 
 def gap_of(case: Case, index: int, top: Sequence[float]) -> float:
-    """Return by how much the gap of two logits must change to change a token, in nats.
+    """Return the smallest change of a difference of two logits that may change a token, in nats.
 
     A greedy token changes if the two best tokens swap. A sampled token changes if it swaps with a
     neighbour in the order of probability, or if a cumulative probability passes the random number
-    or top-p. A change of the gaps by x changes the log odds of a cumulative probability by at most
-    x / temperature.
+    or top-p. If differences of logits change by at most x, the log odds of a cumulative probability
+    change by at most x / temperature.
 
     Args:
         index: output index of the token.
@@ -162,7 +164,7 @@ def gap_of(case: Case, index: int, top: Sequence[float]) -> float:
 
 
 def _log_odds(masses: Sequence[float], count: int) -> float:
-    """Return the log odds of the first ``count`` of some masses."""
+    """Return the log odds of the first ``count`` of unnormalized probabilities."""
     return math.log(sum(masses[:count]) / sum(masses[count:]))
 
 
@@ -198,7 +200,7 @@ class Row:
     """Comparison of a deployment with its colocated reference of one rank.
 
     Attributes:
-        digests: page digests that are equal, and that were compared; None if it sends no pages.
+        digests: numbers of equal and of compared page digests; None if no pages are sent.
     """
 
     name: str
@@ -278,7 +280,11 @@ def _of_ranks(
     label: str,
     concurrency: int,
 ) -> Iterator[Row]:
-    """Send the cases to a deployment with workers of several ranks, such as ``2+3``, or ``4``."""
+    """Send the cases to a deployment whose workers have several ranks.
+
+    Args:
+        ranks: ``2+3`` for prefill and decode workers, ``4`` for a colocated worker.
+    """
     *prefill, decode = ranks.split("+")
     flags = (*model_flags, "--decode-tp", decode)
     if prefill:
@@ -309,13 +315,13 @@ def main() -> int:
         help="number of concurrent requests; on a GPU, 1 makes all batches and tokens equal",
     )  # fmt: skip
     add("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
-    add("--kv-format", default="dense", help="of all deployments")
+    add("--kv-format", default="dense", help="KV format of all deployments")
     add("--keep", type=float, nargs="+", default=[1.0, 0.8], help="--keep of the deployments")
     add(
         "--ranks",
         nargs="+",
         default=["2+3"],
-        help="of the further deployments; such as 2+3, or 4 (colocated)",
+        help="ranks of the other deployments: 2+3 (prefill + decode) or 4 (colocated)",
     )
     own = parser.parse_args()
     console = Console(width=110)
@@ -335,7 +341,7 @@ def main() -> int:
             console.print(f"{row.name}: {line}")
         passed &= row.passed
     console.print(table)
-    console.print(f"close: a change of a gap of two logits by less than {EPSILON} may cause it")
+    console.print(f"close: a change of two logits' difference by less than {EPSILON} may cause it")
     return 0 if passed else 1
 
 

@@ -112,7 +112,7 @@ def small_gemm_kernel(
     block_n = in_band // band
     split = tl.program_id(1)
 
-    # Weights may be so far apart that only some offsets exceed 32 bits.
+    # Triton passes each offset as int32 or, for weights that are far apart, as int64.
     offset = tl.cast(offset0, tl.int64)
     width, stride, first, rows, column = width0, stride0, first0, rows0, 0
     if (EPILOGUE != GATED) & (block_n >= blocks0):

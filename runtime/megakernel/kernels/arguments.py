@@ -103,13 +103,14 @@ class Messages(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks of a worker, whose kernels exchange messages. Of one rank, nothing is read.
+    """Memory through which the kernels of a worker's ranks exchange messages; unused by one rank.
 
     Attributes:
         rank: number of this rank.
-        first_token: first row of the vocabulary that this rank holds, of VOCAB.
+        first_token: id of the first of the VOCAB tokens that this rank holds.
         partials: int64 `[3, RANKS, B, SUMS]`, fp32 values with 32-bit flags: the addends of each
-            rank, for the sums of consecutive stages and, in the last third, the embedding.
+            rank. The first third is for the sums of the group of o, the second for those of down,
+            and the last one for the embedding.
         partial_addresses: int64 `[RANKS]`, addresses of the ``partials`` of all ranks.
         activation_addresses: int64 `[RANKS]`, addresses of `Messages.activations` of all ranks.
     """
@@ -155,12 +156,12 @@ class Shape:
 
     Attributes:
         B: sequences; BL: the smallest power of two that is at least B.
-        HIDDEN, GATED, VOCAB: hidden size; features and vocabulary rows of this rank.
+        HIDDEN, GATED, VOCAB: hidden size; numbers of MLP features and tokens of this rank.
         HEADS, KV_HEADS, DIM: query heads, KV heads, head dimension.
         PAGE: token slots of a page.
         SPLITS: maximum number of splits of a sequence's KV. One program attends to each split.
         RANKS: number of ranks.
-        SUMS: maximum number of values of a sequence that the ranks add in a stage.
+        SUMS: maximum number of values per sequence that the ranks add in a stage.
     """
 
     B: gl.constexpr

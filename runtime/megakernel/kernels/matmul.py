@@ -64,10 +64,14 @@ def sum_parts(acc, sums):
 
 @gluon.jit
 def sum_of_ranks(ranks, third, row, last, flag, R: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the sums over all ranks of R rows that they have sent with `messages.send_partial`.
+    """Receive R rows that all ranks have sent with `send_partial`, and return their sums.
+
+    Args:
+        third: see `arguments.Ranks.partials`.
+        row, last: first row, and end (exclusive) of the rows that were sent.
 
     Returns:
-        fp32 `[R, N]`.
+        fp32 `[R, N]`, 0 in rows from ``last`` on.
     """
     layout: gl.constexpr = output_layout(R)
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)

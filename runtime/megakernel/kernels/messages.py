@@ -61,8 +61,8 @@ def send_bf16(pointer, value, flag, mask):
 def poll_bf16_asm(count, vector, system):
     """Return PTX that polls ``count`` 32-bit messages per thread until all flags match.
 
-    Each load reads ``vector`` consecutive messages with the mask of the first one. With ``system``,
-    other GPUs may write them.
+    Each load reads ``vector`` consecutive messages with the mask of the first one. ``system``:
+    whether other GPUs may write the messages.
 
     Operands: the outputs $0 … are the messages. The inputs are, for each message, one address, then
     one flag shifted left by 16 bits, then one mask.
@@ -91,6 +91,8 @@ def poll_bf16_asm(count, vector, system):
 @gluon.constexpr_function
 def poll_fp32_asm(count, system):
     """Return PTX that polls ``count`` 64-bit messages per thread until all flags match.
+
+    ``system``: whether other GPUs may write the messages.
 
     Operands: the outputs $0 … are the fp32 values, as 32-bit words. The inputs are, for each
     message, one address, then one 32-bit flag, then one mask.
@@ -161,7 +163,7 @@ def send_gathered(ranks, offset, value, flag, mask, SHAPE: gl.constexpr):
     """Send values as bf16 to all ranks.
 
     Args:
-        offset: places of the messages in the activations.
+        offset: offsets of the messages in `arguments.Messages.activations`.
     """
     for rank in gl.static_range(SHAPE.RANKS):
         there = gl.load(ranks.activation_addresses + rank).to(gl.pointer_type(gl.int32))
@@ -173,8 +175,8 @@ def send_partial(ranks, third, source, sequence, row, value, flag, mask, SHAPE: 
     """Send fp32 values to all ranks, as addends of a sum.
 
     Args:
-        third: which of the sums of consecutive stages.
-        source: number of the addend.
+        third: first index of `arguments.Ranks.partials`.
+        source: second index: the number of this rank, or 0 if only one rank sends.
     """
     place = ((third * SHAPE.RANKS + source) * SHAPE.B + sequence) * SHAPE.SUMS + row
     for rank in gl.static_range(SHAPE.RANKS):
@@ -184,7 +186,7 @@ def send_partial(ranks, third, source, sequence, row, value, flag, mask, SHAPE: 
 
 @gluon.jit
 def sum_partials(ranks, third, sequence, row, flag, mask, COUNT: gl.constexpr, SHAPE: gl.constexpr):
-    """Receive the addends of all ranks, and return their sums, fp32 with the shape of ``row``."""
+    """Receive the addends of all ranks; return their sums, fp32 with the shape of ``row``."""
     place = (third * SHAPE.RANKS * SHAPE.B + sequence) * SHAPE.SUMS + row
     total = receive_fp32(ranks.partials + place, flag, mask, COUNT, True)
     for rank in gl.static_range(1, SHAPE.RANKS):

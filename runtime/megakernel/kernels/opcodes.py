@@ -21,8 +21,9 @@ ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 """Opcodes: attention, or the epilogue of a matmul."""
 PARTIAL, SUM_INNER, SUM_RESIDUAL = (gl.constexpr(n) for n in range(9, 12))
-"""Opcodes of several ranks: a matmul whose outputs the ranks add; and the sum of these outputs
-without a matmul, with the epilogue of RESIDUAL, or that of INNER for this rank only."""
+"""Opcodes of several ranks. PARTIAL: a matmul whose outputs are addends for all ranks. SUM_INNER,
+SUM_RESIDUAL: no matmul, but the sum of these addends. The first sends the sums to the programs of
+this rank, the second has the epilogue of RESIDUAL."""
 
 
 @gluon.jit

@@ -82,7 +82,8 @@ def embed(
     """Initialize this program's columns of the residual stream with the embedding of ``token``.
 
     Send the columns, multiplied by the weights of the first norm, and their sum of squares before
-    this multiplication. Of several ranks, the one that holds the token sends its columns to all.
+    this multiplication. With several ranks, the rank that holds the token sends the embedding
+    to all ranks.
 
     Args:
         token: token id of sequence ``b``.

@@ -2,8 +2,9 @@
 
 As in Basis Sharing (arXiv 2410.03765), consecutive layers share the V of the linears that do not
 write to the residual stream. The sizes are those of `PackedWeights` on rank 0, computed from shapes
-on the meta device: in memory, in memory if each layer has its own copy of V, and read by a decode
-step. On a GPU, random weights are packed as well, and the memory of their tensors is printed.
+on the meta device: bytes in memory, bytes in memory if each layer has its own copy of V, and bytes
+that a decode step reads. On a GPU, random weights are also packed, and the memory of their tensors
+is printed.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
 
 
 def part_of(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
-    """Return the part of rank 0, whose tensors do not keep the whole embedding in memory."""
+    """Return the part of rank 0. Its embedding and LM head are copies, not views of whole ones."""
     if ranks == 1:
         return checkpoint
     part = rank_checkpoint(checkpoint, Partition.of(checkpoint.config, 0, ranks))

@@ -1,7 +1,7 @@
 """Latency of collectives between ranks: ``python -m runtime.offline.bench collectives --help``.
 
-A CUDA graph has a chain of equal collectives, as a decode step has. The ratio is that of the best
-kernel of `runtime.parallel.push` to NCCL.
+Times are those of one collective in a CUDA graph of `CHAIN` equal ones. The ratio is the time of
+the fastest kernel of `runtime.parallel.push` divided by that of NCCL.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from runtime.parallel.group import DistributedGroup, RankGroup
 from runtime.parallel.peer_group import PeerGroup
 
 CHAIN = 40
-"""Collectives in a graph."""
+"""Number of collectives in a graph."""
 WAYS = ("NCCL", "one step", "two steps")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of a collective, by `WAYS`; None where a way does not apply."""
+    """Time of a collective in microseconds, for each of `WAYS`; None where one does not apply."""
 
     name: str
     times: tuple[float | None, ...]
@@ -38,7 +38,12 @@ class Row:
 
 
 def rows(batches: list[int], widths: list[int], runs: int, group: RankGroup) -> Iterator[Row]:
-    """Measure sums and gathers of ``batch`` rows of ``width`` numbers. Every rank calls it."""
+    """Measure all-reduces and all-gathers for each batch and width. All ranks must call it.
+
+    Args:
+        batches: numbers of rows.
+        widths: numbers of bf16 elements in a row of the result.
+    """
     if not isinstance(group, DistributedGroup):
         raise ValueError("one rank has no collectives")
     device = torch.device("cuda", group.rank)
@@ -73,7 +78,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256, 512])
     parser.add_argument(
         "--width", type=int, nargs="+", default=[2432, 3840, 8192],
-        help="numbers for each sequence: inner activations, hidden size",
+        help="elements per sequence, such as inner activations or the hidden size",
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=30)
     args = parser.parse_args()

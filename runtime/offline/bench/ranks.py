@@ -32,7 +32,7 @@ class SilentGroup(RankGroup):
 
 
 class Collectives(StrEnum):
-    """Implementation of collectives: `DistributedGroup`, or `PeerGroup`."""
+    """Implementation of collectives: `DistributedGroup` (NCCL) or `PeerGroup` (PUSH)."""
 
     NCCL = "nccl"
     PUSH = "push"
@@ -49,7 +49,7 @@ def over_ranks(
     Args:
         device: ``cuda``, where each rank has a GPU, or ``cpu``.
         work: called on every rank, which sends and takes all its results; can be pickled.
-        collectives: those of GPUs.
+        collectives: implementation on GPUs; CPUs use gloo.
 
     Raises:
         RuntimeError: a rank failed.

@@ -123,7 +123,7 @@ def _in_memory(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _rank(entry: LinearTensor, keep: float, group: int) -> int:
-    """Return the rank of a linear of a `random_checkpoint`."""
+    """Return the rank at which ``keep`` of the parameters remain, if V counts once for a group."""
     layers = 1 if entry.writes_residual else group
     return int(entry.out * entry.inner * layers * keep / (entry.out * layers + entry.inner))
 

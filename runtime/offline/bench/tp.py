@@ -3,8 +3,8 @@
 Each rank is a process with a device of its own, which draws its weights there. The floor of a
 decode step is the time to read the rank's weights and KV once, at the measured rate of a copy, and
 that of prefill the time of the rank's floating-point operations at the rate of one large matmul.
-Neither contains communication. A step ends with the logits of each rank; sampling, which exchanges
-what it needs of them, is not measured. Times without communication are those of the same model with
+Neither contains communication. A step ends with the logits of each rank; sampling and its
+collectives are not measured. Times without communication are those of the same model with
 collectives that return their argument.
 
 Memory is that of tensors after the model was built, without the KV cache.

@@ -132,7 +132,7 @@ def embed(checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype | None = No
         dtype: dtype of the result; None for that of the embedding.
 
     Raises:
-        CheckpointError: the model has learned positions, and fewer than tokens.
+        CheckpointError: there are more tokens than learned position embeddings.
     """
     hidden = functional.embedding(tokens, checkpoint.embedding)
     hidden = hidden.to(dtype or hidden.dtype)

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 _END_S = 12.0
 """Maximum time in which the ranks end after their channel was closed, seconds."""
 _KILLED_S = 5.0
-"""Maximum time in which the kernel ends processes, seconds."""
+"""Maximum time to wait for killed processes to end, seconds."""
 
 
 class RankFault(Exception):
@@ -147,7 +147,7 @@ class Followers(Peers):
         self.kill()
 
     def kill(self) -> None:
-        """End the processes at once. Calls that wait for one raise `RankFault`."""
+        """Kill the processes and wait for their end. Calls that wait for one raise `RankFault`."""
         self._is_ending = True
         for rank in self.ranks:
             rank.received(RankFault("the worker is stopping"))
@@ -155,7 +155,7 @@ class Followers(Peers):
         self._join(_KILLED_S)
 
     def _join(self, timeout_s: float) -> None:
-        """Wait for the end of the processes."""
+        """Wait until all processes have ended, at most ``timeout_s`` in total."""
         deadline = time.monotonic() + timeout_s
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
@@ -184,7 +184,10 @@ class Followers(Peers):
                 self._fail(rank, f"has not run for {silent_s:.0f} s")
 
     def _take_last(self, rank: RankHandle) -> None:
-        """Take the last messages of a process that exits. Its pipe may be closed seconds later."""
+        """Take the remaining messages of an exiting process, then report that it has failed.
+
+        Its pipe may stay open for seconds, until the exit is complete.
+        """
         while not self.fault.done() and rank.control.poll():
             self._take(rank)
         self._fail(rank, rank.exit_text())

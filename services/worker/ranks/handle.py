@@ -110,7 +110,7 @@ class RankHandle:
         return stat is None or stat.exit_code is not None
 
     def exit_text(self) -> str:
-        """Return how the process has ended, which is exiting or has closed its pipe."""
+        """Return how the process ended. It must be exiting, or have closed its pipe."""
         stat = ProcessStat.of(f"{self.pid}")
         code = self._process.exitcode if stat is None else stat.exit_code
         if code is None:
@@ -124,5 +124,5 @@ class RankHandle:
         self._process.join(timeout_s)
 
     def kill(self) -> None:
-        """Let the kernel end the process, also if it is stopped."""
+        """Send SIGKILL, which also ends a stopped process, and do not wait for its end."""
         self._process.kill()

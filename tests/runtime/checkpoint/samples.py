@@ -83,7 +83,7 @@ MODELS: dict[str, Any] = {
     "opt": opt,
     "opt-untied": lambda: opt(enable_bias=False, tie_word_embeddings=False),
     "phi3": phi3,
-    # Of these, the first is limited to the original context. The other extends it.
+    # The context length is 96: the first model does not extend its original context.
     "phi3-short": lambda: phi3(rope_parameters=dict(LONGROPE), original_max_position_embeddings=96),
     "phi3-long": lambda: phi3(rope_parameters=dict(LONGROPE), original_max_position_embeddings=32),
 }

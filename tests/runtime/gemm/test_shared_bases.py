@@ -30,7 +30,7 @@ from tests.runtime.rank_threads import ThreadGroup, on_ranks
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 PAIRS = (7, 5, 9, 20, 16, 30, 24)
-"""Ranks that are padded, and divided between two ranks of a worker at several places."""
+"""Ranks of the factor pairs. Some are padded, and two ranks of a worker divide them unevenly."""
 ALL = ("q", "k", "v", "gate", "up")
 """The linears that share bases in Basis Sharing."""
 CONFIG_3 = replace(CONFIG, num_layers=3)
@@ -39,7 +39,7 @@ CONFIG_3 = replace(CONFIG, num_layers=3)
 def with_shared(
     checkpoint: Checkpoint, names: Sequence[str], layers: Sequence[int] = (0, 2)
 ) -> Checkpoint:
-    """Return the checkpoint with the named V of the first of the layers in the others."""
+    """Return the checkpoint in which all given layers have the named V of the first of them."""
     made = list(checkpoint.layers)
     first = made[layers[0]]
     for at in layers[1:]:
@@ -49,13 +49,13 @@ def with_shared(
 
 
 def copied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with tensors of its own for each layer."""
+    """Return a copy of the checkpoint whose layers share no tensors."""
     layers = (mapped(layer, Tensor.clone) for layer in checkpoint.layers)
     return replace(checkpoint, layers=tuple(layers))
 
 
 def on_demand(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with layers whose tensors are new each time that they are read."""
+    """Return the checkpoint with layers on demand, whose tensors are new at each read."""
     layers, shapes = checkpoint.layers, shapes_of(checkpoint.layers)
     read = LayersOnDemand(lambda index: mapped(layers[index], Tensor.clone), shapes)
     return replace(checkpoint, layers=read)

@@ -1,4 +1,4 @@
-"""Collectives that store messages into the memory of all ranks, in processes of an interpreter."""
+"""Collectives through peer memory, in Triton's interpreter, with one process for each rank."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ ROWS = (1, 3)
 
 
 def group_of(folder: Path, group: RankGroup) -> PeerGroup:
-    """Return collectives through files that all ranks map."""
+    """Return a group whose peer memory consists of files that all ranks map."""
     assert isinstance(group, DistributedGroup)
     memories = [
         torch.from_file(f"{folder}/{rank}", shared=True, size=2 * HALF, dtype=torch.int64)
@@ -28,7 +28,7 @@ def group_of(folder: Path, group: RankGroup) -> PeerGroup:
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
     own = memories[group.rank].view(2, HALF)
     made = PeerGroup(group.process_group, PeerTensor(own, addresses))
-    made.memories = memories  # type: ignore[attr-defined]  # mapped as long as the group
+    made.memories = memories  # type: ignore[attr-defined]  # keeps the files mapped
     return made
 
 

@@ -20,7 +20,7 @@ from tests.runtime.sampling.test_on_device import CPU, SAMPLINGS, logits_of, sam
 from tests.runtime.tiny import CONFIG
 
 VOCAB = 1499
-"""A prime number of tokens, of which all ranks hold fewer than a draw considers."""
+"""A prime number of tokens. With equal parts, each rank has fewer than a draw considers."""
 TOP = 5
 GREEDY = SamplingFeatures.of([])
 Parts = tuple[range, ...]
@@ -57,7 +57,7 @@ def results(
     calls: Sequence[Tensor],
     features: SamplingFeatures = ALL_FEATURES,
 ) -> Results:
-    """Sample from logits of all tokens, of which each rank sees its own, and resolve the rest."""
+    """Sample from each rank's part of the logits of every call, and resolve unresolved rows."""
     vocabulary = Vocabulary(parts, group)
     own = vocabulary.own
     sampler = DeviceSampler(len(rows), vocabulary, CPU, top=TOP)
@@ -76,7 +76,7 @@ def check(
     calls: Sequence[Tensor],
     features: SamplingFeatures = ALL_FEATURES,
 ) -> tuple[Results, Results]:
-    """Compare the results of ranks with those of one rank. Return both."""
+    """Compare the results of several ranks with those of one rank. Return both."""
     whole = range(parts[-1].stop)
     expected = results(ONE_RANK, (whole,), rows, calls, features)
     run = partial(results, parts=parts, rows=rows, calls=calls, features=features)

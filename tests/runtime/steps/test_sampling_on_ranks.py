@@ -1,6 +1,6 @@
 """Steps of several ranks, each of which has the logits of some tokens only.
 
-The ranks compute the whole model, so that the logits are bitwise those of one rank.
+Each rank computes the whole model, so that the logits are bitwise equal to those of one rank.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ def part_of(model: Model, group: RankGroup) -> Model:
 
 
 def script() -> list[list[Command]]:
-    """Every kind of sampling, in running and in held sequences. Two are too flat for the device."""
+    """Every kind of sampling, in running and in held sequences. Two kinds have unresolved draws."""
     kinds = range(len(SAMPLINGS))
     running: list[list[Command]] = [[Add(request(kind, 5 + kind, 12, kind, 2))] for kind in kinds]
     longest: list[list[Command]] = [[], [Add(request(20, 9, 40, 0, 1))]]

@@ -47,7 +47,7 @@ def factorized(dense: Checkpoint) -> Checkpoint:
 
 
 def stored(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with the embeddings of positions as OPT's files store them."""
+    """Yield tensors with the position embeddings as OPT's files store them."""
     for name, tensor in tensors:
         if name == "model.decoder.positions.weight":
             unused = torch.full((2, tensor.shape[1]), torch.nan)
