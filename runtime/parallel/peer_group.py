@@ -15,8 +15,8 @@ from runtime.parallel.push import (
 
 _HALF = 1 << 20
 """Number of 8-byte messages in each half of a rank's memory."""
-_MIN_BLOCK, _MAX_BLOCK = 256, 4096
-"""Minimum and maximum number of messages that a program sends to each rank."""
+_MIN_BLOCK = 256
+"""Minimum number of messages that a program sends to each rank."""
 _MAX_THREADS = 512
 ONE_STEP_WORDS = 1 << 16
 """Maximum number of 32-bit words for one step; larger sums take two, see `two_step_sum_kernel`."""

@@ -24,7 +24,7 @@ def test_running_process_and_thread() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
-def test_exit_code_of_a_process_for_which_nobody_has_waited(code: int) -> None:
+def test_exit_code_of_a_zombie(code: int) -> None:
     end = "input()" if code < 0 else f"raise SystemExit({code})"
     with subprocess.Popen([sys.executable, "-c", end], stdin=subprocess.PIPE) as child:
         if code < 0:
