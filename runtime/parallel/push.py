@@ -16,41 +16,11 @@ be resident.
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon import constexpr_function
 
 from runtime.kernels.arith import INTERPRETED
+from runtime.kernels.polling import asm_constraints, poll_words_asm
 
 MAX_PROGRAMS = 128
-
-
-@constexpr_function
-def _poll_asm(count):
-    """Return PTX that polls ``count`` messages per thread until all flags match.
-
-    Operands: the outputs $0 … are the words. The inputs are, for each message, one address, then
-    one flag, then one mask.
-    """
-    lines = []
-    for n in range(count):
-        lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
-    lines.append("AGAIN:")
-    for n in range(count):
-        lines.append(f"mov.b64 word{n}, {{${n}, ${2 * count}}};")
-        lines.append(f"@wanted{n} ld.relaxed.sys.global.b64 word{n}, [${count + n}];")
-    lines.append("mov.b32 other, 0;")
-    for n in range(count):
-        lines.append(f"mov.b64 {{${n}, one}}, word{n};")
-        lines += [f"xor.b32 one, one, ${2 * count};", "or.b32 other, other, one;"]
-    lines += ["setp.ne.s32 late, other, 0;", "@late bra AGAIN;"]
-    wanted = ", ".join(f"wanted{n}" for n in range(count))
-    words = ", ".join(f"word{n}" for n in range(count))
-    head = f"{{ .reg .pred late, {wanted}; .reg .b32 one, other; .reg .b64 {words};\n"
-    return head + "\n".join(lines) + "\n}"
-
-
-@constexpr_function
-def _constraints(count):
-    return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
 
 
 @triton.jit
@@ -69,8 +39,8 @@ def _receive(at, flag, mask, COUNT: tl.constexpr):
         word = message.to(tl.int32)
     else:
         word = tl.inline_asm_elementwise(
-            _poll_asm(COUNT), _constraints(COUNT), [at, flag, mask.to(tl.int32)], tl.int32, False,
-            COUNT,
+            poll_words_asm(COUNT, True), asm_constraints(COUNT),
+            [at, flag, mask.to(tl.int32)], tl.int32, False, COUNT,
         )  # fmt: skip
     return word
 

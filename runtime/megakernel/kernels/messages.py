@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from runtime.kernels.compat import barrier
+from runtime.kernels.polling import asm_constraints, poll_words_asm
 from runtime.megakernel.kernels.layouts import (
     COLUMNS,
     INPUT,
@@ -88,40 +89,6 @@ def poll_bf16_asm(count, vector, system):
     return f"{{ .reg .pred late, {wanted}; .reg .b32 one, other;\n" + "\n".join(lines) + "\n}"
 
 
-@gluon.constexpr_function
-def poll_fp32_asm(count, system):
-    """Return PTX that polls ``count`` 64-bit messages per thread until all flags match.
-
-    ``system``: whether other GPUs may write the messages.
-
-    Operands: the outputs $0 … are the fp32 values, as 32-bit words. The inputs are, for each
-    message, one address, then one 32-bit flag, then one mask.
-    """
-    scope = "sys" if system else "gpu"
-    lines = []
-    for n in range(count):
-        lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
-    lines.append("AGAIN:")
-    for n in range(count):
-        lines.append(f"mov.b64 word{n}, {{${n}, ${2 * count}}};")
-        lines.append(f"@wanted{n} ld.relaxed.{scope}.global.b64 word{n}, [${count + n}];")
-    lines.append("mov.b32 other, 0;")
-    for n in range(count):
-        lines.append(f"mov.b64 {{${n}, one}}, word{n};")
-        lines += [f"xor.b32 one, one, ${2 * count};", "or.b32 other, other, one;"]
-    lines += ["setp.ne.b32 late, other, 0;", "@late bra AGAIN;"]
-    wanted = ", ".join(f"wanted{n}" for n in range(count))
-    words = ", ".join(f"word{n}" for n in range(count))
-    head = f"{{ .reg .pred late, {wanted}; .reg .b32 one, other; .reg .b64 {words};\n"
-    return head + "\n".join(lines) + "\n}"
-
-
-@gluon.constexpr_function
-def asm_constraints(count):
-    """Return the operand constraints of both polling loops, for ``count`` messages."""
-    return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
-
-
 @gluon.jit
 def receive_bf16(
     pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr, SYSTEM: gl.constexpr = False
@@ -152,7 +119,7 @@ def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr, SYSTEM: gl.constexpr 
         SYSTEM: whether other GPUs may write them.
     """
     words = gl.inline_asm_elementwise(
-        poll_fp32_asm(COUNT, SYSTEM), asm_constraints(COUNT),
+        poll_words_asm(COUNT, SYSTEM), asm_constraints(COUNT),
         [pointer, flag, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
     return words.to(gl.float32, bitcast=True)
