@@ -188,7 +188,7 @@ class Followers(Peers):
 
         Its pipe may stay open for seconds, until the exit is complete.
         """
-        while not self.fault.done() and rank.control.poll():
+        while not (self.fault.done() or self._is_ending) and rank.control.poll():
             self._take(rank)
         self._fail(rank, rank.exit_text())
 

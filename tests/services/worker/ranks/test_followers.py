@@ -70,6 +70,21 @@ def test_rank_that_exits_is_a_fault_before_its_pipe_is_closed(
     theirs.close()
 
 
+@pytest.mark.timeout(10)
+def test_rank_that_exits_while_the_worker_ends_is_no_fault() -> None:
+    """The pipe of a rank that has ended is always readable."""
+    ours, theirs = Pipe()
+    theirs.close()
+    rank: Any = FakeRank(control=ours, is_exiting=True, exit_text=lambda: "exited with code 0")
+    supervised = Followers()
+    supervised.ranks = (rank,)
+    channel: Any = SimpleNamespace(ranks=lambda: [None])
+    supervised._channel = channel
+    supervised._is_ending = True
+    supervised._look()
+    assert not supervised.fault.done()
+
+
 async def test_ranks_end_if_a_later_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[FakeRank] = []
 
