@@ -38,7 +38,7 @@ def unsupported_by_megakernel(model: Model) -> str | None:
     if not (kv_format.dense_bf16 or attends):
         return f"the megakernel does not support KV format {kv_format.name}"
     if model.group.size > 1 and model.group.memory is None:
-        return "the megakernel needs GPUs that can access one another"
+        return "the ranks have no GPU memory that all of them can write"
     if model.page_size % 16:
         return f"pages of {model.page_size} tokens: the megakernel needs a multiple of 16"
     from runtime.megakernel.launch import unsupported
