@@ -24,7 +24,7 @@ def decode_step(model: Model, batch: Batch, cache: PagedCache) -> Callable[[], T
     Args:
         batch: a batch whose tensors keep their addresses. Every call reads their contents.
     """
-    if isinstance(model, GemmModel) and _megakernel_computes(model, batch, cache):
+    if isinstance(model, GemmModel) and _megakernel_computes(model, batch):
         return _megakernel_step(model, batch, cache)
     return partial(model.forward, batch, cache)
 
@@ -46,22 +46,16 @@ def unsupported_by_megakernel(model: Model) -> str | None:
     return unsupported(model.weights)
 
 
-def _megakernel_computes(model: GemmModel, batch: Batch, cache: PagedCache) -> bool:
-    """Return whether the megakernel supports a model, its device, a batch and the cache."""
+def _megakernel_computes(model: GemmModel, batch: Batch) -> bool:
+    """Return whether the megakernel supports a model, its device and a batch."""
     if model.device.type != "cuda" or unsupported_by_megakernel(model):
         return False
     from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
-    from runtime.megakernel.schedule import within_reach
 
     one_each = batch.single and len(batch.logit_rows) == len(batch.tokens)
     hopper = torch.cuda.get_device_capability(model.device) == HOPPER
     most = MAX_SEQUENCES if model.kv_format.dense_bf16 else MAX_SEQUENCES_WITHOUT_ATTENTION
-    return (
-        hopper
-        and one_each
-        and len(batch.tokens) <= most
-        and within_reach(cache.planes, cache.planes[0])
-    )
+    return hopper and one_each and len(batch.tokens) <= most
 
 
 def _megakernel_step(model: GemmModel, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:

@@ -19,12 +19,10 @@ from runtime.megakernel.kernels import arguments, layouts, opcodes
 from runtime.megakernel.kernels.attended import send_kernel
 from runtime.megakernel.kernels.step import step_kernel
 from runtime.megakernel.schedule import (
-    Address,
     Offsets,
     Pass,
     build_passes,
     split_at_attention,
-    within_reach,
 )
 from runtime.parallel.peer_memory import PeerMemory
 
@@ -47,14 +45,11 @@ _MAX_SPLITS = 32
 """Maximum number of splits of a sequence's KV; one program combines their results."""
 
 
-def unsupported(weights: PackedWeights, address: Address = Tensor.data_ptr) -> str | None:
+def unsupported(weights: PackedWeights) -> str | None:
     """Return why the megakernel does not support a model, or None if it supports it.
 
-    Only shapes and addresses are read. `runtime.gemm.weights.unsupported` rejects models that
-    cannot be packed, such as those with factor pairs of rank 0.
-
-    Args:
-        address: returns the byte address of a tensor.
+    Only shapes are read, so that all ranks of a worker agree. `runtime.gemm.weights.unsupported`
+    rejects models that cannot be packed, such as those with factor pairs of rank 0.
     """
     config = weights.config
     if weights.head_norms:
@@ -66,9 +61,6 @@ def unsupported(weights: PackedWeights, address: Address = Tensor.data_ptr) -> s
             f"{config.num_heads} query heads for {config.num_kv_heads} KV heads: the megakernel's "
             f"limit is {_MAX_GROUP} for each"
         )
-    matrices = (matrix.weight for layer in weights.layers for matrix in layer.matrices)
-    if not within_reach(matrices, weights.lm_head.weight, address):
-        return "the addresses of the weights are too far apart for the megakernel"
     return None
 
 
@@ -133,7 +125,7 @@ class DecodeStep:
         self._held = weights, list(planes)  # the pass table has offsets to them
         self._offsets = offsets
         self._head = (config.num_heads, config.head_dim)
-        sums = max(config.hidden_size, *(one.units for one in passes if one.opcode in _SUMS))
+        sums = max([config.hidden_size, *(one.units for one in passes if one.opcode in _SUMS)])
         activations, exchanged = _exchange(memory, first_token, (size, offsets.end, sums), device)
         self._messages, *constant = _workspace(weights, offsets, splits, activations, self.logits)
         self._flags = flags
@@ -187,7 +179,7 @@ class DecodeStep:
 
 def _schedule(passes: Sequence[Pass], flags: Tensor) -> arguments.Schedule:
     """Return the kernel argument for passes that end with a marker."""
-    table = torch.tensor([one.row() for one in passes], dtype=torch.int32, device=flags.device)
+    table = torch.tensor([one.row() for one in passes], device=flags.device)
     return arguments.Schedule(table, len(passes) - 1, flags)
 
 

@@ -21,8 +21,9 @@ from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.schedule import HEAD_OPCODES, Offsets, Pass, build_passes
 from runtime.parallel.partition import Partition
 
-_SPACING = 7
-"""Distance between the artificial addresses of consecutive tensors, in lines."""
+_SPACING = (1 << 34) + 7
+"""Distance between the artificial addresses of consecutive tensors, in lines: not a small number,
+since allocators may place tensors anywhere in 47 bits."""
 
 
 class ProtocolError(Exception):

@@ -4,7 +4,7 @@ Each pass belongs to a stage. Its messages carry the flag of that stage, and it 
 stage ``after``. Passes of one stage, such as those of q, k and v, do not wait for one another.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -76,7 +76,7 @@ class Pass:
     stride: int = 0
 
     def row(self) -> list[int]:
-        """Return the fields as int32 numbers."""
+        """Return the fields as numbers."""
         return [int(value) for value in vars(self).values()]
 
 
@@ -354,14 +354,3 @@ class _PassBuilder:
         if distance % LINE_BYTES:
             raise ValueError(f"the offset of a tensor is not a multiple of {LINE_BYTES} bytes")
         return distance // LINE_BYTES
-
-
-def within_reach(
-    tensors: Iterable[Tensor], base: Tensor, address: Address = Tensor.data_ptr
-) -> bool:
-    """Return whether 32 bits suffice for the offsets of tensors from ``base`` in the pass table.
-
-    Allocators may place tensors at any distance, for example with expandable segments.
-    """
-    start = address(base)
-    return all(abs(address(each) - start) // LINE_BYTES < 1 << 31 for each in tensors)

@@ -16,7 +16,7 @@ class Schedule(NamedTuple):
     """The list of passes (see `opcodes`), and the flags of this step.
 
     Attributes:
-        table: int32 `[passes + 1, FIELDS]`; the last row marks the end of the list.
+        table: int64 `[passes + 1, FIELDS]`; the last row marks the end of the list.
         passes: number of passes.
         flags: int32 `[P]`, the flag of stage 0 for each program, never 0. At its end, a launch adds
             the stage of the last row: 0 until the last launch of a step, then a number above all

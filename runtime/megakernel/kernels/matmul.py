@@ -173,7 +173,7 @@ def run_epilogue(
                 mask=b < SHAPE.B, other=0,
             )  # fmt: skip
             slot = page.to(gl.int64) * (pages.page_stride * LINE) + index % PAGE * DIM
-            place = target.to(gl.int64) * LINE + r // DIM * (pages.head_stride * LINE) + dim
+            place = target * LINE + r // DIM * (pages.head_stride * LINE) + dim
             gl.store(pages.base + slot + place, rotated, mask=inside)
         send_bf16(own + at, rotated, flag, inside)
     elif opcode == INNER:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The pass table: a row of FIELDS int32 numbers for each pass of a step.
+"""The pass table: a row of FIELDS int64 numbers for each pass of a step.
 
 A pass multiplies one matrix, whose rows are divided among all programs, or computes the attention
 of one layer; it is not a forward pass. `schedule.Pass` documents each field.
@@ -24,6 +24,12 @@ PARTIAL, SUM_INNER, SUM_RESIDUAL = (gl.constexpr(n) for n in range(9, 12))
 """Opcodes of several ranks. PARTIAL: a matmul whose outputs are addends for all ranks. SUM_INNER,
 SUM_RESIDUAL: no matmul, but the sum of these addends. The first sends the sums to the programs of
 this rank, the second has the epilogue of RESIDUAL."""
+
+
+@gluon.jit
+def field(row, column):
+    """Return a field of a pass. All but offsets and targets fit into 32 bits."""
+    return gl.load(row + column).to(gl.int32)
 
 
 @gluon.jit

@@ -43,6 +43,7 @@ from runtime.megakernel.kernels.opcodes import (
     UNITS,
     V_OFFSET,
     WIDTH,
+    field,
     past_tiles,
     rows_of_program,
 )
@@ -92,9 +93,9 @@ def copy(slot, ring, tile, source, mask, SLOTS: gl.constexpr, AHEAD: gl.constexp
 def load_reads(row):
     """Load the fields of a pass that the copy warps need."""
     return (
-        gl.load(row + OPCODE), gl.load(row + OFFSET), gl.load(row + V_OFFSET), gl.load(row + WIDTH),
-        gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
-        gl.load(row + TALL), gl.load(row + STRIDE),
+        field(row, OPCODE), gl.load(row + OFFSET), gl.load(row + V_OFFSET), field(row, WIDTH),
+        field(row, START), field(row, UNITS), field(row, TOTAL), field(row, UNIT),
+        field(row, TALL), field(row, STRIDE),
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def copy_kv(
                 plane = offset if which == 0 else v_offset
                 slot = wait_empty(ring, tile, RING.SLOTS)
                 copy(
-                    as_wide_tile(slot), ring, tile, pages.base + plane.to(gl.int64) * LINE + at,
+                    as_wide_tile(slot), ring, tile, pages.base + plane * LINE + at,
                     valid, RING.SLOTS, RING.AHEAD,
                 )  # fmt: skip
                 tile += 1
@@ -152,7 +153,7 @@ def copy_tiles(
             tile = copy_kv(ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE, RING)
         else:
             begin, end = rows_of_program(start, units, total, unit, pid, programs)
-            matrix = weights.base + offset.to(gl.int64) * LINE
+            matrix = weights.base + offset * LINE
             matrix += begin.to(gl.int64) * (stride * VECTOR)
             if tall > 0:
                 for row in range(begin, end, WARPS * ROWS):

@@ -68,6 +68,7 @@ from runtime.megakernel.kernels.opcodes import (
     UNIT,
     UNITS,
     WIDTH,
+    field,
     past_tiles,
     rows_of_program,
 )
@@ -122,10 +123,10 @@ def embed(
 def load_pass(row):
     """Load the fields of a pass that the compute warps need."""
     return (
-        gl.load(row + OPCODE), gl.load(row + STAGE), gl.load(row + AFTER), gl.load(row + WIDTH),
-        gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
-        gl.load(row + SOURCE), gl.load(row + TARGET), gl.load(row + BIAS), gl.load(row + NORM),
-        gl.load(row + NORMED), gl.load(row + TALL),
+        field(row, OPCODE), field(row, STAGE), field(row, AFTER), field(row, WIDTH),
+        field(row, START), field(row, UNITS), field(row, TOTAL), field(row, UNIT),
+        field(row, SOURCE), gl.load(row + TARGET), field(row, BIAS), field(row, NORM),
+        field(row, NORMED), field(row, TALL),
     )  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def compute(
     table, passes = schedule.table, schedule.passes
     base = gl.load(schedule.flags + pid)
     tile = gl.to_tensor(0)
-    first_norm = gl.load(table + passes * FIELDS + NORM)
+    first_norm = field(table + passes * FIELDS, NORM)
     if first_norm >= 0:
         for s in gl.static_range(B):
             embed(
@@ -264,7 +265,7 @@ def compute(
             if (opcode == RESIDUAL) & (first < last):
                 sequence = gl.arange(0, N, gl.SliceLayout(0, OUTPUT))
                 send_fp32(messages.squares + pid * N + sequence, square, flag, sequence < B)
-    last_stage = gl.load(table + passes * FIELDS + STAGE)
+    last_stage = field(table + passes * FIELDS, STAGE)
     barrier()
     gl.store(schedule.flags + pid, base + last_stage)
 

@@ -25,7 +25,7 @@ constants = {
     "RING": arguments.Ring.of(SLOTS=5, AHEAD=1, TALL_AHEAD=2),
 }
 signature = {
-    "schedule": arguments.Schedule("*i32", "i32", "*i32"),
+    "schedule": arguments.Schedule("*i64", "i32", "*i32"),
     "weights": arguments.Weights("*bf16", "*fp32", "*bf16", "fp32"),
     "batch": arguments.Batch("*i64", "*i64", "*i32", "*i32", "i32"),
     "pages": arguments.Pages("*bf16", "i32", "i32"),
