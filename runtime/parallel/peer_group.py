@@ -18,8 +18,9 @@ _HALF = 1 << 20
 _MIN_BLOCK = 256
 """Minimum number of messages that a program sends to each rank."""
 _MAX_THREADS = 512
-ONE_STEP_WORDS = 1 << 16
-"""Maximum number of 32-bit words for one step; larger sums take two, see `two_step_sum_kernel`."""
+ONE_STEP_WORDS = 1 << 17
+"""Maximum number of 32-bit words that a rank sends in one step; larger sums take two steps, see
+`two_step_sum_kernel`."""
 
 
 class PeerGroup(DistributedGroup):
@@ -47,14 +48,26 @@ class PeerGroup(DistributedGroup):
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
-        """Return a group of all ranks. All ranks must call it.
+        """Return a group of all ranks, with all kernels compiled. All ranks must call it.
 
         If the GPUs cannot access one another, all collectives are those of NCCL.
         """
         if not can_access_one_another(group, device):
             return DistributedGroup(group)
         memory = PeerMemory(group, device)
-        return cls(group, memory.zeros(2, _HALF, dtype=torch.int64), memory)
+        made = cls(group, memory.zeros(2, _HALF, dtype=torch.int64), memory)
+        made._warm_up()
+        return made
+
+    def _warm_up(self) -> None:
+        """Call collectives of all sizes for which the kernels differ."""
+        device = self._messages.own.device
+        limit = self._half // self.size
+        sizes = [1 << bits for bits in range(4, limit.bit_length())] + [limit // 16 * 16]
+        for words in sizes:
+            self.all_gather(torch.zeros(1, words, dtype=torch.int32, device=device))
+            for count in (words, words * self.size):
+                self.all_reduce(torch.zeros(1, 2 * count, dtype=torch.bfloat16, device=device))
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         numbers, size = addend.numel(), self.size
@@ -63,7 +76,7 @@ class PeerGroup(DistributedGroup):
             return super().all_reduce(addend)
         if numbers:
             words = addend.view(-1).view(torch.int32)
-            one_step = len(words) <= min(ONE_STEP_WORDS, slot)
+            one_step = len(words) <= min(ONE_STEP_WORDS // size, slot)
             kernel, messages = (
                 (sum_kernel, len(words)) if one_step else (two_step_sum_kernel, len(words) // size)
             )

@@ -1,5 +1,6 @@
 """Tensors on GPUs that the kernels of all ranks can write."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +55,13 @@ class PeerMemory:
 
 
 def can_access_one_another(group: distributed.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the kernels of every rank can access all GPUs. All ranks must call it."""
+    """Return whether the kernels of every rank may access all GPUs. All ranks must call it.
+
+    They may not if ``NCCL_P2P_DISABLE`` is 1.
+    """
     peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
     accessible = sum(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    can_access = torch.tensor([accessible >= group.size() - 1], dtype=torch.int32, device=device)
+    allowed = accessible >= group.size() - 1 and os.environ.get("NCCL_P2P_DISABLE") != "1"
+    can_access = torch.tensor([allowed], dtype=torch.int32, device=device)
     distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
     return bool(can_access)

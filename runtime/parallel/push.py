@@ -87,7 +87,7 @@ def _sum_of_ranks(memory, i, mask, flag, SLOT: tl.constexpr, RANKS: tl.constexpr
     return _rounded(low) | (_rounded(high) << 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def gather_kernel(
     part, out, addresses, state, rank, words, row_words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
@@ -117,7 +117,7 @@ def gather_kernel(
     _finish(state, flag)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def sum_kernel(
     addend, out, addresses, state, rank, words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
@@ -142,7 +142,7 @@ def sum_kernel(
     _finish(state, flag)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def two_step_sum_kernel(
     addend, out, addresses, state, rank, words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,

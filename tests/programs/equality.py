@@ -301,7 +301,7 @@ def _rows(own: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
         name = "dense" if keep == 1 else f"factorized, keep {keep:g}"
         flags = ("--model", own.model, "--keep", f"{keep:g}", "--kv-format", own.kv_format)
         reference = colocated(cases, flags, own.concurrency)
-        yield from run(cases, reference, flags, name, own.concurrency)
+        yield from run(cases, reference, flags, name, own.concurrency, own.codecs)
         for ranks in own.ranks:
             yield from _of_ranks(cases, reference, flags, ranks, name, own.concurrency)
 
@@ -317,6 +317,10 @@ def main() -> int:
     add("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
     add("--kv-format", default="dense", help="KV format of all deployments")
     add("--keep", type=float, nargs="+", default=[1.0, 0.8], help="--keep of the deployments")
+    add(
+        "--codecs", nargs="*", default=["raw", "splitzip"],
+        help="codecs of the deployments of one rank, which may be none",
+    )  # fmt: skip
     add(
         "--ranks",
         nargs="+",

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from runtime.parallel.group import DistributedGroup, RankGroup
+from runtime.parallel.peer_group import PeerGroup
 from services.common.process_end import end_at_once
 from services.worker.device import use_device
 
@@ -47,7 +48,9 @@ class Rendezvous:
         return cls(f"/proc/{os.getpid()}/fd/{descriptor}", size, max(_START_S, step_s))
 
     def join(self, rank: int, device: torch.device) -> RankGroup:
-        """Join the group of all ranks; NCCL for GPUs, gloo for CPUs. Blocks until all have joined.
+        """Join the group of all ranks. Blocks until all have joined.
+
+        GPUs use `PeerGroup` and NCCL, CPUs gloo.
 
         Connections use the loopback interface only. From now on, the process must end at once:
         destructors of communicators, and threads in a collective, may wait for ended ranks.
@@ -69,4 +72,4 @@ class Rendezvous:
         )
         group = distributed.group.WORLD
         assert group is not None, "this process has just joined"
-        return DistributedGroup(group)
+        return PeerGroup.join(group, device) if on_gpu else DistributedGroup(group)
