@@ -18,8 +18,7 @@ def decode_step(model: Model, batch: Batch, cache: PagedCache) -> Callable[[], T
     """Return a function that computes `Model.forward` for a batch of static tensors.
 
     It uses the megakernel if that supports the model, the device and the batch, which must have
-    one token per sequence: up to `MAX_SEQUENCES`, or `MAX_SEQUENCES_WITHOUT_ATTENTION` with a
-    compressed KV format. The next call overwrites the result.
+    one token per sequence, for up to `most_sequences`. The next call overwrites the result.
 
     Args:
         batch: a batch whose tensors keep their addresses. Every call reads their contents.
@@ -50,11 +49,12 @@ def _megakernel_computes(model: GemmModel, batch: Batch) -> bool:
     """Return whether the megakernel supports a model, its device and a batch."""
     if model.device.type != "cuda" or unsupported_by_megakernel(model):
         return False
-    from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
+    from runtime.megakernel.launch import most_sequences
 
     one_each = batch.single and len(batch.logit_rows) == len(batch.tokens)
     hopper = torch.cuda.get_device_capability(model.device) == HOPPER
-    most = MAX_SEQUENCES if model.kv_format.dense_bf16 else MAX_SEQUENCES_WITHOUT_ATTENTION
+    attends = model.kv_format.dense_bf16
+    most = most_sequences(model.weights, model.group.size, attends=attends)
     return hopper and one_each and len(batch.tokens) <= most
 
 

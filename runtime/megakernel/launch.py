@@ -31,6 +31,9 @@ MAX_SEQUENCES = layouts.N.value
 MAX_SEQUENCES_WITHOUT_ATTENTION = 4
 """Maximum sequences of a step whose attention other kernels compute. With more, separate kernels
 for everything are faster. `DecodeStep` itself accepts `MAX_SEQUENCES`."""
+MAX_DENSE_SEQUENCES_OF_RANKS, MAX_SEQUENCES_OF_RANKS = 2, 4
+"""Maximum sequences of a step of several ranks, without and with factor pairs. With more, separate
+kernels are faster."""
 _MAX_PROGRAMS = 256
 Attend = Callable[[Tensor], Tensor]
 """Computes the attention of one layer, when K and V of the new tokens are in the pages. It takes
@@ -62,6 +65,19 @@ def unsupported(weights: PackedWeights) -> str | None:
             f"limit is {_MAX_GROUP} for each"
         )
     return None
+
+
+def most_sequences(weights: PackedWeights, ranks: int, *, attends: bool) -> int:
+    """Return the largest number of sequences of a step for which the megakernel is used.
+
+    Args:
+        attends: whether the megakernel computes attention.
+    """
+    limits = [MAX_SEQUENCES if attends else MAX_SEQUENCES_WITHOUT_ATTENTION]
+    if ranks > 1:
+        pairs = any(layer.inner for layer in weights.layers)
+        limits.append(MAX_SEQUENCES_OF_RANKS if pairs else MAX_DENSE_SEQUENCES_OF_RANKS)
+    return min(limits)
 
 
 class DecodeStep:
