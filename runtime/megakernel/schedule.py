@@ -245,29 +245,27 @@ class _PassBuilder:
         stage, source, _ = self._input(matrix, name, before, after, source)
         if self.ranks > 1 and name not in layer.inner:
             self._add(name, matrix, before, source)
-            self._sum(opcodes.SUM_RESIDUAL.value, name, matrix, norm=norm, bias=matrix.bias)
+            self._sum(opcodes.SUM_RESIDUAL.value, name, matrix, norm=norm)
         else:
             self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, norm=norm)
         self.normed_stage = self.stage
         self.stage += 1
 
     def _add(self, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
-        """Append the pass of a matrix whose columns the ranks divide. Its bias is not added."""
-        partial = opcodes.PARTIAL.value
-        unbiased = replace(matrix, bias=-1)
-        self.matrix(partial, unbiased, after, source, target=_RESIDUAL_GROUPS.index(name))
+        """Append the pass of a matrix whose columns the ranks divide. One rank has its bias."""
+        target = _RESIDUAL_GROUPS.index(name)
+        self.matrix(opcodes.PARTIAL.value, matrix, after, source, target=target)
         self.stage += 1
 
     def _sum(
-        self, opcode: int, name: str, matrix: PackedMatrix, *, norm: int = 0, target: int = 0,
-        bias: int = -1,
-    ) -> None:  # fmt: skip
+        self, opcode: int, name: str, matrix: PackedMatrix, *, norm: int = 0, target: int = 0
+    ) -> None:
         """Append the pass that sums the outputs of `_add` over all ranks."""
         rows = len(matrix.weight)
         self.passes.append(
             Pass(
                 opcode, self.stage, self.stage - 1, units=rows, total=rows, target=target,
-                source=_RESIDUAL_GROUPS.index(name), bias=bias, norm=norm, tall=True,
+                source=_RESIDUAL_GROUPS.index(name), norm=norm, tall=True,
             )
         )  # fmt: skip
 
