@@ -25,7 +25,7 @@ from runtime.checkpoint.weights import (
 )
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
-from runtime.parallel.partition import LowRankRows, Partition, Scheme, even_part
+from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme, even_part
 
 
 def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
@@ -124,10 +124,17 @@ class _Slicer:
     def _input_part(self, name: str, linear: Linear) -> Linear:
         columns = self._own(name)
         if isinstance(linear, FactorPair):
-            return replace(linear, v=self._v(linear.v, columns=columns))
+            pair = replace(linear, v=self._v(linear.v, columns=columns))
+            return self._even_rows(pair) if self.partition.scheme is Scheme.EVEN else pair
         # The biases of dense linears are added before the sum over ranks.
         bias = linear.bias if self.partition.rank == 0 else None
         return Dense(_columns(linear.weight, columns), bias)
+
+    def _even_rows(self, pair: FactorPair) -> FactorPair:
+        """Return a pair with the rank's rows of U and of the bias."""
+        own = EvenRows.of(len(pair.u), self.partition.rank, self.partition.size).rows
+        bias = None if pair.bias is None else pair.bias[own.start : own.stop]
+        return FactorPair(_rows(pair.u, own), pair.v, bias)
 
     def _output_parts(self, group: Mapping[str, Linear]) -> dict[str, Linear]:
         pairs = {name: pair for name, pair in group.items() if isinstance(pair, FactorPair)}

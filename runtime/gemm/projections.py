@@ -29,7 +29,8 @@ class PackedProjection:
         names: the projections, one entry of `PROJECTION_GROUPS`.
         group: the ranks of the worker, which exchange the output of V as those of
             `runtime.layers.linear.Projection` do. With RESIDUAL, they add the whole output of a
-            dense matrix instead; the residual stream is then added after the sum.
+            dense matrix, or gather that of U if they divide its rows; the residual stream is added
+            after that.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class PackedProjection:
         self._group = group
         self._adds = epilogue is Epilogue.RESIDUAL
         self._adds_output = self._adds and inner is None and group.size > 1
+        self._gathers_output = self._adds and inner is not None and bool(weights.residual_rows)
         # Collectives need contiguous tensors.
         padded = group.size == 1
         self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=padded)
-        epilogue = Epilogue.PLAIN if self._adds_output else epilogue
+        if self._adds_output or self._gathers_output:
+            epilogue = Epilogue.PLAIN
         self._outer = GroupedGemm(base, outer, plan, epilogue, biases, whole)
 
     @property
@@ -67,6 +70,9 @@ class PackedProjection:
         if self._adds_output and hidden is not None:
             return hidden.add_(self._group.all_reduce(self._outer(x, x)))
         inner = x if self._inner is None else self._exchange(self._inner(x, x))
+        if self._gathers_output and hidden is not None:
+            output = self._group.all_gather(self._outer(x, inner))
+            return hidden.add_(output[:, : hidden.shape[1]])
         return self._outer(x, inner, hidden)
 
     def _exchange(self, inner: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from itertools import starmap
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import (
@@ -20,7 +21,7 @@ from runtime.checkpoint.weights import (
 from runtime.config import ModelConfig
 from runtime.graphs.upload import Uploader
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
-from runtime.parallel.partition import LowRankRows, Partition
+from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme
 
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Projections grouped by their input. The V matrices of a group's factor pairs are stacked."""
@@ -92,6 +93,7 @@ class PackedWeights:
         embedding: bf16 `[vocab, hidden]`, contiguous.
         lm_head: the output projection; the kernels count offsets of matrices from its weight.
         max_inner: largest width of the inner activations of any group, in elements.
+        partition: part of the model that these are the weights of; None for one rank.
     """
 
     config: ModelConfig
@@ -101,6 +103,7 @@ class PackedWeights:
     embedding: Tensor
     lm_head: PackedMatrix
     max_inner: int
+    partition: Partition | None = None
 
     @classmethod
     def pack(cls, checkpoint: Checkpoint, device: torch.device | str) -> "PackedWeights":
@@ -113,7 +116,8 @@ class PackedWeights:
         if reason := unsupported(checkpoint):
             raise ValueError(reason)
         with Uploader(torch.device(device)) as upload:
-            packer = _Packer(upload, config.head_dim, checkpoint.partition)
+            part = checkpoint.partition
+            packer = _Packer(upload, config.head_dim, part, _residual_rows(config, part))
             layers = tuple(starmap(packer.layer, layers_with_bases(checkpoint)))
             final_norm = packer.vector(checkpoint.final_norm)
             head = packer.matrix(checkpoint.lm_head)
@@ -126,7 +130,13 @@ class PackedWeights:
                 lm_head=head,
                 vectors=torch.cat(packer.vectors),
                 max_inner=packer.max_inner,
+                partition=part,
             )
+
+    @property
+    def residual_rows(self) -> EvenRows | None:
+        """Rows of the residual stream that this rank computes; None if it computes all of them."""
+        return _residual_rows(self.config, self.partition)
 
     @property
     def head_norms(self) -> bool:
@@ -201,6 +211,13 @@ def _features_of_ranks(checkpoint: Checkpoint) -> set[int]:
     return {len(part.features) for part in parts}
 
 
+def _residual_rows(config: ModelConfig, part: Partition | None) -> EvenRows | None:
+    """Return the rows of U of factor pairs that write the residual stream, if ranks divide them."""
+    if part is None or part.scheme is not Scheme.EVEN:
+        return None
+    return EvenRows.of(config.hidden_size, part.rank, part.size)
+
+
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
     """Return bf16 zeros `[rows, width]` in which each row begins on a 128-byte line."""
     stride = round_up(width, LINE_ELEMENTS)
@@ -221,6 +238,7 @@ class _Packer:
     upload: Uploader
     head_dim: int
     partition: Partition | None
+    residual_rows: EvenRows | None
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
     shared: dict[tuple[int, ...], PackedMatrix] = field(default_factory=dict)
@@ -282,13 +300,23 @@ class _Packer:
         column = 0
         for name, linear in linears.items():
             dense = isinstance(linear, Dense)
-            packed.outer[name] = self.matrix(rows[name], linear.bias, -1 if dense else column)
+            own, bias = rows[name], linear.bias
+            if not dense and names in _WRITE_RESIDUAL:
+                own, bias = self._padded(own), None if bias is None else self._padded(bias)
+            packed.outer[name] = self.matrix(own, bias, -1 if dense else column)
             column += 0 if dense else round_up(linear.rank)
 
     def _rows(self, name: str, linear: Linear) -> Tensor:
         rows = linear.weight if isinstance(linear, Dense) else linear.u
         rows = self.moved(rows)
         return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Return the rank's rows of a U, or of its bias, with `EvenRows.height` rows."""
+        if self.residual_rows is None:
+            return rows
+        missing = self.residual_rows.height - len(rows)
+        return functional.pad(rows, (*[0, 0] * (rows.dim() - 1), 0, missing)) if missing else rows
 
     def _stacked_v(self, pairs: Sequence[FactorPair], writes_residual: bool) -> Tensor:
         """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`.

@@ -18,7 +18,7 @@ from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
 from runtime.layers.stored_weight import StoredWeight
 from runtime.parallel.group import ONE_RANK, RankGroup
-from runtime.parallel.partition import LowRankRows
+from runtime.parallel.partition import EvenRows, LowRankRows
 
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
 """Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
@@ -120,6 +120,8 @@ class Projection:
             is added.
         group: the ranks of the worker.
         writes_residual: see `runtime.checkpoint.family.LinearTensor`.
+        divided_rows: number of rows of the whole U, if the ranks divide those of factor pairs that
+            write the residual stream (`Scheme.EVEN`).
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Projection:
         group: RankGroup = ONE_RANK,
         *,
         writes_residual: bool = False,
+        divided_rows: int | None = None,
     ) -> None:
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         dense = [linear for linear in linears if isinstance(linear, Dense)]
@@ -146,7 +149,11 @@ class Projection:
         self._parts: list[tuple[int, int, LinearOp | None]] = []
         for linear in linears:
             if isinstance(linear, FactorPair):
-                up = linear_op(linear.u, linear.bias)
+                up = (
+                    linear_op(linear.u, linear.bias)
+                    if divided_rows is None
+                    else _gathered(linear, divided_rows, group)
+                )
                 self._parts.append((next(pair_starts), linear.rank, up))
             else:
                 self._parts.append((next(dense_starts), len(linear.weight), None))
@@ -188,6 +195,15 @@ def _first_matmul(
             sizes, biases = [low.height, *sizes[len(pairs) :]], [None, *biases[len(pairs) :]]
         shared[key] = linear_op(torch.cat(inner), _stack(biases, sizes))
     return shared[key]
+
+
+def _gathered(pair: FactorPair, rows: int, group: RankGroup) -> LinearOp:
+    """Return the multiplication with a U of ``rows`` rows, which the ranks divide."""
+    height = EvenRows.of(rows, group.rank, group.size).height
+    missing = height - len(pair.u)
+    bias = None if pair.bias is None else functional.pad(pair.bias, (0, missing))
+    own = linear_op(functional.pad(pair.u, (0, 0, 0, missing)), bias)
+    return lambda inner: group.all_gather(own(inner))[:, :rows]
 
 
 def _placed(rows: Sequence[Tensor], low: LowRankRows) -> Tensor:

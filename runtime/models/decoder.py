@@ -73,8 +73,15 @@ class ServingBuilder:
         if self._scheme is Scheme.BASE:
             return SummedProjection(linears, self._group, self._shared)
         # All of them read the same input, so that they are divided alike.
-        writes_residual = self._linears[fields[0]].writes_residual
-        return Projection(linears, self._shared, self._group, writes_residual=writes_residual)
+        first = self._linears[fields[0]]
+        even = self._scheme is Scheme.EVEN and first.writes_residual
+        return Projection(
+            linears,
+            self._shared,
+            self._group,
+            writes_residual=first.writes_residual,
+            divided_rows=first.out if even else None,
+        )
 
 
 class DecoderLayer:

@@ -30,11 +30,14 @@ class Scheme(StrEnum):
             columns of those that write it, whose outputs are added. Factor pairs as in DeInfer:
             the ranks divide the rows of V and gather its output, and divide the rows of U; or they
             divide the columns of V and add its outputs, and each has the whole U.
+        EVEN: as LOW_RANK, but the ranks divide the rows of every U. They gather the outputs of
+            those that write the residual stream, so that only norms and biases are on every rank.
         BASE: DeInfer's baseline. The ranks divide the inner dimension of every linear and add its
             whole outputs. Each rank has all heads.
     """
 
     LOW_RANK = "low-rank"
+    EVEN = "even"
     BASE = "base"
 
 
@@ -84,7 +87,7 @@ class Partition:
                 raise ValueError(f"{size} ranks, but the model has only {count} {name}")
         heads, kv_heads = range(config.num_heads), range(config.num_kv_heads)
         features = range(config.intermediate_size)
-        if scheme is Scheme.LOW_RANK:
+        if scheme is not Scheme.BASE:
             heads, kv_heads = _heads(config.num_heads, config.num_kv_heads, rank, size)
             features = _part(config.intermediate_size, rank, size)
         vocabulary = tuple(_part(config.vocab_size, each, size) for each in range(size))
@@ -163,6 +166,28 @@ class LowRankRows:
             parts.append(part)
             places.append(max(offset + start - first, 0))
         return cls(height, tuple(offsets), tuple(parts), tuple(places))
+
+
+@dataclass(frozen=True)
+class EvenRows:
+    """Division of the rows of a matrix into equal numbers; the last ranks have fewer.
+
+    A rank pads its rows to ``height``, because collectives need parts of the same size. The
+    gathered rows of all ranks are therefore those of the matrix, followed by padding.
+
+    Attributes:
+        height: rows of each rank, with padding.
+        rows: rows of the matrix that the rank holds, which may be none.
+    """
+
+    height: int
+    rows: range
+
+    @classmethod
+    def of(cls, count: int, rank: int, size: int) -> Self:
+        """Return the rows of a rank of the worker, of ``count`` rows."""
+        height = round_up(-(-count // size))
+        return cls(height, range(min(rank * height, count), min((rank + 1) * height, count)))
 
 
 def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range]:

@@ -83,7 +83,8 @@ def gemms_by_choice(
     few = _few_of_each_shape(layer_shapes(applied))
     config = replace(whole.config, num_layers=len(few))
     yielded: set[str] = set()
-    for rank, size, part in distinct_parts(replace(applied, config=config, layers=few), sizes):
+    model_of_few = replace(applied, config=config, layers=few)
+    for rank, size, part in distinct_parts(model_of_few, sizes, plan.scheme):
         if size > 1 and plan.scheme is Scheme.BASE:
             continue
         model = build_gemm_model(
@@ -101,7 +102,7 @@ def gemms_by_choice(
 
 
 def distinct_parts(
-    whole: Checkpoint, sizes: Sequence[int]
+    whole: Checkpoint, sizes: Sequence[int], scheme: Scheme = Scheme.LOW_RANK
 ) -> Iterator[tuple[int, int, Checkpoint]]:
     """Yield rank, number of ranks and part of ranks whose parts have different shapes.
 
@@ -113,7 +114,7 @@ def distinct_parts(
         for rank in range(size):
             part = whole
             if size > 1:
-                part = rank_checkpoint(whole, Partition.of(whole.config, rank, size))
+                part = rank_checkpoint(whole, Partition.of(whole.config, rank, size, scheme))
             shape = size, tuple(map(shape_of, layer_shapes(part)))
             if shape not in shapes:
                 shapes.add(shape)

@@ -45,7 +45,7 @@ from runtime.offline.bench.ranks import Collectives, SilentGroup, over_ranks
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
 from runtime.parallel.group import RankGroup
-from runtime.parallel.partition import LowRankRows, Partition, Scheme
+from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RankBench:
         self.name = f"{title(case.shape, keep)}, T = {group.size}"
         part, computed = whole, Elements()
         if scheme is not None:
-            self.name += f", {scheme}, {case.collectives}"
+            self.name += f", {scheme}" + (f", {case.collectives}" if case.device == "cuda" else "")
             partition = Partition.of(config, group.rank, group.size, scheme)
             linears = family_of(config.architecture).layout(config).linears
             computed = elements_of(whole.layers[0], linears, partition)
@@ -254,6 +254,9 @@ def elements_of(layer: Any, linears: Mapping[str, LinearTensor], partition: Part
         rank = linear.rank if isinstance(linear, FactorPair) else None
         if entry.writes_residual:
             total += Elements.of_sum(entry.out if rank is None else rank)
+            if rank is not None and partition.scheme is Scheme.EVEN:
+                height = EvenRows.of(entry.out, partition.rank, partition.size).height
+                total += Elements(height * partition.size, height * partition.size)
         elif rank is not None:
             gathered.setdefault(entry.same_input_as or name, []).append(rank)
     for ranks in gathered.values():

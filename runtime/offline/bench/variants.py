@@ -20,7 +20,7 @@ from runtime.gemm.plan import KernelPlan, group_key, multiplied_out
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.megakernel.decode_step import decode_step
 from runtime.offline.bench.device import captured, milliseconds
-from runtime.offline.bench.ranks import over_ranks
+from runtime.offline.bench.ranks import Collectives, over_ranks
 from runtime.offline.bench.shapes import PAGE, with_random_weights
 from runtime.pages.plan import pages_for
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -74,8 +74,8 @@ def with_variants(
     """Return the plan with the products and the scheme that are the fastest.
 
     A choice holds for all numbers of ranks, so a variant must be faster with each that can be
-    measured. The scheme stays the default for plans of workers of one rank as well, because these
-    refuse workers whose scheme is another (`kernel_plan_hash`).
+    measured. A plan for workers of one rank as well has no `Scheme.BASE`, because they refuse
+    workers with it (`kernel_plan_hash`).
 
     Args:
         whole: the model, on the meta device.
@@ -83,12 +83,13 @@ def with_variants(
     """
     times = times or step_times
     plan = replace(plan, dense=frozenset(_products(whole, sizes, log, times)))
-    if 1 not in sizes:
-        if _base_is_faster(plan, whole, sizes, log, times):
-            plan = replace(plan, scheme=Scheme.BASE)
-    elif len(sizes) > 1:
-        log("the scheme of several ranks is low-rank, because the plan is for one rank as well")
-    return plan
+    schemes = [scheme for scheme in Scheme if scheme is not Scheme.BASE or 1 not in sizes]
+    several = [size for size in sizes if size > 1]
+    if not several:
+        return plan
+    if Scheme.BASE not in schemes:
+        log("the scheme of several ranks is not base, because the plan is for one rank as well")
+    return replace(plan, scheme=_fastest_scheme(plan, whole, several, schemes, log, times))
 
 
 def _products(whole: Checkpoint, sizes: Sequence[int], log: Log, times: StepTimes) -> Iterator[str]:
@@ -113,24 +114,31 @@ def _products(whole: Checkpoint, sizes: Sequence[int], log: Log, times: StepTime
     yield from slower if sizes else ()
 
 
-def _base_is_faster(
-    plan: KernelPlan, whole: Checkpoint, sizes: Sequence[int], log: Log, times: StepTimes
-) -> bool:
-    """Return whether `Scheme.BASE` is faster than the default with every number of ranks."""
+def _fastest_scheme(
+    plan: KernelPlan,
+    whole: Checkpoint,
+    sizes: Sequence[int],
+    schemes: Sequence[Scheme],
+    log: Log,
+    times: StepTimes,
+) -> Scheme:
+    """Return the scheme, of ``schemes``, whose worst time is the least, relative to the default's.
+
+    The worst one is that of the number of ranks for which the scheme gains the least.
+    """
     applied = layer_shapes(plan.multiply_out(whole))
     layers = _distinct(applied)
     counts = [sum(shape_of(each) == shape_of(layer) for each in applied) for layer in layers]
-    variants = [Variant(layer, scheme) for scheme in Scheme for layer in layers]
-    faster = []
+    variants = [Variant(layer, scheme) for scheme in schemes for layer in layers]
+    worst = dict.fromkeys(schemes, 0.0)
     for size in sizes:
-        found = times(whole, variants, size)
-        low_rank, base = (
-            sum(n * ms for n, ms in zip(counts, part, strict=True)) / sum(counts)
-            for part in (found[: len(layers)], found[len(layers) :])
-        )
-        log_times(log, "scheme" + over(size), low_rank=low_rank, base=base)
-        faster.append(base < GAIN * low_rank)
-    return bool(faster) and all(faster)
+        found = iter(times(whole, variants, size))
+        means = {scheme: sum(n * next(found) for n in counts) / sum(counts) for scheme in schemes}
+        log_times(log, "scheme" + over(size), **means)
+        for scheme, ms in means.items():
+            worst[scheme] = max(worst[scheme], ms / means[Scheme.LOW_RANK])
+    best = min(worst, key=worst.__getitem__)
+    return best if worst[best] < GAIN else Scheme.LOW_RANK
 
 
 def _distinct(layers: Sequence[Any]) -> list[Any]:
@@ -144,7 +152,7 @@ def step_times(whole: Checkpoint, variants: Sequence[Variant], size: int) -> Seq
     if size == 1:
         return list(work(ONE_RANK))
     torch.cuda.empty_cache()  # the first rank is another process, on the same GPU
-    return list(over_ranks(size, "cuda", work))
+    return list(over_ranks(size, "cuda", work, Collectives.PUSH))
 
 
 def times_of_rank(

@@ -199,7 +199,7 @@ def test_models_of_torch_pack_a_shared_basis_once_on_each_rank(
 
     expected = on_ranks(2, partial(run, copied(checkpoint)))
     found = on_ranks(2, partial(run, source(checkpoint)))
-    stacked = 2 if scheme is Scheme.LOW_RANK else len(ALL)
+    stacked = len(ALL) if scheme is Scheme.BASE else 2
     for (logits, ops), (theirs, more) in zip(found, expected, strict=True):
         assert torch.equal(logits, theirs)
         assert ops == more - stacked

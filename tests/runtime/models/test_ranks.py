@@ -86,6 +86,9 @@ def test_ranks_have_the_logits_of_the_whole_model(config: ModelConfig, size: int
     [
         pytest.param(DENSE, 2, Scheme.LOW_RANK, id="dense"),
         pytest.param(PAIRS, 3, Scheme.LOW_RANK, id="pairs"),
+        pytest.param(DENSE, 3, Scheme.EVEN, id="dense, even"),
+        pytest.param(PAIRS, 3, Scheme.EVEN, id="pairs, even"),
+        pytest.param(MIXED, 4, Scheme.EVEN, id="mixed, even"),
         pytest.param(DENSE, 3, Scheme.BASE, id="dense, base"),
         pytest.param(MIXED, 2, Scheme.BASE, id="mixed, base"),
         pytest.param(PAIRS, 4, Scheme.BASE, id="pairs, base"),

@@ -31,6 +31,14 @@ def test_base_adds_the_whole_outputs() -> None:
     assert found.twice == 167_936
 
 
+def test_even_scheme_also_gathers_two_outputs() -> None:
+    low, even = (
+        elements_of(LAYER, LINEARS, Partition.of(CONFIG, 0, 4, scheme))
+        for scheme in (Scheme.LOW_RANK, Scheme.EVEN)
+    )
+    assert even.once - low.once == even.twice - low.twice == 2 * CONFIG.hidden_size
+
+
 def test_low_rank_scheme_exchanges_about_a_fifth() -> None:
     found = elements_of(LAYER, LINEARS, Partition.of(CONFIG, 0, 4))
     assert abs(found.twice - 35_640) < 64, "but for the padding of the stacked V"

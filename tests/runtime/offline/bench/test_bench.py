@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.offline.bench.__main__ import TABLES
+from runtime.parallel.partition import Scheme
 
 pytestmark = pytest.mark.long
 
@@ -123,7 +124,7 @@ def test_benchmark_of_ranks_runs(tmp_path: Path) -> None:
     figures = json.loads(target.read_text())
     assert [figure["name"].partition("T = 2, ")[2] for figure in figures] == [
         f"{scheme}, decode, batch 1, context 20{suffix}"
-        for scheme in ("low-rank", "base")
+        for scheme in Scheme
         for suffix in ("", ", without communication")
     ]
     elements = [line for line in done.stdout.splitlines() if "elements per token" in line]

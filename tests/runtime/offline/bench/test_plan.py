@@ -28,9 +28,17 @@ OUTPUT = str(group_key(CHECKPOINT.layers[0], ("o",)))
 
 
 def times_with(
-    product: dict[int, float], base: float, measured: list[int] | None = None
+    product: dict[int, float],
+    base: float,
+    measured: list[int] | None = None,
+    even: dict[int, float] | None = None,
 ) -> StepTimes:
-    """Return step times of 1 ms, but for a product (by the number of ranks) and the base scheme."""
+    """Return step times of 1 ms, but for a product and the other schemes.
+
+    Args:
+        product, even: times by the number of ranks.
+    """
+    times_of_even = even or {}
 
     def times(whole: Checkpoint, variants: Sequence[Variant], size: int) -> list[float]:
         assert whole.config == UNEVEN
@@ -39,6 +47,8 @@ def times_with(
         return [
             base
             if variant.scheme is Scheme.BASE
+            else times_of_even.get(size, 1.0)
+            if variant.scheme is Scheme.EVEN
             else 1.0
             if isinstance(variant.layer.o, FactorPair)
             else product[size]
@@ -85,6 +95,21 @@ def test_pairs_are_multiplied_out_if_that_is_faster_with_every_number_of_ranks(
 
 
 @pytest.mark.parametrize(
+    ("even", "base", "scheme"),
+    [
+        ({2: 0.9, 4: 0.8}, 1.2, Scheme.EVEN),
+        ({2: 0.9, 4: 0.8}, 0.85, Scheme.BASE),  # the worst of even is 0.9
+        ({2: 0.98, 4: 0.8}, 1.2, Scheme.LOW_RANK),
+    ],
+)
+def test_scheme_with_the_least_worst_time_is_chosen(
+    even: dict[int, float], base: float, scheme: Scheme
+) -> None:
+    times = times_with({2: 1.1, 4: 1.1}, base, even=even)
+    assert with_variants(KernelPlan(), WHOLE, (2, 4), lambda _: None, times).scheme is scheme
+
+
+@pytest.mark.parametrize(
     ("sizes", "base", "scheme"),
     [
         ((2, 4), 0.9, Scheme.BASE),
@@ -115,5 +140,5 @@ def test_variants_are_timed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         return list(ForkingPickler.loads(pickled)(group))
 
     for found in on_ranks(2, run):
-        assert len(found) == 2
+        assert len(found) == len(Scheme)
         assert all(ms > 0 for ms in found)
