@@ -142,8 +142,12 @@ class DecodeStep:
         self._offsets = offsets
         self._head = (config.num_heads, config.head_dim)
         sums = max([config.hidden_size, *(one.units for one in passes if one.opcode in _SUMS)])
-        activations, exchanged = _exchange(memory, first_token, (size, offsets.end, sums), device)
-        self._messages, *constant = _workspace(weights, offsets, splits, activations, self.logits)
+        rows = weights.residual_rows
+        divides_rows = rows is not None
+        sent, exchanged = _exchange(
+            memory, first_token, (size, offsets.end, sums), device, divides_rows=divides_rows
+        )
+        self._messages, *constant = _workspace(weights, offsets, splits, sent, self.logits)
         self._flags = flags
         self._arguments = (
             *_inputs(weights, planes, rope, batch),
@@ -157,6 +161,7 @@ class DecodeStep:
                 GATED=config.intermediate_size, VOCAB=self.logits.shape[1],
                 HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=config.head_dim,
                 PAGE=planes[0].shape[2], SPLITS=splits, RANKS=ranks, SUMS=sums,
+                HEIGHT=0 if rows is None else rows.height,
             ),
             "RING": arguments.Ring.of(SLOTS=slots, AHEAD=ahead, TALL_AHEAD=tall_ahead),
         }  # fmt: skip
@@ -231,9 +236,17 @@ def _inputs(
 
 
 def _workspace(
-    weights: PackedWeights, offsets: Offsets, splits: int, activations: Tensor, logits: Tensor
+    weights: PackedWeights,
+    offsets: Offsets,
+    splits: int,
+    sent: tuple[Tensor, Tensor],
+    logits: Tensor,
 ) -> tuple[Any, ...]:
-    """Return the other kernel arguments: newly allocated messages and buffers, and constants."""
+    """Return the other kernel arguments: newly allocated messages and buffers, and constants.
+
+    Args:
+        sent: activations and squares of `arguments.Messages`.
+    """
     config = weights.config
     size = len(logits)
     partial_rows = size * config.num_heads * splits
@@ -243,10 +256,10 @@ def _workspace(
 
     return (
         arguments.Messages(
-            activations=activations,
+            activations=sent[0],
             stride=offsets.end,
             splits=zeros(partial_rows, layouts.MAX_DIM.value + 2, dtype=torch.int64),
-            squares=zeros(_MAX_PROGRAMS, layouts.N.value, dtype=torch.int64),
+            squares=sent[1],
         ),
         arguments.Buffers(
             hidden=zeros(size, config.hidden_size),
@@ -260,23 +273,35 @@ def _workspace(
 
 
 def _exchange(
-    memory: PeerMemory | None, first_token: int, sizes: tuple[int, int, int], device: torch.device
-) -> tuple[Tensor, arguments.Ranks]:
+    memory: PeerMemory | None,
+    first_token: int,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    *,
+    divides_rows: bool,
+) -> tuple[tuple[Tensor, Tensor], arguments.Ranks]:
     """Allocate the messages that other ranks may write.
 
     Args:
         sizes: number of sequences, activations per sequence, and sums per sequence.
+        divides_rows: whether the ranks divide the rows of the residual stream.
 
     Returns:
-        `arguments.Messages.activations` and `arguments.Ranks`.
+        Activations and squares of `arguments.Messages`; and `arguments.Ranks`.
     """
     sequences, stride, sums = sizes
+    squares = 1, _MAX_PROGRAMS, layouts.N.value
     if memory is None:
         activations = torch.zeros(sequences, stride, dtype=torch.int32, device=device)
+        own = torch.zeros(squares, dtype=torch.int64, device=device)
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        return activations, arguments.Ranks(0, 0, nothing, nothing, nothing)
+        return (activations, own), arguments.Ranks(0, 0, *[nothing] * 4)
+    if divides_rows:
+        squares = memory.size, *squares[1:]
     shared = memory.zeros(sequences, stride, dtype=torch.int32)
     partials = memory.zeros(3, memory.size, sequences, sums, dtype=torch.int64)
-    return shared.own, arguments.Ranks(
-        memory.rank, first_token, partials.own, partials.addresses, shared.addresses
-    )
+    squared = memory.zeros(*squares, dtype=torch.int64)
+    return (shared.own, squared.own), arguments.Ranks(
+        memory.rank, first_token, partials.own, partials.addresses, shared.addresses,
+        squared.addresses,
+    )  # fmt: skip

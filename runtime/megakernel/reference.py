@@ -69,7 +69,7 @@ class _State:
     Attributes:
         messages: activations.
         partials: addends by (third, rank), see `kernels.arguments.Ranks.partials`.
-        hidden: residual stream.
+        hidden: rows of the residual stream that the rank computes.
     """
 
     messages: Messages
@@ -107,6 +107,9 @@ class Interpreter:
         self._tensors = {line: tensors[line // _SPACING] for line in lines.values()}
         self._first_plane = lines[id(planes[0])]
         self._weights = weights
+        own = weights.residual_rows
+        self._rows = None if own is None else own.rows
+        self._first_row = 0 if own is None else own.rows.start
         self._config = weights.config
         self._page = planes[0].shape[2]
         self._rope = cos_sin_table(self._config, self._config.context_length)
@@ -131,13 +134,24 @@ class Interpreter:
         return self._weights.embedding[token - self._tokens.start].float()
 
     def begin(self, hidden: Tensor) -> _State:
-        """Return the state after stage 0, which sends the embedding ``hidden``."""
-        messages = Messages(self.offsets.end)
-        messages.write(0, hidden * self._vector(self.passes[-1].norm, len(hidden)), 0, 0)
+        """Return the state before stage 0, with this rank's rows of the embedding ``hidden``."""
         size = max(len(hidden), *(one.units for one in self.passes))
         thirds = product(range(2), range(self._ranks))
         partials = {place: Messages(size) for place in thirds}
-        return _State(messages, partials, hidden, torch.empty(0), torch.empty(0))
+        own = hidden if self._rows is None else hidden[self._rows.start : self._rows.stop]
+        return _State(Messages(self.offsets.end), partials, own, torch.empty(0), torch.empty(0))
+
+    def send_embedding(self, states: Sequence[_State]) -> None:
+        """Execute stage 0 on this rank, which sends its rows of the embedding."""
+        start = Pass(0, stage=0, after=0, norm=self.passes[-1].norm, target=self._first_row)
+        self._send_residual(start, states)
+
+    def _send_residual(self, one: Pass, states: Sequence[_State]) -> None:
+        """Send the residual stream, multiplied by the next norm's weights."""
+        own = states[self._rank]
+        normed = own.hidden * self._vector(one.norm, len(own.hidden))
+        for each in [own] if self._rows is None else states:
+            each.messages.write(one.target, normed, one.stage, one.after)
 
     def execute(self, one: Pass, states: Sequence[_State], position: int, pages: list[int]) -> None:
         """Execute a pass on this rank.
@@ -155,7 +169,7 @@ class Interpreter:
             parts = [own.partials[one.source, rank] for rank in range(self._ranks)]
             y = sum((part.read(0, one.units, one) for part in parts), torch.zeros(one.units))
         else:
-            y = self._multiply(messages, one, own.hidden)
+            y = self._multiply(messages, one, states)
         if one.opcode in HEAD_OPCODES.values():
             self._write_heads(messages, one, y, position, pages)
             return
@@ -168,31 +182,36 @@ class Interpreter:
         elif one.opcode == opcodes.PARTIAL.value:
             for each in states:
                 each.partials[one.target, self._rank].write(0, y, one.stage, one.after)
+        elif one.opcode == opcodes.SCATTER.value:
+            height = len(states[0].hidden)
+            for each, part in zip(states, torch.split(y, height), strict=False):
+                each.partials[one.target, self._rank].write(0, part, one.stage, one.after)
         elif one.opcode == opcodes.INNER.value:
             for each in states:
                 each.messages.write(one.target, y, one.stage, one.after)
         elif one.opcode in (opcodes.RESIDUAL.value, opcodes.SUM_RESIDUAL.value):
             own.hidden = own.hidden + y
-            normed = own.hidden * self._vector(one.norm, len(y))
-            messages.write(0, normed, one.stage, one.after)
+            self._send_residual(one, states)
         else:
             if one.opcode == opcodes.UP.value:
                 y = functional.silu(own.gates) * y
             messages.write(one.target, y, one.stage, one.after)
 
-    def _multiply(self, messages: Messages, one: Pass, hidden: Tensor) -> Tensor:
+    def _multiply(self, messages: Messages, one: Pass, states: Sequence[_State]) -> Tensor:
         """Return the output of a pass's matmul.
 
         If the pass is normed, the output is divided by the rms of the residual stream.
         """
-        matrix = self._tensors[one.offset]
+        matrix = self._tensors[one.offset][: one.units * one.unit]
         if one.stride * VECTOR_ELEMENTS != matrix.stride(0):
             raise ValueError(f"the row stride of {one} is not that of its matrix")
         count = self._config.hidden_size if one.normed else one.width * VECTOR_ELEMENTS
         x = messages.read(one.source * VECTOR_ELEMENTS, count, one)
         y = matrix[:, :count].float() @ x
         if one.normed:
-            y = y * torch.rsqrt(hidden.square().mean() + self._config.rms_norm_eps)
+            parts = [states[self._rank]] if self._rows is None else states
+            square = sum(float(each.hidden.square().sum()) for each in parts)
+            y = y / math.sqrt(square / count + self._config.rms_norm_eps)
         return y
 
     def _vector(self, first: int, count: int) -> Tensor:
@@ -250,6 +269,8 @@ def run_ranks(ranks: Sequence[Interpreter], token: int, position: int, pages: li
     """
     hidden = next(row for rank in ranks if (row := rank.embedding(token)) is not None)
     states = [rank.begin(hidden) for rank in ranks]
+    for rank in ranks:
+        rank.send_embedding(states)
     for passes in zip(*(rank.passes[:-1] for rank in ranks), strict=True):
         for rank, one in zip(ranks, passes, strict=True):
             rank.execute(one, states, position, pages)

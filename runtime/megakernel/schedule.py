@@ -47,10 +47,11 @@ class Pass:
         source: offset of the input in a sequence's activations, in units of 8; for a sum, the
             third of `arguments.Ranks.partials` that has the addends.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
-            in lines; for PARTIAL, the third of `arguments.Ranks.partials`.
+            in lines; for PARTIAL and SCATTER, the third of `arguments.Ranks.partials`.
         bias: offset of the bias in the vectors; -1 if there is none.
-        norm: for RESIDUAL, offset of the next norm's weights in the vectors. For an end marker,
-            that of the first layer's norm; -1 if the passes do not begin with the embedding.
+        norm: for RESIDUAL, offset of the next norm's weights in the vectors, from the first row of
+            the residual stream that this rank computes. For an end marker, that of the first
+            layer's norm; -1 if the passes do not begin with the embedding.
         normed: whether the input is the residual stream times the norm's weights, not yet divided
             by its rms.
         tall: whether tiles have 128 rows.
@@ -145,7 +146,7 @@ def build_passes(
     for number, layer in enumerate(weights.layers):
         builder.layer(number, layer)
     builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
-    end = Pass(0, builder.stage + 1, 0, norm=weights.layers[0].input_norm)
+    end = Pass(0, builder.stage + 1, 0, norm=weights.layers[0].input_norm + builder.first_row)
     return [*builder.passes, end]
 
 
@@ -179,6 +180,7 @@ class _PassBuilder:
 
     Attributes:
         rank, ranks: see `build_passes`.
+        first_row, rows: first row of the residual stream that this rank computes, and their number.
         stage: stage of the next pass.
         normed_stage: stage that sent the current normed residual stream; 0 is the embedding.
     """
@@ -198,6 +200,10 @@ class _PassBuilder:
         self._address = address
         self.passes: list[Pass] = []
         self.rank, self.ranks = 0, 1
+        own = weights.residual_rows
+        self.rows = weights.config.hidden_size if own is None else len(own.rows)
+        self.first_row = 0 if own is None else own.rows.start
+        self._divides_rows = own is not None
         self.stage = 1
         self.normed_stage = 0
 
@@ -243,25 +249,23 @@ class _PassBuilder:
         after = self._inner(layer, name, before, source)
         matrix = layer.outer[name]
         stage, source, _ = self._input(matrix, name, before, after, source)
+        own = {"rows": self.rows, "norm": norm + self.first_row, "target": self.first_row}
         if self.ranks > 1 and name not in layer.inner:
-            self._add(name, matrix, before, source)
-            self._sum(opcodes.SUM_RESIDUAL.value, name, matrix, norm=norm)
+            scatters = opcodes.SCATTER if self._divides_rows else opcodes.PARTIAL
+            self._add(scatters.value, name, matrix, before, source)
+            self._sum(opcodes.SUM_RESIDUAL.value, name, **own)
         else:
-            self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, norm=norm)
+            self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, normed=False, **own)
         self.normed_stage = self.stage
         self.stage += 1
 
-    def _add(self, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
+    def _add(self, opcode: int, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
         """Append the pass of a matrix whose columns the ranks divide. One rank has its bias."""
-        target = _RESIDUAL_GROUPS.index(name)
-        self.matrix(opcodes.PARTIAL.value, matrix, after, source, target=target)
+        self.matrix(opcode, matrix, after, source, target=_RESIDUAL_GROUPS.index(name))
         self.stage += 1
 
-    def _sum(
-        self, opcode: int, name: str, matrix: PackedMatrix, *, norm: int = 0, target: int = 0
-    ) -> None:
-        """Append the pass that sums the outputs of `_add` over all ranks."""
-        rows = len(matrix.weight)
+    def _sum(self, opcode: int, name: str, rows: int, *, norm: int = 0, target: int = 0) -> None:
+        """Append the pass that sums ``rows`` outputs of `_add` over all ranks."""
         self.passes.append(
             Pass(
                 opcode, self.stage, self.stage - 1, units=rows, total=rows, target=target,
@@ -283,8 +287,8 @@ class _PassBuilder:
         if first in layer.inner:
             matrix, target = layer.inner[first], self._offsets.inner[_FIRST.index(first)]
             if self.ranks > 1 and first in _RESIDUAL_GROUPS:
-                self._add(first, matrix, after, source)
-                self._sum(opcodes.SUM_INNER.value, first, matrix, target=target)
+                self._add(opcodes.PARTIAL.value, first, matrix, after, source)
+                self._sum(opcodes.SUM_INNER.value, first, len(matrix.weight), target=target)
             else:
                 target += self.rank * len(matrix.weight)  # every rank sends its rows to all
                 self.matrix(
@@ -313,6 +317,7 @@ class _PassBuilder:
         after: int,
         source: int,
         *,
+        rows: int | None = None,
         unit: int = 1,
         start: int = 0,
         total: int | None = None,
@@ -320,8 +325,9 @@ class _PassBuilder:
         norm: int = 0,
         normed: bool = False,
     ) -> None:
-        """Append the pass of one matrix."""
-        rows, width = matrix.weight.shape
+        """Append the pass of one matrix, or of its first ``rows``."""
+        rows = len(matrix.weight) if rows is None else rows
+        width = matrix.weight.shape[1]
         units = rows // unit
         total = units if total is None else total
         enough = total * unit >= self._tall

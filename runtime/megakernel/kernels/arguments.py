@@ -93,7 +93,8 @@ class Messages(NamedTuple):
         splits: int64 `[B, HEADS, SPLITS, MAX_DIM + 2]`, fp32 values with 32-bit flags: output,
             maximum and sum of each split of attention.
         squares: int64 `[P, N]`, fp32 values with 32-bit flags: each program's part of the sum of
-            squares of the residual stream.
+            squares of the residual stream. If the ranks divide its rows, int64 `[RANKS, THREADS,
+            N]`, with the parts of the programs of all ranks.
     """
 
     activations: Tensor
@@ -112,7 +113,8 @@ class Ranks(NamedTuple):
             rank. The first third is for the sums of the group of o, the second for those of down,
             and the last one for the embedding.
         partial_addresses: int64 `[RANKS]`, addresses of the ``partials`` of all ranks.
-        activation_addresses: int64 `[RANKS]`, addresses of `Messages.activations` of all ranks.
+        activation_addresses, square_addresses: int64 `[RANKS]`, addresses of `Messages.activations`
+            and of `Messages.squares` of all ranks.
     """
 
     rank: int
@@ -120,13 +122,14 @@ class Ranks(NamedTuple):
     partials: Tensor
     partial_addresses: Tensor
     activation_addresses: Tensor
+    square_addresses: Tensor
 
 
 class Buffers(NamedTuple):
     """The logits, and intermediate results that are read only by the program that wrote them.
 
     Attributes:
-        hidden: fp32 `[B, HIDDEN]`, the residual stream.
+        hidden: fp32 `[B, HIDDEN]`, the rows of the residual stream that this rank computes.
         gates: fp32 `[B, GATED]`, outputs of the gate projection.
         logits: fp32 `[B, VOCAB]`, written by the last pass.
     """
@@ -162,6 +165,8 @@ class Shape:
         SPLITS: maximum number of splits of a sequence's KV. One program attends to each split.
         RANKS: number of ranks.
         SUMS: maximum number of values per sequence that the ranks add in a stage.
+        HEIGHT: number of rows of the residual stream that a rank computes, but for the last ranks;
+            0 if every rank computes all of them.
     """
 
     B: gl.constexpr
@@ -176,6 +181,7 @@ class Shape:
     SPLITS: gl.constexpr
     RANKS: gl.constexpr
     SUMS: gl.constexpr
+    HEIGHT: gl.constexpr
 
     @classmethod
     def of(cls, **sizes: int) -> "Shape":

@@ -19,6 +19,7 @@ from runtime.megakernel.kernels.messages import (
     send_bf16,
     send_gathered,
     send_partial,
+    send_to_owner,
     sum_partials,
 )
 from runtime.megakernel.kernels.opcodes import (
@@ -26,6 +27,7 @@ from runtime.megakernel.kernels.opcodes import (
     INNER,
     PARTIAL,
     QUERY,
+    SCATTER,
     SUM_INNER,
     UP,
     VALUE,
@@ -188,12 +190,18 @@ def run_epilogue(
     elif is_residual(opcode, SHAPE):
         h = one + y
         gl.store(buffers.hidden + b * SHAPE.HIDDEN + r, h, mask=inside)
-        send_bf16(own + r, h * two, flag, inside)
+        if SHAPE.HEIGHT > 0:
+            send_gathered(ranks, b * messages.stride + target + r, h * two, flag, inside, SHAPE)
+        else:
+            send_bf16(own + r, h * two, flag, inside)
         square = gl.sum(gl.where(inside, h * h, 0.0), axis=0)
     elif SHAPE.RANKS == 1:
         gl.store(buffers.logits + b.to(gl.int64) * SHAPE.VOCAB + r, y, mask=inside)
     elif opcode == PARTIAL:
         send_partial(ranks, target, ranks.rank, b, r, y, flag, inside, SHAPE)
+    elif opcode == SCATTER:
+        if SHAPE.HEIGHT > 0:
+            send_to_owner(ranks, target, b, r, y, flag, inside, SHAPE)
     elif opcode == SUM_INNER:
         send_bf16(own + target + r, y, flag, inside)
     else:

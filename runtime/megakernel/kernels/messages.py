@@ -152,6 +152,31 @@ def send_partial(ranks, third, source, sequence, row, value, flag, mask, SHAPE: 
 
 
 @gluon.jit
+def send_to_owner(ranks, third, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
+    """Send fp32 values as addends of a sum, each to the rank that computes the row.
+
+    Args:
+        third: first index of `arguments.Ranks.partials`.
+    """
+    place = ((third * SHAPE.RANKS + ranks.rank) * SHAPE.B + sequence) * SHAPE.SUMS
+    owner = gl.load(ranks.partial_addresses + row // SHAPE.HEIGHT, mask=mask, other=0)
+    there = owner.to(gl.pointer_type(gl.int64))
+    send_fp32(there + (place + row % SHAPE.HEIGHT), value, flag, mask)
+
+
+@gluon.jit
+def send_squares(messages, ranks, pid, sequence, value, flag, mask, SHAPE: gl.constexpr):
+    """Send a program's part of the sum of squares, fp32, to all programs that need it."""
+    if SHAPE.HEIGHT > 0:
+        place = (ranks.rank * THREADS + pid) * N + sequence
+        for rank in gl.static_range(SHAPE.RANKS):
+            there = gl.load(ranks.square_addresses + rank).to(gl.pointer_type(gl.int64))
+            send_fp32(there + place, value, flag, mask)
+    else:
+        send_fp32(messages.squares + pid * N + sequence, value, flag, mask)
+
+
+@gluon.jit
 def sum_partials(ranks, third, sequence, row, flag, mask, COUNT: gl.constexpr, SHAPE: gl.constexpr):
     """Receive the addends of all ranks; return their sums, fp32 with the shape of ``row``."""
     place = (third * SHAPE.RANKS * SHAPE.B + sequence) * SHAPE.SUMS + row
@@ -240,9 +265,18 @@ def inverse_rms(messages, flag, programs, eps, SHAPE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, BL], [32, 1], [WARPS, 1], [1, 0])
     p = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(1, layout)), 1) + opaque_zero()
     b = gl.expand_dims(gl.arange(0, BL, gl.SliceLayout(0, layout)), 0)
-    rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs
-    mask = (p < programs) & (rows > 0) & (b < SHAPE.B)
-    found = receive_fp32(messages.squares + p * N + b, flag, mask, BL)  # [THREADS, BL]
+    if SHAPE.HEIGHT > 0:
+        found = gl.zeros([THREADS, BL], gl.float32, layout)
+        for rank in gl.static_range(SHAPE.RANKS):
+            own = max(0, min(SHAPE.HEIGHT, HIDDEN - rank * SHAPE.HEIGHT))
+            rows = own * (p + 1) // programs - own * p // programs
+            mask = (p < programs) & (rows > 0) & (b < SHAPE.B)
+            place = messages.squares + (rank * THREADS + p) * N + b
+            found += receive_fp32(place, flag, mask, BL, True)
+    else:
+        rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs
+        mask = (p < programs) & (rows > 0) & (b < SHAPE.B)
+        found = receive_fp32(messages.squares + p * N + b, flag, mask, BL)  # [THREADS, BL]
     root = gl.expand_dims(gl.rsqrt(gl.sum(found, axis=0) / HIDDEN + eps), 0)
     every = root + gl.zeros([N // BL, BL], gl.float32, layout)
     return gl.convert_layout(every.reshape([N]), gl.SliceLayout(0, output_layout(ROWS)))

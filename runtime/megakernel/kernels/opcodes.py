@@ -20,10 +20,11 @@ SOURCE, TARGET, BIAS, NORM, NORMED, TALL, STRIDE = (gl.constexpr(n) for n in ran
 ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 """Opcodes: attention, or the epilogue of a matmul."""
-PARTIAL, SUM_INNER, SUM_RESIDUAL = (gl.constexpr(n) for n in range(9, 12))
-"""Opcodes of several ranks. PARTIAL: a matmul whose outputs are addends for all ranks. SUM_INNER,
-SUM_RESIDUAL: no matmul, but the sum of these addends. The first sends the sums to the programs of
-this rank, the second has the epilogue of RESIDUAL."""
+SCATTER, PARTIAL, SUM_INNER, SUM_RESIDUAL = (gl.constexpr(n) for n in range(9, 13))
+"""Opcodes of several ranks. PARTIAL: a matmul whose outputs are addends for all ranks. SCATTER: a
+matmul whose outputs are addends for the rank that computes the row of the residual stream.
+SUM_INNER, SUM_RESIDUAL: no matmul, but the sum of these addends. The first sends the sums to the
+programs of this rank, the second has the epilogue of RESIDUAL."""
 
 
 @gluon.jit

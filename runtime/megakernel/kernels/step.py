@@ -45,8 +45,9 @@ from runtime.megakernel.kernels.messages import (
     receive_fp32,
     receive_input,
     send_bf16,
-    send_fp32,
+    send_gathered,
     send_partial,
+    send_squares,
 )
 from runtime.megakernel.kernels.opcodes import (
     AFTER,
@@ -84,7 +85,7 @@ def embed(
 
     Send the columns, multiplied by the weights of the first norm, and their sum of squares before
     this multiplication. With several ranks, the rank that holds the token sends the embedding
-    to all ranks.
+    to all ranks. If the ranks divide the rows of the residual stream, each sends its rows to all.
 
     Args:
         token: token id of sequence ``b``.
@@ -95,6 +96,14 @@ def embed(
     own = messages.activations + b * messages.stride
     first = HIDDEN * pid // programs
     last = HIDDEN * (pid + 1) // programs
+    begin = 0
+    if SHAPE.RANKS > 1:
+        send_embedding(token, b, weights, ranks, flag, first, last, SHAPE)
+    if SHAPE.HEIGHT > 0:
+        begin = ranks.rank * SHAPE.HEIGHT
+        rows = gl.maximum(gl.minimum(HIDDEN - begin, SHAPE.HEIGHT), 0)
+        first = rows * pid // programs
+        last = rows * (pid + 1) // programs
     square = gl.zeros([THREADS], gl.float32, FLAT)
     for start in range(first, last, THREADS):
         i = start + gl.arange(0, THREADS, FLAT)
@@ -102,21 +111,32 @@ def embed(
             row = weights.embedding + token * HIDDEN
             h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
         else:
-            place = token - ranks.first_token
-            held = (i < last) & (place >= 0) & (place < SHAPE.VOCAB)
-            row = weights.embedding + place * HIDDEN
-            h = gl.load(row + i, mask=held, other=0.0).to(gl.float32)
-            send_partial(ranks, 2, 0, b, i, h, flag, held, SHAPE)
-            found = ranks.partials + (2 * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + i
+            found = ranks.partials + (2 * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + begin + i
             h = receive_fp32(found, flag, i < last, 1, True)
         gl.store(buffers.hidden + b * HIDDEN + i, h, mask=i < last)
         weight = gl.load(weights.vectors + norm + i, mask=i < last, other=0.0)
-        send_bf16(own + i, h * weight, flag, i < last)
+        if SHAPE.HEIGHT > 0:
+            place = b * messages.stride + begin + i
+            send_gathered(ranks, place, h * weight, flag, i < last, SHAPE)
+        else:
+            send_bf16(own + i, h * weight, flag, i < last)
         square += h * h
     thread = gl.arange(0, THREADS, FLAT)
     total = gl.zeros([THREADS], gl.float32, FLAT) + gl.sum(square, 0)
     mask = (thread < 1) & (first < last)
-    send_fp32(messages.squares + pid * N + b + thread, total, flag, mask)
+    send_squares(messages, ranks, pid, b + thread, total, flag, mask, SHAPE)
+
+
+@gluon.jit
+def send_embedding(token, b: gl.constexpr, weights, ranks, flag, first, last, SHAPE: gl.constexpr):
+    """Send columns of the embedding of ``token`` to all ranks, if this rank holds it."""
+    place = token - ranks.first_token
+    if (place >= 0) & (place < SHAPE.VOCAB):
+        for start in range(first, last, THREADS):
+            i = start + gl.arange(0, THREADS, FLAT)
+            row = weights.embedding + place * SHAPE.HIDDEN
+            h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
+            send_partial(ranks, 2, 0, b, i, h, flag, i < last, SHAPE)
 
 
 @gluon.jit
@@ -218,8 +238,8 @@ def compute(
             if SHAPE.RANKS > 1:
                 if (opcode == SUM_RESIDUAL) & (first < last):
                     sequence = gl.arange(0, N, gl.SliceLayout(0, TALL_OUTPUT))
-                    send_fp32(
-                        messages.squares + pid * N + sequence, tall_square, flag, sequence < B
+                    send_squares(
+                        messages, ranks, pid, sequence, tall_square, flag, sequence < B, SHAPE
                     )
         else:
             columns = width * VECTOR
@@ -264,7 +284,7 @@ def compute(
                 )  # fmt: skip
             if (opcode == RESIDUAL) & (first < last):
                 sequence = gl.arange(0, N, gl.SliceLayout(0, OUTPUT))
-                send_fp32(messages.squares + pid * N + sequence, square, flag, sequence < B)
+                send_squares(messages, ranks, pid, sequence, square, flag, sequence < B, SHAPE)
     last_stage = field(table + passes * FIELDS, STAGE)
     barrier()
     gl.store(schedule.flags + pid, base + last_stage)

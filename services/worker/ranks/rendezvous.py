@@ -9,7 +9,6 @@ import torch
 from torch import distributed
 
 from runtime.parallel.group import DistributedGroup, RankGroup
-from runtime.parallel.peer_group import PeerGroup
 from services.common.process_end import end_at_once
 from services.worker.device import use_device
 
@@ -72,4 +71,8 @@ class Rendezvous:
         )
         group = distributed.group.WORLD
         assert group is not None, "this process has just joined"
-        return PeerGroup.join(group, device) if on_gpu else DistributedGroup(group)
+        if not on_gpu:
+            return DistributedGroup(group)
+        from runtime.parallel.peer_group import PeerGroup  # needs Triton
+
+        return PeerGroup.join(group, device)

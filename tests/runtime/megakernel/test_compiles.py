@@ -15,12 +15,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from runtime.megakernel.kernels import arguments
 from runtime.megakernel.kernels.step import step_kernel
 
-heads, kv_heads, dim, batch, splits, ranks = map(int, sys.argv[1:])
+heads, kv_heads, dim, batch, splits, ranks, height = map(int, sys.argv[1:])
 constants = {
     "SHAPE": arguments.Shape.of(
         B=batch, BL=triton.next_power_of_2(batch), HIDDEN=4096, GATED=11008, VOCAB=32000,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=16, SPLITS=splits,
-        RANKS=ranks, SUMS=4096,
+        RANKS=ranks, SUMS=4096, HEIGHT=height,
     ),
     "RING": arguments.Ring.of(SLOTS=5, AHEAD=1, TALL_AHEAD=2),
 }
@@ -33,7 +33,7 @@ signature = {
     "messages": arguments.Messages("*i32", "i32", "*i64", "*i64"),
     "buffers": arguments.Buffers("*fp32", "*fp32", "*fp32"),
     "attention": arguments.Attention("fp32", "i32", "i32"),
-    "ranks": arguments.Ranks("i32", "i32", "*i64", "*i64", "*i64"),
+    "ranks": arguments.Ranks("i32", "i32", "*i64", "*i64", "*i64", "*i64"),
     **dict.fromkeys(constants, "constexpr"),
 }
 multiples = {("messages", "stride"), ("attention", "query_offset"), ("attention", "output_offset")}
@@ -54,13 +54,15 @@ SHARED = 227 * 1024
 @pytest.mark.long
 @pytest.mark.parametrize(
     "shape",
-    [(32, 32, 128, 1, 4, 1), (32, 8, 128, 1, 16, 1), (32, 8, 128, 8, 2, 1), (9, 3, 64, 2, 22, 1),
-     (40, 4, 96, 1, 32, 1), (32, 32, 128, 8, 1, 1), (16, 2, 128, 1, 32, 4), (5, 2, 64, 8, 8, 2)],
+    [(32, 32, 128, 1, 4, 1, 0), (32, 8, 128, 1, 16, 1, 0), (32, 8, 128, 8, 2, 1, 0),
+     (9, 3, 64, 2, 22, 1, 0), (40, 4, 96, 1, 32, 1, 0), (32, 32, 128, 8, 1, 1, 0),
+     (16, 2, 128, 1, 32, 4, 0), (5, 2, 64, 8, 8, 2, 0), (16, 2, 128, 1, 32, 4, 1024),
+     (5, 2, 64, 8, 8, 3, 1368)],
     ids=str,
 )  # fmt: skip
 def test_step_kernel_compiles_and_fits_shared_memory(shape: tuple[int, ...]) -> None:
-    """``shape``: query heads, KV heads, head dimension, number of sequences, maximum splits,
-    ranks."""
+    """``shape``: query heads, KV heads, head dimension, number of sequences, maximum splits, ranks,
+    `arguments.Shape.HEIGHT`."""
     command = [sys.executable, "-c", _SCRIPT, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

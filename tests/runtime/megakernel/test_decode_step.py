@@ -14,7 +14,7 @@ from runtime.megakernel.decode_step import decode_step, unsupported_by_megakerne
 from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.launch import DecodeStep
 from runtime.pages.plan import PageCount
-from runtime.parallel.partition import Partition
+from runtime.parallel.partition import Partition, Scheme
 from runtime.parallel.peer_memory import PeerMemory, PeerTensor
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
@@ -33,13 +33,19 @@ class OwnMemory:
 
 
 @pytest.mark.parametrize("pairs", [(None,) * 7, (9, None, 8, None, 17, None, 24)], ids=str)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "scheme"), [(1, Scheme.LOW_RANK), (2, Scheme.LOW_RANK), (2, Scheme.EVEN)]
+)
 @pytest.mark.parametrize("attended", [False, True])
 def test_step_is_built(
-    pairs: tuple[int | None, ...], ranks: int, attended: bool, monkeypatch: pytest.MonkeyPatch
+    pairs: tuple[int | None, ...],
+    ranks: int,
+    scheme: Scheme,
+    attended: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(schedule, "LINE_BYTES", CPU_LINE_BYTES)
-    part = Partition.of(CONFIG, ranks - 1, ranks)
+    part = Partition.of(CONFIG, ranks - 1, ranks, scheme)
     weights = PackedWeights.pack(rank_checkpoint(tiny_checkpoint(ranks=pairs), part), "cpu")
     shape = 3, part.kv_heads.stop - part.kv_heads.start, 16, CONFIG.head_dim
     planes = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2 * CONFIG.num_layers)]

@@ -17,7 +17,7 @@ from runtime.models.build import build_model
 from runtime.offline.bench.ranks import Collectives, over_ranks
 from runtime.pages.plan import PageCount
 from runtime.parallel.group import RankGroup
-from runtime.parallel.partition import Partition
+from runtime.parallel.partition import Partition, Scheme
 from tests.runtime.attention.samples import pages_of
 from tests.runtime.megakernel.test_kernels import LARGE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -39,17 +39,22 @@ MIXED: Pairs = (9, None, 8, None, 17, None, 24)
     ids=["even, dense", "uneven, pairs", "uneven, mixed", "wide, dense", "wide, pairs"],
 )
 @pytest.mark.parametrize("positions", [(0,), (130, 1, 63)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme.LOW_RANK, Scheme.EVEN])
 def test_steps_match_the_model(
-    size: int, config: ModelConfig, pairs: Pairs, positions: tuple[int, ...]
+    size: int, config: ModelConfig, pairs: Pairs, positions: tuple[int, ...], scheme: Scheme
 ) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    work = partial(check, config, pairs, positions)
+    work = partial(check, config, pairs, positions, scheme)
     assert len(list(over_ranks(size, "cuda", work, Collectives.PUSH))) == 4
 
 
 def check(
-    config: ModelConfig, pairs: Pairs, positions: tuple[int, ...], group: RankGroup
+    config: ModelConfig,
+    pairs: Pairs,
+    positions: tuple[int, ...],
+    scheme: Scheme,
+    group: RankGroup,
 ) -> Iterator[float]:
     """Compare steps of a rank, one of them captured, with the whole model; yield the errors."""
     device = torch.device("cuda", group.rank)
@@ -68,7 +73,7 @@ def check(
     ]
     if before:
         model.forward(Batch.of(before, device), cache)
-    part = Partition.of(config, group.rank, group.size)
+    part = Partition.of(config, group.rank, group.size, scheme)
     heads = slice(part.kv_heads.start, part.kv_heads.stop)
     cos, sin = cos_sin_table(config, config.context_length)
     step = DecodeStep(

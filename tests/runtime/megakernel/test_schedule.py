@@ -16,7 +16,7 @@ from runtime.megakernel.reference import Interpreter, Messages, ProtocolError, r
 from runtime.megakernel.schedule import Pass, split_at_attention
 from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
-from runtime.parallel.partition import Partition
+from runtime.parallel.partition import Partition, Scheme
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24)]
@@ -52,8 +52,9 @@ UNEVEN = replace(CONFIG, num_heads=9, num_kv_heads=3)
     ids=["even-2", "2", "3", "4"],
 )
 @pytest.mark.parametrize("position", [0, 21])
+@pytest.mark.parametrize("scheme", [Scheme.LOW_RANK, Scheme.EVEN])
 def test_pass_lists_of_ranks_match_the_model(
-    pairs: tuple[int | None, ...], config: ModelConfig, size: int, position: int
+    pairs: tuple[int | None, ...], config: ModelConfig, size: int, position: int, scheme: Scheme
 ) -> None:
     checkpoint = tiny_checkpoint(ranks=pairs, bias=True, config=config)
     model = build_model(checkpoint)
@@ -65,7 +66,7 @@ def test_pass_lists_of_ranks_match_the_model(
         model.forward(Batch.of([before]), cache)
     interpreters = []
     for rank in range(size):
-        part = Partition.of(config, rank, size)
+        part = Partition.of(config, rank, size, scheme)
         heads = slice(part.kv_heads.start, part.kv_heads.stop)
         planes = [plane[:, heads].clone() for plane in cache.planes]
         weights = PackedWeights.pack(rank_checkpoint(checkpoint, part), "cpu")
