@@ -31,6 +31,7 @@ from runtime.layers.vocabulary import Vocabulary
 from runtime.sampling.reductions import RankReductions, Reductions
 from runtime.sampling.reference import (
     MAX_LOGIT,
+    Candidates,
     SamplingRow,
     SamplingTensors,
     draw,
@@ -83,6 +84,7 @@ class DeviceSampler:
         vocabulary: division of the token ids among the ranks. The state takes 13 bytes for each
             row and each token of this rank.
         top: maximum number of most probable tokens that a row reports.
+        kernels: whether Triton kernels draw; by default on a GPU only.
 
     Attributes:
         sampled: int64 `[rows, 3]`, the storage of ``tokens``, ``finite`` and ``resolved``.
@@ -95,13 +97,23 @@ class DeviceSampler:
     """
 
     def __init__(
-        self, rows: int, vocabulary: Vocabulary, device: torch.device, *, top: int = 0
+        self,
+        rows: int,
+        vocabulary: Vocabulary,
+        device: torch.device,
+        *,
+        top: int = 0,
+        kernels: bool | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._vocabulary = vocabulary
-        self._reductions = RankReductions(vocabulary) if vocabulary.divided else Reductions()
+        self._kernels = device.type == "cuda" if kernels is None else kernels
+        find = _candidates_on_gpu if self._kernels else Candidates.of
+        self._reductions = (
+            RankReductions(vocabulary, find) if vocabulary.divided else Reductions(find)
+        )
         own = len(vocabulary.own)
         self.sampled = zeros(rows, 3)
         self.tokens, self.finite, self.resolved = self.sampled.unbind(dim=1)
@@ -166,26 +178,42 @@ class DeviceSampler:
         """
         rows = slice(len(logits))
         processed = self._process(logits, rows) if features.processing else logits
-        parameters = self._tensors(rows) if features.random else None
-        tokens, finite, candidates = self._reductions.find(logits, processed, parameters)
-        if parameters and candidates:
-            drawn, resolved = draw(candidates, parameters, self._vocabulary.size)
-            greedy = self._greedy[rows] > 0
-            tokens = torch.where(greedy, tokens, drawn)
-            self.resolved[rows] = resolved | greedy
+        temperature = self._filters[0, rows] if features.random else None
+        best, finite, candidates = self._reductions.find(logits, processed, temperature)
+        if candidates is not None:
+            self._draw(candidates, best, rows)
             self._processed[rows] = processed
         else:
+            self.tokens[rows] = best
             self.resolved[rows] = 1
-        self.tokens[rows] = tokens
+            self._counter[2, rows] += 1
         self.finite[rows] = finite
+        tokens = self.tokens[rows]
         if features.logprobs:
             top = self.top_tokens.shape[1]
             found = self._reductions.logprobs(logits, tokens, top)
             self.logprobs[rows], self.top_logprobs[rows], self.top_tokens[rows] = found
-        self._counter[2, rows] += self.resolved[rows]
         if features.processing:
             places, counted = self._reductions.own(tokens, self.resolved[rows])
             self._processor.count(places[:, None], counted, rows)
+
+    def _draw(self, candidates: Candidates, best: Tensor, rows: slice) -> None:
+        """Draw the tokens of the first rows, and advance the output index of resolved ones.
+
+        Args:
+            best: tokens of greedy rows.
+        """
+        if self._kernels:
+            from runtime.sampling.gpu import draw_rows
+
+            words, reals = self._parameters[:_WORDS], self._filters[:, :, 0]
+            draw_rows(candidates, best, words, reals, self.sampled, self._vocabulary.size)
+            return
+        drawn, resolved = draw(candidates, self._tensors(rows), self._vocabulary.size)
+        greedy = self._greedy[rows] > 0
+        self.tokens[rows] = torch.where(greedy, best, drawn)
+        self.resolved[rows] = resolved | greedy
+        self._counter[2, rows] += self.resolved[rows]
 
     def resolve(self, logits: Tensor, numbers: Sequence[int]) -> None:
         """Draw the tokens of rows that the last call left unresolved. All ranks must call it.
@@ -213,6 +241,12 @@ class DeviceSampler:
         temperature, min_p, top_p = self._filters[:, rows]
         uniform = uniforms(*self._counter[:, rows])[:, None]
         return SamplingTensors(temperature, min_p, top_p, self._top_k[rows], uniform)
+
+
+def _candidates_on_gpu(logits: Tensor, temperature: Tensor) -> Candidates:
+    from runtime.sampling.gpu import find_candidates  # needs Triton
+
+    return find_candidates(logits, temperature)
 
 
 class _LogitsProcessor:

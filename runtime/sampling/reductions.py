@@ -1,6 +1,6 @@
 """Reductions over the vocabulary that sampling needs, on one rank or over the ranks of a worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.layers.vocabulary import Vocabulary
-from runtime.sampling.reference import CANDIDATES, Candidates, SamplingTensors
+from runtime.sampling.reference import CANDIDATES, Candidates
+
+FindCandidates = Callable[[Tensor, Tensor], Candidates]
 
 
 class Found(NamedTuple):
@@ -17,7 +19,7 @@ class Found(NamedTuple):
     Attributes:
         best: int64 `[m]`, token with the largest processed logit, the lowest id if several have it.
         finite: `[m]`, whether the logits are finite: bool, or fp64 0 or 1 with several ranks.
-        candidates: the most probable tokens; None without ``parameters``.
+        candidates: the most probable tokens; None without a temperature.
     """
 
     best: Tensor
@@ -29,19 +31,25 @@ class Reductions:
     """Reductions over the logits of this rank's tokens.
 
     All tensors of logits are fp32 `[m, own]`, one row for each sequence.
+
+    Args:
+        find_candidates: returns `Candidates.of` logits and temperatures.
     """
 
-    def find(self, logits: Tensor, processed: Tensor, parameters: SamplingTensors | None) -> Found:
+    def __init__(self, find_candidates: FindCandidates = Candidates.of) -> None:
+        self._find_candidates = find_candidates
+
+    def find(self, logits: Tensor, processed: Tensor, temperature: Tensor | None) -> Found:
         """Find the candidates of greedy and random draws.
 
         Args:
             processed: logits after bias, penalties and suppression.
-            parameters: parameters of the random draws; None if all rows are greedy.
+            temperature: fp64 `[m, 1]`; None if all rows are greedy.
         """
         best = processed.argmax(dim=-1)
         candidates = None
-        if parameters is not None:
-            candidates = Candidates.of(processed, parameters.temperature)
+        if temperature is not None:
+            candidates = self._find_candidates(processed, temperature)
         return Found(best, logits.sum(dim=-1).isfinite(), candidates)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,11 +85,14 @@ class RankReductions(Reductions):
     the same records, so that it is bitwise identical on all of them.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, find_candidates: FindCandidates = Candidates.of
+    ) -> None:
+        super().__init__(find_candidates)
         self._vocabulary = vocabulary
 
-    def find(self, logits: Tensor, processed: Tensor, parameters: SamplingTensors | None) -> Found:
-        own = super().find(logits, processed, parameters)  # tokens are indices within `own`
+    def find(self, logits: Tensor, processed: Tensor, temperature: Tensor | None) -> Found:
+        own = super().find(logits, processed, temperature)  # tokens are indices within `own`
         best = own.best[:, None]
         columns = [processed.gather(1, best), self._ids(best), own.finite[:, None]]
         if own.candidates is not None:
@@ -91,9 +102,9 @@ class RankReductions(Reductions):
         # The first of the ranks with the largest logit has the lowest ids.
         best = ids.gather(1, largest.argmax(dim=1, keepdim=True))
         candidates = None
-        if parameters is not None:
+        if temperature is not None:
             log_sums, values, tokens = rest
-            offsets = (largest - largest.amax(dim=1, keepdim=True)) / parameters.temperature
+            offsets = (largest - largest.amax(dim=1, keepdim=True)) / temperature
             log_sum = (log_sums + offsets).logsumexp(dim=1, keepdim=True)
             candidates = Candidates(*self._largest(values, tokens, CANDIDATES), log_sum)
         return Found(best[:, 0].long(), finite.amin(dim=1), candidates)

@@ -19,7 +19,7 @@ MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
 CANDIDATES = 1024
 """Number of most probable tokens that a draw considers first. Most distributions need no more."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Relative tolerance with which a sum of probabilities counts as top-p or more. The rounding of
 sums may depend on the batch, and sums of equal probabilities often meet top-p exactly."""
 
@@ -283,7 +283,7 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
     truncated = (min_p > 0) | (parameters.top_k < vocab)
     # With min-p or top-k, the total is the probability mass that they keep; otherwise it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
-    limit = top_p * total * (1 - _ROUNDING)
+    limit = top_p * total * (1 - ROUNDING)
     nucleus = kept & ((running - mass < limit) | (top_p == 1.0))
     nucleus[:, 0] = True  # keep the most probable token even if top_p * total underflows
     everything = count == vocab
