@@ -129,7 +129,7 @@ class DecodeStep:
         device = planes[0].device
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
         rank, ranks = (0, 1) if memory is None else (memory.rank, memory.size)
-        offsets = Offsets.of(config, weights.max_inner, ranks)
+        offsets = Offsets.of(weights, ranks)
         passes = build_passes(weights, planes, offsets, programs * tall, rank=rank, ranks=ranks)
         lists, stages = split_at_attention(passes) if attend else ([passes], [])
         flags = torch.ones(_MAX_PROGRAMS, dtype=torch.int32, device=device)
@@ -290,14 +290,14 @@ def _exchange(
         Activations and squares of `arguments.Messages`; and `arguments.Ranks`.
     """
     sequences, stride, sums = sizes
-    squares = 1, _MAX_PROGRAMS, layouts.N.value
+    squares = 1, 1, _MAX_PROGRAMS, layouts.N.value
     if memory is None:
         activations = torch.zeros(sequences, stride, dtype=torch.int32, device=device)
         own = torch.zeros(squares, dtype=torch.int64, device=device)
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         return (activations, own), arguments.Ranks(0, 0, *[nothing] * 4)
     if divides_rows:
-        squares = memory.size, *squares[1:]
+        squares = 2, memory.size, _MAX_PROGRAMS, layouts.N.value
     shared = memory.zeros(sequences, stride, dtype=torch.int32)
     partials = memory.zeros(3, memory.size, sequences, sums, dtype=torch.int64)
     squared = memory.zeros(*squares, dtype=torch.int64)

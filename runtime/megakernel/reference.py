@@ -7,7 +7,7 @@ message that may still be read.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -109,7 +109,6 @@ class Interpreter:
         self._weights = weights
         own = weights.residual_rows
         self._rows = None if own is None else own.rows
-        self._first_row = 0 if own is None else own.rows.start
         self._config = weights.config
         self._page = planes[0].shape[2]
         self._rope = cos_sin_table(self._config, self._config.context_length)
@@ -117,7 +116,7 @@ class Interpreter:
         if partition is not None:
             self._rank, self._ranks = partition.rank, partition.size
             self._tokens = partition.tokens
-        self.offsets = Offsets.of(self._config, weights.max_inner, self._ranks)
+        self.offsets = Offsets.of(weights, self._ranks)
         self.passes = build_passes(
             weights, planes, self.offsets, tall, lambda tensor: lines[id(tensor)] * LINE_BYTES,
             rank=self._rank, ranks=self._ranks,
@@ -141,10 +140,17 @@ class Interpreter:
         own = hidden if self._rows is None else hidden[self._rows.start : self._rows.stop]
         return _State(Messages(self.offsets.end), partials, own, torch.empty(0), torch.empty(0))
 
-    def send_embedding(self, states: Sequence[_State]) -> None:
-        """Execute stage 0 on this rank, which sends its rows of the embedding."""
-        start = Pass(0, stage=0, after=0, norm=self.passes[-1].norm, target=self._first_row)
-        self._send_residual(start, states)
+    def send_embedding(self, states: Sequence[_State], *, next_step: bool = False) -> None:
+        """Execute stage 0 on this rank, which sends its rows of the embedding.
+
+        Args:
+            next_step: execute that of the following step.
+        """
+        end = self.passes[-1]
+        if next_step:  # the contents do not matter
+            self._send_residual(replace(end, after=end.stage), states)
+        else:
+            self._send_residual(replace(end, stage=0, after=0), states)
 
     def _send_residual(self, one: Pass, states: Sequence[_State]) -> None:
         """Send the residual stream, multiplied by the next norm's weights."""
@@ -262,7 +268,7 @@ class Interpreter:
 
 
 def run_ranks(ranks: Sequence[Interpreter], token: int, position: int, pages: list[int]) -> Tensor:
-    """Run a step on all ranks of a worker, pass by pass.
+    """Run a step on all ranks of a worker, pass by pass, and begin the next one.
 
     Returns:
         Logits of all tokens, fp32 `[vocab]`.
@@ -271,7 +277,11 @@ def run_ranks(ranks: Sequence[Interpreter], token: int, position: int, pages: li
     states = [rank.begin(hidden) for rank in ranks]
     for rank in ranks:
         rank.send_embedding(states)
-    for passes in zip(*(rank.passes[:-1] for rank in ranks), strict=True):
+    *most, last = zip(*(rank.passes[:-1] for rank in ranks), strict=True)
+    for passes in most:
         for rank, one in zip(ranks, passes, strict=True):
             rank.execute(one, states, position, pages)
+    for rank, one in zip(ranks, last, strict=True):
+        rank.execute(one, states, position, pages)
+        rank.send_embedding(states, next_step=True)  # it does not wait for the other ranks
     return torch.cat([state.logits for state in states])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from runtime.config import ModelConfig
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedMatrix, PackedWeights
 from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS, round_up
 from runtime.megakernel.kernels import layouts, opcodes
@@ -86,6 +85,9 @@ class Offsets:
     """Offset of each activation in a sequence's messages. The normed residual stream is at 0.
 
     Attributes:
+        embedded: the normed residual stream of stage 0. It has a place of its own if the ranks
+            divide the rows of the residual stream, because a rank that has finished a step may send
+            it before others have read their last inputs.
         attended: output of attention `[heads * dim]`.
         query: q `[heads * dim]`, followed by new k and new v, `[kv_heads * dim]` each.
         gated: SiLU(gate) · up `[intermediate]`.
@@ -95,6 +97,7 @@ class Offsets:
         end: number of messages.
     """
 
+    embedded: int
     attended: int
     query: int
     gated: int
@@ -102,22 +105,26 @@ class Offsets:
     end: int
 
     @classmethod
-    def of(cls, config: ModelConfig, max_inner: int, ranks: int = 1) -> "Offsets":
+    def of(cls, weights: PackedWeights, ranks: int = 1) -> "Offsets":
         """Return the offsets for a rank of a worker, which are the same on all ranks.
 
         Args:
-            config: shape of the rank's part of the model.
-            max_inner: `PackedWeights.max_inner` of that part.
+            weights: the rank's part of the model.
             ranks: number of ranks.
         """
-        config = config.whole or config  # ranks may have parts of different sizes
+        config = weights.config.whole or weights.config  # ranks may have parts of different sizes
         heads = config.num_heads * config.head_dim
         query = config.hidden_size + heads
         gated = query + heads + 2 * config.num_kv_heads * config.head_dim
         first = gated + config.intermediate_size
-        size = round_up(max_inner * ranks)
+        size = round_up(weights.max_inner * ranks)
         inner = tuple(first + size * (group if ranks > 1 else 0) for group in range(4))
-        return cls(config.hidden_size, query, gated, inner, -(-(inner[-1] + size) // 16) * 16)
+        end = embedded = inner[-1] + size
+        if weights.residual_rows is None:
+            embedded = 0
+        else:
+            end += config.hidden_size
+        return cls(embedded, config.hidden_size, query, gated, inner, -(-end // 16) * 16)
 
 
 def build_passes(
@@ -132,8 +139,8 @@ def build_passes(
 ) -> list[Pass]:
     """Return all passes of a step, followed by an end marker.
 
-    The end marker has the next stage number, and in ``norm`` the offset of the first layer's norm,
-    which is applied to the embedding.
+    The end marker has the next stage number. Its ``norm`` and ``target`` are those of stage 0, in
+    which the first layer's norm is applied to the embedding.
 
     Args:
         planes: K and V of every layer.
@@ -146,8 +153,9 @@ def build_passes(
     for number, layer in enumerate(weights.layers):
         builder.layer(number, layer)
     builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
-    end = Pass(0, builder.stage + 1, 0, norm=weights.layers[0].input_norm + builder.first_row)
-    return [*builder.passes, end]
+    first = builder.first_row
+    norm, target = weights.layers[0].input_norm + first, offsets.embedded + first
+    return [*builder.passes, Pass(0, builder.stage + 1, 0, norm=norm, target=target)]
 
 
 def split_at_attention(passes: Sequence[Pass]) -> tuple[list[list[Pass]], list[int]]:
@@ -223,15 +231,18 @@ class _PassBuilder:
 
     def _qkv(self, layer: PackedLayer, k_plane: int, v_plane: int) -> None:
         names = PROJECTION_GROUPS[0]
-        after = self._inner(layer, names[0], self.normed_stage, 0)
+        normed = 0 if self.normed_stage else self._offsets.embedded
+        after = self._inner(layer, names[0], self.normed_stage, normed)
         total = sum(len(layer.outer[name].weight) for name in names) // _HEAD_UNIT
         start = 0
         for name, target in zip(names, (0, k_plane, v_plane), strict=True):
             matrix = layer.outer[name]
-            stage, source, normed = self._input(matrix, names[0], self.normed_stage, after, 0)
+            stage, source, is_normed = self._input(
+                matrix, names[0], self.normed_stage, after, normed
+            )
             self.matrix(
                 HEAD_OPCODES[name], matrix, stage, source, unit=_HEAD_UNIT, start=start,
-                total=total, target=target, normed=normed,
+                total=total, target=target, normed=is_normed,
             )  # fmt: skip
             start += len(matrix.weight) // _HEAD_UNIT
         self.stage += 1
@@ -291,8 +302,9 @@ class _PassBuilder:
                 self._sum(opcodes.SUM_INNER.value, first, len(matrix.weight), target=target)
             else:
                 target += self.rank * len(matrix.weight)  # every rank sends its rows to all
+                normed = first not in _RESIDUAL_GROUPS
                 self.matrix(
-                    opcodes.INNER.value, matrix, after, source, target=target, normed=source == 0
+                    opcodes.INNER.value, matrix, after, source, target=target, normed=normed
                 )
             self.stage += 1
         return self.stage - 1
@@ -306,7 +318,7 @@ class _PassBuilder:
             first: name of the first projection of the matrix's group.
         """
         if matrix.inner_column < 0:
-            return before, source, source == 0
+            return before, source, first not in _RESIDUAL_GROUPS
         inner = self._offsets.inner[_FIRST.index(first)]
         return inner_stage, inner + matrix.inner_column, False
 

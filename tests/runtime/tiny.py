@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -35,13 +36,18 @@ CONFIG = ModelConfig(
 
 def tiny_checkpoint(
     *,
-    bias: bool = False,
+    bias: bool | Literal["all"] = False,
     head_norms: bool = False,
     ranks: Sequence[int | None] = (None,) * 7,
     seed: int = 0,
     config: ModelConfig = CONFIG,
 ) -> Checkpoint:
-    """Return random weights. ``ranks``: for q, k, v, o, gate, up and down; None is dense."""
+    """Return random weights.
+
+    Args:
+        bias: whether q, k and v, or all linears, have biases.
+        ranks: for q, k, v, o, gate, up and down; None is dense.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -61,14 +67,14 @@ def tiny_checkpoint(
         q, k, v, o, gate, up, down = ranks
         return LayerWeights(
             input_norm=1 + random(hidden, scale=0.1),
-            q=linear(q_out, hidden, q, bias),
-            k=linear(kv_out, hidden, k, bias),
-            v=linear(kv_out, hidden, v, bias),
-            o=linear(hidden, q_out, o, bias),
+            q=linear(q_out, hidden, q, bool(bias)),
+            k=linear(kv_out, hidden, k, bool(bias)),
+            v=linear(kv_out, hidden, v, bool(bias)),
+            o=linear(hidden, q_out, o, bias == "all"),
             post_norm=1 + random(hidden, scale=0.1),
-            gate=linear(inner, hidden, gate, bias),
-            up=linear(inner, hidden, up, bias),
-            down=linear(hidden, inner, down, bias),
+            gate=linear(inner, hidden, gate, bias == "all"),
+            up=linear(inner, hidden, up, bias == "all"),
+            down=linear(hidden, inner, down, bias == "all"),
             q_norm=1 + random(config.head_dim, scale=0.1) if head_norms else None,
             k_norm=1 + random(config.head_dim, scale=0.1) if head_norms else None,
         )

@@ -93,8 +93,9 @@ class Messages(NamedTuple):
         splits: int64 `[B, HEADS, SPLITS, MAX_DIM + 2]`, fp32 values with 32-bit flags: output,
             maximum and sum of each split of attention.
         squares: int64 `[P, N]`, fp32 values with 32-bit flags: each program's part of the sum of
-            squares of the residual stream. If the ranks divide its rows, int64 `[RANKS, THREADS,
-            N]`, with the parts of the programs of all ranks.
+            squares of the residual stream. If the ranks divide its rows, int64 `[2, RANKS, THREADS,
+            N]`, with the parts of the programs of all ranks; the second half is for stage 0, see
+            `schedule.Offsets.embedded`.
     """
 
     activations: Tensor

@@ -165,10 +165,17 @@ def send_to_owner(ranks, third, sequence, row, value, flag, mask, SHAPE: gl.cons
 
 
 @gluon.jit
-def send_squares(messages, ranks, pid, sequence, value, flag, mask, SHAPE: gl.constexpr):
-    """Send a program's part of the sum of squares, fp32, to all programs that need it."""
+def send_squares(
+    messages, ranks, pid, sequence, value, flag, mask, EMBEDS: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Send a program's part of the sum of squares, fp32, to all programs that need it.
+
+    Args:
+        EMBEDS: whether this is stage 0.
+    """
     if SHAPE.HEIGHT > 0:
-        place = (ranks.rank * THREADS + pid) * N + sequence
+        half: gl.constexpr = SHAPE.RANKS if EMBEDS else 0
+        place = ((half + ranks.rank) * THREADS + pid) * N + sequence
         for rank in gl.static_range(SHAPE.RANKS):
             there = gl.load(ranks.square_addresses + rank).to(gl.pointer_type(gl.int64))
             send_fp32(there + place, value, flag, mask)
@@ -255,11 +262,16 @@ def keep_input(kept, found):
 
 
 @gluon.jit
-def inverse_rms(messages, flag, programs, eps, SHAPE: gl.constexpr):
+def inverse_rms(messages, base, after, programs, eps, SHAPE: gl.constexpr):
     """Return 1 / rms of the residual stream `[N]`, from the sums of squares of all programs.
 
     Sequences are repeated to fill N.
+
+    Args:
+        base: flag of stage 0.
+        after: stage that sent the residual stream.
     """
+    flag = base + after
     BL: gl.constexpr = SHAPE.BL
     HIDDEN: gl.constexpr = SHAPE.HIDDEN
     layout: gl.constexpr = gl.BlockedLayout([1, BL], [32, 1], [WARPS, 1], [1, 0])
@@ -271,7 +283,8 @@ def inverse_rms(messages, flag, programs, eps, SHAPE: gl.constexpr):
             own = max(0, min(SHAPE.HEIGHT, HIDDEN - rank * SHAPE.HEIGHT))
             rows = own * (p + 1) // programs - own * p // programs
             mask = (p < programs) & (rows > 0) & (b < SHAPE.B)
-            place = messages.squares + (rank * THREADS + p) * N + b
+            half = gl.where(after == 0, SHAPE.RANKS, 0)
+            place = messages.squares + ((half + rank) * THREADS + p) * N + b
             found += receive_fp32(place, flag, mask, BL, True)
     else:
         rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs

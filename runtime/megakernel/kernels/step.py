@@ -78,7 +78,7 @@ from runtime.megakernel.kernels.ring import as_wide_tile, copy_tiles, release, w
 
 @gluon.jit
 def embed(
-    token, b: gl.constexpr, norm, weights, messages, buffers, ranks, flag, pid, programs,
+    token, b: gl.constexpr, norm, target, weights, messages, buffers, ranks, flag, pid, programs,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Initialize this program's columns of the residual stream with the embedding of ``token``.
@@ -89,7 +89,7 @@ def embed(
 
     Args:
         token: token id of sequence ``b``.
-        norm: offset of the first norm's weights in the vectors.
+        norm, target: see `schedule.Pass`.
         flag: flag of stage 0.
     """
     HIDDEN: gl.constexpr = SHAPE.HIDDEN
@@ -116,7 +116,7 @@ def embed(
         gl.store(buffers.hidden + b * HIDDEN + i, h, mask=i < last)
         weight = gl.load(weights.vectors + norm + i, mask=i < last, other=0.0)
         if SHAPE.HEIGHT > 0:
-            place = b * messages.stride + begin + i
+            place = b * messages.stride + target + i
             send_gathered(ranks, place, h * weight, flag, i < last, SHAPE)
         else:
             send_bf16(own + i, h * weight, flag, i < last)
@@ -124,7 +124,7 @@ def embed(
     thread = gl.arange(0, THREADS, FLAT)
     total = gl.zeros([THREADS], gl.float32, FLAT) + gl.sum(square, 0)
     mask = (thread < 1) & (first < last)
-    send_squares(messages, ranks, pid, b + thread, total, flag, mask, SHAPE)
+    send_squares(messages, ranks, pid, b + thread, total, flag, mask, True, SHAPE)
 
 
 @gluon.jit
@@ -172,12 +172,13 @@ def compute(
     table, passes = schedule.table, schedule.passes
     base = gl.load(schedule.flags + pid)
     tile = gl.to_tensor(0)
-    first_norm = field(table + passes * FIELDS, NORM)
+    end = table + passes * FIELDS
+    first_norm = field(end, NORM)
     if first_norm >= 0:
         for s in gl.static_range(B):
             embed(
-                gl.load(batch.tokens + s), s, first_norm, weights, messages, buffers, ranks, base,
-                pid, programs, SHAPE,
+                gl.load(batch.tokens + s), s, first_norm, gl.load(end + TARGET), weights, messages,
+                buffers, ranks, base, pid, programs, SHAPE,
             )  # fmt: skip
 
     coming = load_pass(table)
@@ -224,7 +225,7 @@ def compute(
                     tile += 1
                 factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, OUTPUT))
                 if normed > 0:
-                    factor = inverse_rms(messages, base + after, programs, weights.eps, SHAPE)
+                    factor = inverse_rms(messages, base, after, programs, weights.eps, SHAPE)
                 factor = gl.convert_layout(factor, gl.SliceLayout(0, TALL_OUTPUT))
                 y = acc.reshape([TALL_ROWS, N])
                 y = gl.convert_layout(y, TALL_OUTPUT) * gl.expand_dims(factor, 0) + added
@@ -239,8 +240,9 @@ def compute(
                 if (opcode == SUM_RESIDUAL) & (first < last):
                     sequence = gl.arange(0, N, gl.SliceLayout(0, TALL_OUTPUT))
                     send_squares(
-                        messages, ranks, pid, sequence, tall_square, flag, sequence < B, SHAPE
-                    )
+                        messages, ranks, pid, sequence, tall_square, flag, sequence < B, False,
+                        SHAPE,
+                    )  # fmt: skip
         else:
             columns = width * VECTOR
             first, last = rows_of_program(start, units, total, unit, pid, programs)
@@ -275,7 +277,7 @@ def compute(
                                 acc = multiply_tile(ring, tile, x3, acc, SLOTS)
                                 tile += 1
                 if (normed > 0) & (row == first):
-                    factor = inverse_rms(messages, base + after, programs, weights.eps, SHAPE)
+                    factor = inverse_rms(messages, base, after, programs, weights.eps, SHAPE)
                 y = sum_parts(acc, sums)
                 y = gl.convert_layout(y, OUTPUT) * gl.expand_dims(factor, 0) + added
                 square += run_epilogue(
@@ -284,7 +286,9 @@ def compute(
                 )  # fmt: skip
             if (opcode == RESIDUAL) & (first < last):
                 sequence = gl.arange(0, N, gl.SliceLayout(0, OUTPUT))
-                send_squares(messages, ranks, pid, sequence, square, flag, sequence < B, SHAPE)
+                send_squares(
+                    messages, ranks, pid, sequence, square, flag, sequence < B, False, SHAPE
+                )
     last_stage = field(table + passes * FIELDS, STAGE)
     barrier()
     gl.store(schedule.flags + pid, base + last_stage)

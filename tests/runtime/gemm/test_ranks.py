@@ -60,7 +60,7 @@ def test_ranks_have_the_logits_of_the_whole_model(
     size: int,
     scheme: Scheme,
 ) -> None:
-    checkpoint = tiny_checkpoint(config=config, bias=True, head_norms=head_norms, ranks=ranks)
+    checkpoint = tiny_checkpoint(config=config, bias="all", head_norms=head_norms, ranks=ranks)
     batch = Batch.of([SequenceSlice(range(TOKENS), 0, (0,))], DEVICE)
     whole = build_model(checkpoint, device=DEVICE)
     expected = whole.forward(batch, whole.new_cache(PageCount(1)))

@@ -58,7 +58,7 @@ def check(
 ) -> Iterator[float]:
     """Compare steps of a rank, one of them captured, with the whole model; yield the errors."""
     device = torch.device("cuda", group.rank)
-    checkpoint = tiny_checkpoint(ranks=pairs, bias=True, config=config)
+    checkpoint = tiny_checkpoint(ranks=pairs, bias="all", config=config)
     model = build_model(checkpoint, device=device, dtype=torch.float32)
     pages = pages_of([position + 1 for position in positions])
     cache = model.new_cache(PageCount(sum(map(len, pages)) + 1))

@@ -25,7 +25,7 @@ RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("position", [0, 21])
 def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: int) -> None:
-    checkpoint = tiny_checkpoint(ranks=ranks, bias=True)
+    checkpoint = tiny_checkpoint(ranks=ranks, bias="all")
     model = build_model(checkpoint)
     cache = model.new_cache(PageCount(8))
     text = [(7 * at + 3) % CONFIG.vocab_size for at in range(position + 1)]
@@ -56,7 +56,7 @@ UNEVEN = replace(CONFIG, num_heads=9, num_kv_heads=3)
 def test_pass_lists_of_ranks_match_the_model(
     pairs: tuple[int | None, ...], config: ModelConfig, size: int, position: int, scheme: Scheme
 ) -> None:
-    checkpoint = tiny_checkpoint(ranks=pairs, bias=True, config=config)
+    checkpoint = tiny_checkpoint(ranks=pairs, bias="all", config=config)
     model = build_model(checkpoint)
     cache = model.new_cache(PageCount(8))
     text = [(7 * at + 3) % config.vocab_size for at in range(position + 1)]

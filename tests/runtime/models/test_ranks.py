@@ -77,7 +77,7 @@ def check_equal(checkpoint: Checkpoint, size: int, scheme: Scheme) -> Collective
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("config", [GQA, MHA, ONE_KV_HEAD], ids=["gqa", "mha", "one kv head"])
 def test_ranks_have_the_logits_of_the_whole_model(config: ModelConfig, size: int) -> None:
-    checkpoint = tiny_checkpoint(bias=True, head_norms=True, ranks=MIXED, config=config)
+    checkpoint = tiny_checkpoint(bias="all", head_norms=True, ranks=MIXED, config=config)
     check_equal(checkpoint, size, Scheme.LOW_RANK)
 
 
@@ -97,7 +97,7 @@ def test_ranks_have_the_logits_of_the_whole_model(config: ModelConfig, size: int
 def test_schemes_have_the_logits_of_the_whole_model(
     ranks: Sequence[int | None], size: int, scheme: Scheme
 ) -> None:
-    checkpoint = tiny_checkpoint(bias=True, ranks=ranks, config=GQA)
+    checkpoint = tiny_checkpoint(bias="all", ranks=ranks, config=GQA)
     check_equal(checkpoint, size, scheme)
 
 

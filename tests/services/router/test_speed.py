@@ -99,8 +99,15 @@ def test_worker_that_becomes_slower_gets_no_request_that_it_did_not_get_before(
              for i in range(8)}
             for each in (fleet, slow)
         )  # fmt: skip
-        gained = after - before
-        assert not any(pair and changed.worker_id in pair for pair in gained) or len(before) > 1
+        own = {(changed.worker_id, "prefill"), (changed.worker_id, "decode")}
+        gained = (_tasks(after) - _tasks(before)) & own
+        assert not gained or len(before) > 1
+
+
+def _tasks(placements: set[tuple[str, ...] | None]) -> set[tuple[str, str]]:
+    """Return the workers that prefill and decode. A worker may do both for a request."""
+    ends = [(pair[0], pair[-1]) for pair in placements if pair]
+    return {(first, "prefill") for first, _ in ends} | {(last, "decode") for _, last in ends}
 
 
 def _names(result: object) -> tuple[str, ...] | None:
