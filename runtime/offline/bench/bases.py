@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from runtime.checkpoint.slices import rank_checkpoint
 from runtime.checkpoint.weights import Checkpoint, layer_shapes, shapes_of
 from runtime.gemm.weights import PackedWeights
+from runtime.offline.bench.ranks import rank_part
 from runtime.offline.bench.shapes import SHAPES, random_checkpoint, title, without_content
 from runtime.parallel.partition import Partition
 
@@ -32,11 +32,10 @@ def sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
 
 
 def part_of(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
-    """Return the part of rank 0. Its embedding and LM head are copies, not views of whole ones."""
+    """Return the part of rank 0."""
     if ranks == 1:
         return checkpoint
-    part = rank_checkpoint(checkpoint, Partition.of(checkpoint.config, 0, ranks))
-    return replace(part, embedding=part.embedding.clone(), lm_head=part.lm_head.clone())
+    return rank_part(checkpoint, Partition.of(checkpoint.config, 0, ranks))
 
 
 def allocated() -> int:

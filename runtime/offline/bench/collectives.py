@@ -14,9 +14,7 @@ from torch import Tensor
 
 from runtime.offline.bench.device import captured, describe, milliseconds
 from runtime.offline.bench.ranks import over_ranks
-from runtime.parallel import peer_group
 from runtime.parallel.group import DistributedGroup, RankGroup
-from runtime.parallel.peer_group import PeerGroup
 
 CHAIN = 40
 """Number of collectives in a graph."""
@@ -44,11 +42,13 @@ def rows(batches: list[int], widths: list[int], runs: int, group: RankGroup) -> 
         batches: numbers of rows.
         widths: numbers of bf16 elements in a row of the result.
     """
+    from runtime.parallel import peer_group  # imports Triton
+
     if not isinstance(group, DistributedGroup):
         raise ValueError("one rank has no collectives")
     device = torch.device("cuda", group.rank)
-    peers = PeerGroup.join(group.process_group, device)
-    if not isinstance(peers, PeerGroup):
+    peers = peer_group.PeerGroup.join(group.process_group, device)
+    if not isinstance(peers, peer_group.PeerGroup):
         raise RuntimeError("the GPUs cannot access one another")
     for batch in batches:
         for width in widths:

@@ -1,19 +1,23 @@
 """The ranks of a worker in benchmarks: processes with collectives, or one without its peers."""
 
 import io
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+from runtime.checkpoint.slices import rank_checkpoint
+from runtime.checkpoint.weights import Checkpoint
 from runtime.parallel.group import ONE_RANK, DistributedGroup, RankGroup
-from runtime.parallel.peer_group import PeerGroup
+from runtime.parallel.partition import Partition
 
 T = TypeVar("T")
 
@@ -31,8 +35,69 @@ class SilentGroup(RankGroup):
         return part.repeat(1, self.size)
 
 
+@dataclass(frozen=True)
+class Elements:
+    """Elements of collectives, with an all-reduce counted once and twice."""
+
+    once: int = 0
+    twice: int = 0
+
+    @classmethod
+    def of_sum(cls, count: int) -> Self:
+        """Return the elements of an all-reduce."""
+        return cls(count, 2 * count)
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(self.once + other.once, self.twice + other.twice)
+
+    def __sub__(self, other: "Elements") -> "Elements":
+        return Elements(self.once - other.once, self.twice - other.twice)
+
+
+class CountedGroup(RankGroup):
+    """Counts the elements of collectives, and leaves them out on request.
+
+    Attributes:
+        counted: elements so far.
+        silent: whether collectives are those of `SilentGroup`, for times without communication.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._without_peers = SilentGroup(group.rank, group.size)
+        self.rank, self.size = group.rank, group.size
+        self.counted = Elements()
+        self.silent = False
+        self.use(group)
+
+    def use(self, group: RankGroup) -> None:
+        """Use another implementation of the collectives between the same ranks."""
+        self._group, self.memory = group, group.memory
+
+    def all_reduce(self, addend: Tensor) -> Tensor:
+        self.counted += Elements.of_sum(addend.numel())
+        return self._collectives.all_reduce(addend)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        count = part.numel() * self.size
+        self.counted += Elements(count, count)
+        return self._collectives.all_gather(part)
+
+    @property
+    def _collectives(self) -> RankGroup:
+        return self._without_peers if self.silent else self._group
+
+
+def rank_part(whole: Checkpoint, partition: Partition) -> Checkpoint:
+    """Return a rank's part whose tensors do not keep those of the whole model in memory."""
+    part = rank_checkpoint(whole, partition)
+    return replace(part, embedding=part.embedding.clone(), lm_head=part.lm_head.clone())
+
+
 class Collectives(StrEnum):
-    """Implementation of collectives: `DistributedGroup` (NCCL) or `PeerGroup` (PUSH)."""
+    """Implementation of collectives: `DistributedGroup` (NCCL) or `PeerGroup` (PUSH).
+
+    CPUs use gloo instead of both.
+    """
 
     NCCL = "nccl"
     PUSH = "push"
@@ -43,13 +108,17 @@ def over_ranks(
     device: str,
     work: Callable[[RankGroup], Iterator[T]],
     collectives: Collectives = Collectives.NCCL,
+    *,
+    direct: bool = True,
 ) -> Iterator[T]:
     """Start a process for each rank and yield what the work of the first rank yields.
 
     Args:
         device: ``cuda``, where each rank has a GPU, or ``cpu``.
         work: called on every rank, which sends and takes all its results; can be pickled.
-        collectives: implementation on GPUs; CPUs use gloo.
+        collectives: implementation on GPUs.
+        direct: whether GPUs access one another, through NVLink if they have it. If False,
+            ``NCCL_P2P_DISABLE`` is 1, and all data between GPUs goes through host memory.
 
     Raises:
         RuntimeError: a rank failed.
@@ -57,7 +126,7 @@ def over_ranks(
     context = get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = size, device, work, collectives, f"{folder}/rendezvous", results
+        arguments = size, device, work, collectives, direct, f"{folder}/rendezvous", results
         ranks = [
             context.Process(target=_run_rank, args=(rank, *arguments), daemon=True)
             for rank in range(size)
@@ -88,12 +157,15 @@ def _run_rank(
     device: str,
     work: Callable[[RankGroup], Iterator[Any]],
     collectives: Collectives,
+    direct: bool,
     rendezvous: str,
     results: Any,
 ) -> None:
     """Run one rank in a process of its own; the first prints and sends its results."""
     torch.set_num_threads(1)
     on_gpu = device == "cuda"
+    if not direct:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
     if on_gpu:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
@@ -104,9 +176,11 @@ def _run_rank(
     )
     group: RankGroup = ONE_RANK
     if size > 1:
-        made = distributed.new_group()
-        push = on_gpu and collectives is Collectives.PUSH
-        group = PeerGroup.join(made, torch.device(rank)) if push else DistributedGroup(made)
+        group = DistributedGroup(distributed.new_group())
+        if on_gpu and collectives is Collectives.PUSH:
+            from runtime.parallel.peer_group import PeerGroup  # imports Triton
+
+            group = PeerGroup.join(group.process_group, torch.device(rank))
     output = nullcontext() if rank == 0 else redirect_stdout(io.StringIO())
     with torch.inference_mode(), output:
         for result in work(group):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.family import LinearTensor, family_of
-from runtime.checkpoint.slices import rank_checkpoint
-from runtime.checkpoint.weights import Checkpoint, FactorPair
+from runtime.checkpoint.weights import FactorPair
 from runtime.gemm.model import build_fastest_model
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.offline.bench.device import (
@@ -41,62 +40,19 @@ from runtime.offline.bench.device import (
     milliseconds,
     show,
 )
-from runtime.offline.bench.ranks import Collectives, SilentGroup, over_ranks
+from runtime.offline.bench.ranks import (
+    Collectives,
+    CountedGroup,
+    Elements,
+    over_ranks,
+    rank_part,
+)
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
 from runtime.parallel.group import RankGroup
 from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme
 
-
-@dataclass(frozen=True)
-class Elements:
-    """Elements of collectives, with an all-reduce counted once and twice."""
-
-    once: int = 0
-    twice: int = 0
-
-    @classmethod
-    def of_sum(cls, count: int) -> Self:
-        """Return the elements of an all-reduce."""
-        return cls(count, 2 * count)
-
-    def __add__(self, other: "Elements") -> "Elements":
-        return Elements(self.once + other.once, self.twice + other.twice)
-
-    def __sub__(self, other: "Elements") -> "Elements":
-        return Elements(self.once - other.once, self.twice - other.twice)
-
-
 MEGAKERNEL = ", megakernel"
-
-
-class CountedGroup(RankGroup):
-    """Counts the elements of collectives, and leaves them out on request.
-
-    Attributes:
-        counted: elements so far.
-        silent: whether collectives are those of `SilentGroup`, for times without communication.
-    """
-
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-        self._without_peers = SilentGroup(group.rank, group.size)
-        self.rank, self.size, self.memory = group.rank, group.size, group.memory
-        self.counted = Elements()
-        self.silent = False
-
-    def all_reduce(self, addend: Tensor) -> Tensor:
-        self.counted += Elements.of_sum(addend.numel())
-        return self._collectives.all_reduce(addend)
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        count = part.numel() * self.size
-        self.counted += Elements(count, count)
-        return self._collectives.all_gather(part)
-
-    @property
-    def _collectives(self) -> RankGroup:
-        return self._without_peers if self.silent else self._group
 
 
 @dataclass(frozen=True)
@@ -131,7 +87,7 @@ class RankBench:
             partition = Partition.of(config, group.rank, group.size, scheme)
             linears = family_of(config.architecture).layout(config).linears
             computed = elements_of(whole.layers[0], linears, partition)
-            part = _owned(rank_checkpoint(whole, partition))
+            part = rank_part(whole, partition)
         self._case = case
         self._group = CountedGroup(group)
         self._model = build_fastest_model(
@@ -269,11 +225,6 @@ def _allocated(device: str) -> int:
     """Return the bytes of tensors on the GPU; 0 on the CPU."""
     gc.collect()
     return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def _owned(part: Checkpoint) -> Checkpoint:
-    """Return a rank's part whose tensors do not keep those of the whole model in memory."""
-    return replace(part, embedding=part.embedding.clone(), lm_head=part.lm_head.clone())
 
 
 def figures(case: Case, group: RankGroup) -> Iterator[Figure]:
