@@ -90,7 +90,10 @@ class CountedGroup(RankGroup):
 def rank_part(whole: Checkpoint, partition: Partition) -> Checkpoint:
     """Return a rank's part whose tensors do not keep those of the whole model in memory."""
     part = rank_checkpoint(whole, partition)
-    return replace(part, embedding=part.embedding.clone(), lm_head=part.lm_head.clone())
+    embedding = lm_head = part.embedding.clone()
+    if part.lm_head is not part.embedding:
+        lm_head = part.lm_head.clone()
+    return replace(part, embedding=embedding, lm_head=lm_head)
 
 
 class Collectives(StrEnum):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from runtime.checkpoint.weights import (
     Dense,
     FactorPair,
     LayersOnDemand,
-    LayerWeights,
     Linear,
     layer_shapes,
     linears_of,
     mapped,
 )
 from runtime.config import ModelConfig, RopeConfig
-from runtime.models.llama import LLAMA
+from runtime.models.registry import model_family
 
 PAGE = 16
 """Page size of all GPU benchmarks, in tokens."""
@@ -37,6 +37,17 @@ SHAPES = {
         "LlamaForCausalLM", 128_256, 8192, 28_672, 80, 64, 8, 128, 36_864, 1e-5, False,
         RopeConfig(theta=500_000.0),
     ),
+    "llama-65b": ModelConfig(
+        "LlamaForCausalLM", 32_000, 8192, 22_016, 80, 64, 64, 128, 36_864, 1e-5, False
+    ),
+    "opt-125m": ModelConfig(
+        "OPTForCausalLM", 50_272, 768, 3072, 12, 12, 12, 64, 2048, 1e-5, True,
+        RopeConfig(scaling="none"),
+    ),
+    "opt-30b": ModelConfig(
+        "OPTForCausalLM", 50_272, 7168, 28_672, 48, 56, 56, 128, 2048, 1e-5, True,
+        RopeConfig(scaling="none"),
+    ),
     "qwen3-8b": ModelConfig(
         "Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 36_864, 1e-6, False,
         RopeConfig(theta=1_000_000.0),
@@ -51,6 +62,17 @@ SHAPES = {
 }  # fmt: skip
 
 
+class Kept(StrEnum):
+    """Meaning of the fraction that factor pairs keep: of a matrix's parameters, or of its rank.
+
+    The rank fraction is the rank divided by the smaller dimension, as in the DeInfer paper. Pairs
+    of a square matrix keep twice that fraction of its parameters.
+    """
+
+    PARAMETERS = "keep"
+    RANKS = "rank fraction"
+
+
 def random_checkpoint(
     config: ModelConfig,
     keep: float,
@@ -59,17 +81,22 @@ def random_checkpoint(
     *,
     on_demand: bool = False,
     group: int = 1,
+    kept: Kept = Kept.PARAMETERS,
 ) -> Checkpoint:
     """Build a random bf16 checkpoint, which is the same on each device of a kind.
 
+    All linears are factor pairs, even those that the canonical form would keep dense. Biases are
+    zeros if the family has them in all models; biases of linears are left out.
+
     Args:
-        keep: fraction of parameters that factor pairs keep; 1 for dense layers.
+        keep: fraction that factor pairs keep; 1 for dense layers.
         ragged: variation of ranks. Layers (or groups of them) cycle through rank - ragged, rank
             and rank + ragged.
         on_demand: whether layers are drawn when they are accessed, so that one at a time is in
             memory.
         group: number of consecutive layers that share the V of the linears that do not write to the
             residual stream.
+        kept: what ``keep`` is a fraction of.
     """
     generator = torch.Generator(device)
 
@@ -81,34 +108,43 @@ def random_checkpoint(
         out, inner = entry.out, entry.inner
         if keep >= 1:
             return Dense(draw(out, inner, scale=inner**-0.5))
-        rank = _rank(entry, keep, group) + ragged * (layer // group % 3 - 1)
+        rank = _rank(entry, keep, group, kept) + ragged * (layer // group % 3 - 1)
         return FactorPair(draw(out, rank, scale=rank**-0.5), draw(rank, inner, scale=inner**-0.5))
 
     hidden = config.hidden_size
-    linears = LLAMA.layout(config).linears
-    ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    head_norm = ones[: config.head_dim] if config.architecture == "Qwen3ForCausalLM" else None
+    family = model_family(config)
+    layout, names = family.layout(config), family.tensor_names
+    head_norms = config.architecture == "Qwen3ForCausalLM"
 
-    def layer(number: int, draw: Callable[..., Tensor] = random) -> LayerWeights:
+    def vector(name: str, size: int) -> Tensor:
+        value = 0.0 if name.endswith("bias") else 1.0
+        return torch.full((size,), value, dtype=torch.bfloat16, device=device)
+
+    def layer(number: int, draw: Callable[..., Tensor] = random) -> Any:
         generator.manual_seed(number)
-        return LayerWeights(
-            input_norm=ones,
-            post_norm=ones,
-            **{name: linear(entry, number, draw) for name, entry in linears.items()},
-            q_norm=head_norm,
-            k_norm=head_norm,
-        )
+        vectors = {
+            name: vector(name, entry.size)
+            for name, entry in layout.vectors.items()
+            if head_norms or not entry.optional
+        }
+        linears = {name: linear(entry, number, draw) for name, entry in layout.linears.items()}
+        return family.layer_type(**vectors, **linears)
 
     shapes = _sharing([layer(at, _empty) for at in range(config.num_layers)], group)
     generator.manual_seed(config.num_layers)
+    embedding = lm_head = random(config.vocab_size, hidden, scale=1.0)
+    if not config.tied_embeddings:
+        lm_head = random(config.vocab_size, hidden, scale=hidden**-0.5)
     checkpoint = Checkpoint(
         config,
-        random(config.vocab_size, hidden, scale=1.0),
+        embedding,
         LayersOnDemand(layer, shapes),
-        ones,
-        random(config.vocab_size, hidden, scale=hidden**-0.5),
+        vector("norm", hidden),
+        lm_head,
         "",
         keep=keep,
+        positions=random(config.context_length, hidden, scale=1.0) if names.positions else None,
+        final_norm_bias=vector("bias", hidden) if names.final_norm_bias else None,
     )
     return checkpoint if on_demand else _in_memory(checkpoint)
 
@@ -122,13 +158,19 @@ def _in_memory(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, layers=layers)
 
 
-def _rank(entry: LinearTensor, keep: float, group: int) -> int:
-    """Return the rank at which ``keep`` of the parameters remain, if V counts once for a group."""
+def _rank(entry: LinearTensor, keep: float, group: int, kept: Kept) -> int:
+    """Return the rank of a factor pair.
+
+    At that rank, ``keep`` of the parameters remain if V counts once for a group, or ``keep`` of the
+    full rank.
+    """
+    if kept is Kept.RANKS:
+        return round(min(entry.out, entry.inner) * keep)
     layers = 1 if entry.writes_residual else group
     return int(entry.out * entry.inner * layers * keep / (entry.out * layers + entry.inner))
 
 
-def _sharing(layers: Sequence[LayerWeights], group: int) -> tuple[LayerWeights, ...]:
+def _sharing(layers: Sequence[Any], group: int) -> tuple[Any, ...]:
     """Return layers of which ``group`` consecutive ones share V; see `random_checkpoint`."""
     shared = []
     for number, layer in enumerate(layers):
@@ -189,7 +231,7 @@ def kv_bytes(config: ModelConfig, tokens: int) -> int:
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
 
 
-def title(shape: str, keep: float, ragged: int = 0) -> str:
+def title(shape: str, keep: float, ragged: int = 0, kept: Kept = Kept.PARAMETERS) -> str:
     """Return the name of a model in a table."""
-    kind = "dense" if keep >= 1 else f"keep {keep:g}"
+    kind = "dense" if keep >= 1 else f"{kept} {keep:g}"
     return f"{shape}, {kind}" + (f", ragged by {ragged}" if ragged else "")
