@@ -1,10 +1,11 @@
 """The ranks of a worker in benchmarks: processes with collectives, or one without its peers."""
 
 import io
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -113,8 +114,11 @@ def over_ranks(
     collectives: Collectives = Collectives.NCCL,
     *,
     direct: bool = True,
-) -> Iterator[T]:
+    deadline: float = math.inf,
+) -> Generator[T, None, None]:
     """Start a process for each rank and yield what the work of the first rank yields.
+
+    The processes end when the generator is closed.
 
     Args:
         device: ``cuda``, where each rank has a GPU, or ``cpu``.
@@ -122,6 +126,7 @@ def over_ranks(
         collectives: implementation on GPUs.
         direct: whether GPUs access one another, through NVLink if they have it. If False,
             ``NCCL_P2P_DISABLE`` is 1, and all data between GPUs goes through host memory.
+        deadline: value of ``time.monotonic`` at which the processes end, whatever they do.
 
     Raises:
         RuntimeError: a rank failed.
@@ -138,7 +143,7 @@ def over_ranks(
             rank.start()
         try:
             running = size
-            while running:
+            while running and time.monotonic() < deadline:
                 if results.empty():
                     if any(rank.exitcode for rank in ranks):
                         raise RuntimeError("a rank failed")
@@ -147,11 +152,13 @@ def over_ranks(
                     yield result
                 else:
                     running -= 1
-            for rank in ranks:
+            for rank in ranks if not running else ():
                 rank.join()
         finally:
             for rank in ranks:
                 rank.kill()  # the peers of a rank that failed wait in a collective
+            for rank in ranks:
+                rank.join()
 
 
 def _run_rank(
