@@ -15,6 +15,7 @@ DeInfer paper, an all-reduce counts once in the first number; as on the link, tw
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from runtime.checkpoint.family import LinearTensor, family_of
 from runtime.checkpoint.weights import FactorPair
 from runtime.gemm.model import build_fastest_model
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
+from runtime.offline.bench.deinfer import report
 from runtime.offline.bench.device import (
     Figure,
     captured,
@@ -236,7 +238,15 @@ def figures(case: Case, group: RankGroup) -> Iterator[Figure]:
 
 
 def main() -> None:
+    if "--paper" in sys.argv:
+        sys.argv.remove("--paper")
+        return report.main()
     parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench tp")
+    parser.add_argument(
+        "--paper",
+        action="store_true",
+        help="reproduce tables of the DeInfer paper instead; --paper --help lists the options",
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-70b", help="model")
     parser.add_argument("--layers", type=int, default=0, help="number of layers; 0 for all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
@@ -273,4 +283,4 @@ def main() -> None:
         over_ranks(case.ranks, case.device, partial(figures, case), case.collectives)
         for case in cases
     )
-    show(describe(args.device), chain.from_iterable(rows), args.json)
+    return show(describe(args.device), chain.from_iterable(rows), args.json)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.offline.bench.__main__ import TABLES
+from runtime.offline.bench.deinfer.tables import TABLES as DEINFER_TABLES
 from runtime.parallel.partition import Scheme
 
 pytestmark = pytest.mark.long
@@ -130,6 +131,24 @@ def test_benchmark_of_ranks_runs(tmp_path: Path) -> None:
     elements = [line for line in done.stdout.splitlines() if "elements per token" in line]
     for computed, counted in zip(elements[::2], elements[1::2], strict=True):
         assert computed.replace("computed", "counted") == counted
+
+
+def test_tables_of_the_deinfer_paper_run(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "runtime.offline.bench", "tp", "--paper", "--shape", "tiny"]
+    command += ["--layers", "2", "--ranks", "1", "2", "--divide", "128", "--device", "cpu"]
+    command += ["--runs", "1", "--minutes", "4", "--kv-formats", "dense"]
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "not measured" not in done.stdout
+    tables = json.loads(target.read_text())["tables"]
+    assert list(tables) == list(DEINFER_TABLES)
+    for name, table in tables.items():
+        assert table["rows"], name
+        assert all(row["ours"] is not None for row in table["rows"]), name
+        assert f"{name}: {table['about']}" in done.stdout
 
 
 _HELP = """
