@@ -104,49 +104,58 @@ def random_checkpoint(
         values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
         return values.normal_(0, scale, generator=generator)
 
-    def linear(entry: LinearTensor, layer: int, draw: Callable[..., Tensor]) -> Linear:
-        out, inner = entry.out, entry.inner
+    def rank(entry: LinearTensor, layer: int) -> int | None:
         if keep >= 1:
-            return Dense(draw(out, inner, scale=inner**-0.5))
-        rank = _rank(entry, keep, group, kept) + ragged * (layer // group % 3 - 1)
-        return FactorPair(draw(out, rank, scale=rank**-0.5), draw(rank, inner, scale=inner**-0.5))
+            return None
+        return _rank(entry, keep, group, kept) + ragged * (layer // group % 3 - 1)
 
-    hidden = config.hidden_size
     family = model_family(config)
-    layout, names = family.layout(config), family.tensor_names
-    head_norms = config.architecture == "Qwen3ForCausalLM"
-
-    def vector(name: str, size: int) -> Tensor:
-        value = 0.0 if name.endswith("bias") else 1.0
-        return torch.full((size,), value, dtype=torch.bfloat16, device=device)
+    linears, vectors = family.layout(config).linears, _vectors(config, device)
 
     def layer(number: int, draw: Callable[..., Tensor] = random) -> Any:
         generator.manual_seed(number)
-        vectors = {
-            name: vector(name, entry.size)
-            for name, entry in layout.vectors.items()
-            if head_norms or not entry.optional
-        }
-        linears = {name: linear(entry, number, draw) for name, entry in layout.linears.items()}
-        return family.layer_type(**vectors, **linears)
+        drawn = {name: _linear(each, rank(each, number), draw) for name, each in linears.items()}
+        return family.layer_type(**vectors, **drawn)
 
     shapes = _sharing([layer(at, _empty) for at in range(config.num_layers)], group)
     generator.manual_seed(config.num_layers)
-    embedding = lm_head = random(config.vocab_size, hidden, scale=1.0)
-    if not config.tied_embeddings:
-        lm_head = random(config.vocab_size, hidden, scale=hidden**-0.5)
+    hidden, names = config.hidden_size, family.tensor_names
+    embedding = random(config.vocab_size, hidden, scale=1.0)
     checkpoint = Checkpoint(
         config,
         embedding,
         LayersOnDemand(layer, shapes),
-        vector("norm", hidden),
-        lm_head,
+        _vector("norm", hidden, device),
+        embedding if config.tied_embeddings else random(*embedding.shape, scale=hidden**-0.5),
         "",
         keep=keep,
         positions=random(config.context_length, hidden, scale=1.0) if names.positions else None,
-        final_norm_bias=vector("bias", hidden) if names.final_norm_bias else None,
+        final_norm_bias=_vector("bias", hidden, device) if names.final_norm_bias else None,
     )
     return checkpoint if on_demand else _in_memory(checkpoint)
+
+
+def _linear(entry: LinearTensor, rank: int | None, draw: Callable[..., Tensor]) -> Linear:
+    """Draw a linear layer: a factor pair, or a dense matrix if the rank is None."""
+    out, inner = entry.out, entry.inner
+    if rank is None:
+        return Dense(draw(out, inner, scale=inner**-0.5))
+    return FactorPair(draw(out, rank, scale=rank**-0.5), draw(rank, inner, scale=inner**-0.5))
+
+
+def _vectors(config: ModelConfig, device: str) -> dict[str, Tensor]:
+    """Return the vectors of a layer: weights of norms, which are ones, and biases."""
+    head_norms = config.architecture == "Qwen3ForCausalLM"
+    return {
+        name: _vector(name, entry.size, device)
+        for name, entry in model_family(config).layout(config).vectors.items()
+        if head_norms or not entry.optional
+    }
+
+
+def _vector(name: str, size: int, device: str) -> Tensor:
+    value = 0.0 if name.endswith("bias") else 1.0
+    return torch.full((size,), value, dtype=torch.bfloat16, device=device)
 
 
 def _empty(*shape: int, scale: float) -> Tensor:  # noqa: ARG001

@@ -1,4 +1,4 @@
-"""What the tables measure: loads, systems, passes, and the figures computed from their times."""
+"""Measurements of the tables: systems, passes and loads, and figures computed from their times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a case could not be measured."""
+    """A case that could not be measured, and the reason."""
 
     reason: str
 
@@ -194,7 +194,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What clients see of a load, computed from the times of its passes.
+    """Latency and throughput of a load, computed from the times of its passes.
 
     Attributes:
         first_token_ms: mean time to the first token.

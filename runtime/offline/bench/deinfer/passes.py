@@ -47,7 +47,7 @@ from runtime.steps.slots import BatchSlots
 
 @dataclass(frozen=True)
 class Options:
-    """How all cases are measured.
+    """Options of all measurements.
 
     Attributes:
         device: ``cuda`` or ``cpu``.

@@ -46,12 +46,16 @@ def main() -> None:
     how = HOW.format(runs=args.runs, layers=args.layers)
     print(f"{device}, {max(args.ranks)} ranks at most\n{how}", flush=True)
     options = Options(args.device, args.layers, args.runs)
-    found = measure(wanted(chosen, setting), options, 60 * args.minutes)
-    tables = rows_by_table(chosen, setting, found)
-    for name, rows in tables.items():
+    found: dict[Case, Result] = {}
+    for some in measure(wanted(chosen, setting), options, 60 * args.minutes):
+        found |= some
+        if args.json:  # after each place, in case the command is ended
+            made = document(rows_by_table(chosen, setting, found), vars(args), device, how)
+            args.json.write_text(json.dumps(made, indent=1))
+    for reason in sorted({each.reason for each in found.values() if isinstance(each, Failure)}):
+        print(f"not measured: {reason}")
+    for name, rows in rows_by_table(chosen, setting, found).items():
         show(name, rows, device)
-    if args.json:
-        args.json.write_text(json.dumps(document(tables, vars(args), device, how), indent=1))
 
 
 def wanted(chosen: Sequence[str], setting: Setting) -> list[Case]:
@@ -73,8 +77,10 @@ def rows_by_table(
     return {name: list(TABLES[name].rows(setting, results)) for name in chosen}
 
 
-def measure(cases: Sequence[Case], options: Options, seconds: float) -> dict[Case, Result]:
-    """Measure cases, one place after the other: more ranks first, and NVLink first.
+def measure(
+    cases: Sequence[Case], options: Options, seconds: float
+) -> Iterator[dict[Case, Result]]:
+    """Yield the results of each place: more ranks first, and NVLink first.
 
     Args:
         seconds: time after which the other cases are left out.
@@ -83,27 +89,26 @@ def measure(cases: Sequence[Case], options: Options, seconds: float) -> dict[Cas
     models = {(case.place, case.system.weights) for case in cases}
     print(f"measuring {len(cases)} times of {len(models)} models in {len(places)} process groups")
     start = time.monotonic()
-    found: dict[Case, Result] = {}
     for place in places:
         own = [case for case in cases if case.place == place]
-        found |= _measure_place(place, own, options, start + seconds)
-        measured = sum(case in found for case in own)
+        found = _measure_place(place, own, options, start + seconds)
+        measured = sum(not isinstance(each, Failure) for each in found.values())
         took = time.monotonic() - start
         print(f"{place}: {measured} of {len(own)} times after {took:.0f} s", flush=True)
-    for reason in sorted({each.reason for each in found.values() if isinstance(each, Failure)}):
-        print(f"not measured: {reason}")
-    return found
+        yield found
 
 
 def _measure_place(
     place: Place, cases: Sequence[Case], options: Options, deadline: float
 ) -> dict[Case, Result]:
+    """Return the results of a place. If a rank fails, those of the later cases are failures."""
     found: dict[Case, Result] = {}
     try:
         for one in measure_place(place, cases, options, deadline):
             found[one.case] = one.result
     except RuntimeError as error:
-        print(f"{place}: {error}; see above")
+        missing = [case for case in cases if case not in found]
+        found |= dict.fromkeys(missing, Failure(f"{place}: {error}"))
     return found
 
 

@@ -21,7 +21,7 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is reproduced.
+    """Models, ranks and systems for which the tables are reproduced.
 
     Attributes:
         shapes: names of the models. Tables of one model use the first.

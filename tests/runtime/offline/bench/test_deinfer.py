@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.gemm.model import GemmModel, build_gemm_model
-from runtime.offline.bench.deinfer import paper
+from runtime.offline.bench.deinfer import paper, report
 from runtime.offline.bench.deinfer.cases import (
     Case,
     Count,
@@ -24,6 +24,7 @@ from runtime.offline.bench.deinfer.cases import (
     served,
 )
 from runtime.offline.bench.deinfer.passes import (
+    Measured,
     Options,
     WeightsBench,
     measure,
@@ -182,7 +183,7 @@ def test_one_rank_measures_passes() -> None:
 
 
 def test_elements_are_those_of_all_layers_but_the_first() -> None:
-    """By hand: the ranks are 19 for k and v, else 38, and multiples of 8 in gathers."""
+    """The ranks are 19 for k and v, else 38, and multiples of 8 in gathers."""
     tiny = Weights("tiny", 0.6, Kept.RANKS, Scheme.LOW_RANK)
     case = Case(Place(2, nvlink=True), System(tiny, Collectives.NCCL), Count())
     found = WeightsBench(tiny, Options("cpu", 2, 1), SilentGroup(0, 2)).result(case)
@@ -208,6 +209,20 @@ def test_models_that_cannot_be_built_are_reported() -> None:
     (measured,) = measure([case], Options("cpu", 2, 1), SilentGroup(0, 5))
     assert isinstance(measured.result, Failure)
     assert "5 ranks" in measured.result.reason
+
+
+def test_results_before_a_rank_failed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = wanted(["table 3"], SETTING)
+
+    def failing(*_: object) -> Iterator[Measured]:
+        yield Measured(cases[0], Timing(1.0, 1.0, 80))
+        raise RuntimeError("a rank failed")
+
+    monkeypatch.setattr(report, "measure_place", failing)
+    (found,) = report.measure(cases, Options("cpu", 2, 1), 60)
+    assert found[cases[0]] == Timing(1.0, 1.0, 80)
+    failure = Failure("T = 4, no NVLink: a rank failed")
+    assert [found[case] for case in cases[1:]] == [failure] * (len(cases) - 1)
 
 
 def test_processes_end_at_the_deadline() -> None:
