@@ -1,12 +1,14 @@
 """Choice between variants of a model whose kernels or collectives differ: products, and the scheme.
 
-A variant is timed in a decode step of one sequence, through equal layers with random weights. The
-step of several ranks has their collectives, so that it needs as many GPUs.
+A variant is timed in decode steps of `SEQUENCES`, through equal layers with random weights; its
+time is their geometric mean. Steps of several ranks have their collectives, so that they need as
+many GPUs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from runtime.gemm.model import build_fastest_model
 from runtime.gemm.plan import KernelPlan, group_key, multiplied_out
 from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.megakernel.decode_step import decode_step
+from runtime.models.model import Model
 from runtime.offline.bench.device import captured, milliseconds
 from runtime.offline.bench.ranks import Collectives, over_ranks
 from runtime.offline.bench.shapes import PAGE, with_random_weights
@@ -28,6 +31,8 @@ from runtime.parallel.partition import Partition, Scheme
 
 LAYERS = 8
 """Number of layers of one shape per measurement. Their weights do not fit into the L2 cache."""
+SEQUENCES = (1, 64)
+"""Numbers of sequences of the measured steps."""
 GAIN = 0.97
 """An alternative is chosen if it takes less than this fraction of the default's time."""
 _MAX_SHAPES = 12
@@ -51,7 +56,7 @@ class Variant:
 
 
 StepTimes = Callable[[Checkpoint, Sequence[Variant], int], Sequence[float]]
-"""Returns the milliseconds of a decode step of each variant, with a number of ranks."""
+"""Returns the milliseconds of a step of each variant, with a number of ranks."""
 
 
 def shape_of(layer: Any) -> Shape:
@@ -147,7 +152,7 @@ def _distinct(layers: Sequence[Any]) -> list[Any]:
 
 
 def step_times(whole: Checkpoint, variants: Sequence[Variant], size: int) -> Sequence[float]:
-    """Measure a decode step of each variant with ``size`` ranks, on as many GPUs."""
+    """Measure each variant with ``size`` ranks, on as many GPUs."""
     work = partial(times_of_rank, replace(whole, layers=()), variants, "cuda")
     if size == 1:
         return list(work(ONE_RANK))
@@ -162,33 +167,38 @@ def times_of_rank(
     group: RankGroup,
     runs: int = 30,
 ) -> Iterator[float]:
-    """Yield the milliseconds of a decode step of each variant. All ranks of a group call it."""
+    """Yield the milliseconds of each variant. All ranks of a group call it."""
     for variant in variants:
-        step = _decode_step(whole, variant, device, group)
-        yield milliseconds(captured(step, device=device), device=device, runs=runs)
+        model = _model(whole, variant, device, group)
+        steps = (_decode_step(model, count, device) for count in SEQUENCES)
+        yield geometric_mean(
+            milliseconds(captured(step, device=device), device=device, runs=runs) for step in steps
+        )
 
 
-def _decode_step(
-    whole: Checkpoint, variant: Variant, device: str, group: RankGroup
-) -> Callable[[], Tensor]:
-    """Build a variant, and return its decode step of one sequence."""
+def _model(whole: Checkpoint, variant: Variant, device: str, group: RankGroup) -> Model:
     config = replace(whole.config, num_layers=LAYERS, context_length=_CONTEXT + 1)
     part = replace(whole, config=config, layers=(variant.layer,) * LAYERS)
     if group.size > 1:
         part = rank_checkpoint(part, Partition.of(config, group.rank, group.size, variant.scheme))
-    model = build_fastest_model(
+    return build_fastest_model(
         with_random_weights(part, device),
         device=device,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         page_size=PAGE,
         group=group,
     )
+
+
+def _decode_step(model: Model, sequences: int, device: str) -> Callable[[], Tensor]:
+    """Return a decode step of sequences with `_CONTEXT` tokens each."""
     pages = pages_for(_CONTEXT + 1, PAGE)
-    batch = Batch.static(1, pages, device)
-    batch.page_table.copy_(torch.arange(pages)[None])
+    batch = Batch.static(sequences, pages, device)
+    batch.page_table.copy_(torch.arange(sequences * pages).view(sequences, pages))
     batch.positions.fill_(_CONTEXT)
     batch.lengths.fill_(_CONTEXT + 1)
-    return decode_step(model, batch, model.new_cache(model.layout.plan.each(pages)))
+    cache = model.new_cache(model.layout.plan.each(sequences * pages))
+    return decode_step(model, batch, cache)
 
 
 def over(size: int) -> str:
