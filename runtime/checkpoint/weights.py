@@ -37,6 +37,11 @@ class FactorPair:
         return self.u.shape[1]
 
 
+@dataclass(frozen=True)
+class Latents(FactorPair):
+    """A factor pair whose projection is ``V x`` alone: attention applies U and the bias."""
+
+
 Linear = Dense | FactorPair
 
 

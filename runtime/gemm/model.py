@@ -10,8 +10,9 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.gemm import weights as packed_weights
 from runtime.gemm.plan import KernelPlan
-from runtime.gemm.weights import PackedWeights
-from runtime.kv.registry import check_windows, create_format
+from runtime.gemm.weights import PROJECTION_GROUPS, PackedWeights
+from runtime.kv.format import KVFormat
+from runtime.kv.registry import format_of
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import linear_op
 from runtime.layers.vocabulary import Vocabulary
@@ -72,14 +73,12 @@ def build_gemm_model(
 
     config = checkpoint.config
     device, dtype = torch.device(device), torch.bfloat16
-    chosen = create_format(
-        kv_format, config, device, dtype, by_halves=True, model_hash=checkpoint.model_hash
-    )
-    check_windows(chosen, config)
+    chosen = format_of(kv_format, checkpoint, device, dtype, by_halves=True)
     if reason := _unsupported_family(config):
         raise ValueError(reason)
     plan = plan or KernelPlan()
-    weights = PackedWeights.pack(_multiplied_out(checkpoint, plan), device)
+    whole = _multiplied_out(checkpoint, plan, chosen)
+    weights = PackedWeights.pack(whole, device, chosen.fold_weights)
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
     return GemmModel(
         config=config,
@@ -93,8 +92,8 @@ def build_gemm_model(
         lm_head=linear_op(weights.lm_head.weight),
         vocabulary=vocabulary,
         matmul="gemm",
-        weight_bytes=weights.nbytes,
-        step_weight_bytes=weights.step_weight_bytes,
+        weight_bytes=weights.nbytes + chosen.weight_bytes,
+        step_weight_bytes=weights.step_weight_bytes + chosen.weight_bytes,
         plan_hash=plan.hash,
         group=group,
         weights=weights,
@@ -126,13 +125,16 @@ def _layers(
     ]
 
 
-def _multiplied_out(checkpoint: Checkpoint, plan: KernelPlan) -> Checkpoint:
+def _multiplied_out(checkpoint: Checkpoint, plan: KernelPlan, kv_format: KVFormat) -> Checkpoint:
     """Return the checkpoint with the factor pairs multiplied out that the plan names.
 
+    Q, K and V stay factor pairs if the KV format keeps the latents of K and V.
     Ranks of a worker hold parts of U and of V that cannot be multiplied. The whole checkpoint was
     multiplied out before a part of it was taken; see ``prepare`` of `load_checkpoint`.
     """
-    return plan.multiply_out(checkpoint) if checkpoint.partition is None else checkpoint
+    if checkpoint.partition is not None:
+        return checkpoint
+    return plan.multiply_out(checkpoint, kept=PROJECTION_GROUPS[:1] * kv_format.keeps_latents)
 
 
 def unsupported_by_gemm(

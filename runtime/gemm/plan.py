@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -174,21 +174,27 @@ class KernelPlan:
             self.choices[choice] if choice in self.choices else default_tile(name, bucket, shapes)
         )
 
-    def multiply_out(self, checkpoint: Checkpoint) -> Checkpoint:
+    def multiply_out(
+        self, checkpoint: Checkpoint, kept: Sequence[Sequence[str]] = ()
+    ) -> Checkpoint:
         """Return the checkpoint with the groups in ``dense`` replaced by their products.
 
         The products are computed each time a layer is accessed.
+
+        Args:
+            kept: groups of `PROJECTION_GROUPS` that are not replaced.
         """
         if not self.dense:
             return checkpoint
         layers = checkpoint.layers
-        shapes = tuple(map(self._multiply_out, shapes_of(layer_shapes(checkpoint))))
-        on_demand = LayersOnDemand(lambda index: self._multiply_out(layers[index]), shapes)
+        multiply_out = partial(self._multiply_out, kept=kept)
+        shapes = tuple(map(multiply_out, shapes_of(layer_shapes(checkpoint))))
+        on_demand = LayersOnDemand(lambda index: multiply_out(layers[index]), shapes)
         return replace(checkpoint, layers=on_demand)
 
-    def _multiply_out(self, layer: LayerWeights) -> LayerWeights:
+    def _multiply_out(self, layer: LayerWeights, kept: Sequence[Sequence[str]]) -> LayerWeights:
         for names in PROJECTION_GROUPS:
-            if group_key(layer, names) in self.dense:
+            if names not in kept and group_key(layer, names) in self.dense:
                 layer = multiplied_out(layer, names)
         return layer
 

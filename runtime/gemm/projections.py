@@ -23,7 +23,8 @@ from runtime.parallel.group import ONE_RANK, RankGroup
 class PackedProjection:
     """The projections of one group: `[n, in]` to the output of a `GroupedGemm`.
 
-    The elements of each q, k and v head are in the order of `by_halves`.
+    The elements of each q, k and v head are in the order of `by_halves`. The output of `Latents` is
+    part of the output of V.
 
     Args:
         names: the projections, one entry of `PROJECTION_GROUPS`.
@@ -44,6 +45,8 @@ class PackedProjection:
     ) -> None:
         base = weights.lm_head.weight
         inner = layer.inner.get(names[0])
+        self._latents = [layer.latents[name] for name in names if name in layer.latents]
+        names = [name for name in names if name in layer.outer]
         outer = [layer.outer[name] for name in names]
         biases = _biases(weights, layer, names)
         whole = layer.stacked.get(names[0])
@@ -73,7 +76,10 @@ class PackedProjection:
         if self._gathers_output and hidden is not None:
             output = self._group.all_gather(self._outer(x, inner))
             return hidden.add_(output[:, : hidden.shape[1]])
-        return self._outer(x, inner, hidden)
+        y = self._outer(x, inner, hidden)
+        if not self._latents:
+            return y
+        return torch.cat([y, *(inner[:, part.start : part.stop] for part in self._latents)], dim=1)
 
     def _exchange(self, inner: Tensor) -> Tensor:
         """Return the output of the whole V."""

@@ -1,8 +1,7 @@
 """A checkpoint's weights in the layout that the GEMM kernels and the megakernel read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
     FactorPair,
+    Latents,
     LayerWeights,
     Linear,
     layer_shapes,
@@ -61,7 +61,10 @@ class PackedLayer:
         inner: stacked V of each group of `PROJECTION_GROUPS` with factor pairs, by the name of the
             group's first projection. Each rank is padded to a multiple of 8. Layers that share all
             V of a group hold the same object.
-        outer: matrix of each projection by name: W if it is dense, U if it is a factor pair.
+        outer: matrix of each projection by name: W if it is dense, U if it is a factor pair; none
+            for `Latents`.
+        latents: for `Latents`, the columns of the group's inner activations that are the output of
+            the projection, by name.
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
         q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the model's
@@ -75,6 +78,7 @@ class PackedLayer:
     stacked: dict[str, Tensor]
     q_norm: int = -1
     k_norm: int = -1
+    latents: dict[str, range] = field(default_factory=dict)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -106,8 +110,17 @@ class PackedWeights:
     partition: Partition | None = None
 
     @classmethod
-    def pack(cls, checkpoint: Checkpoint, device: torch.device | str) -> "PackedWeights":
+    def pack(
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device | str,
+        fold: Callable[[int, LayerWeights], LayerWeights] = lambda _, layer: layer,
+    ) -> "PackedWeights":
         """Pack a checkpoint for ``device``, as bf16.
+
+        Args:
+            fold: function of the index and the weights of a layer that returns the weights to pack;
+                see `runtime.kv.format.KVFormat.fold_weights`.
 
         Raises:
             ValueError: the kernels do not support the model; see `unsupported`.
@@ -118,7 +131,10 @@ class PackedWeights:
         with Uploader(torch.device(device)) as upload:
             part = checkpoint.partition
             packer = _Packer(upload, config.head_dim, part, _residual_rows(config, part))
-            layers = tuple(starmap(packer.layer, layers_with_bases(checkpoint)))
+            layers = tuple(
+                packer.layer(fold(index, layer), shared)
+                for index, (layer, shared) in enumerate(layers_with_bases(checkpoint))
+            )
             final_norm = packer.vector(checkpoint.final_norm)
             head = packer.matrix(checkpoint.lm_head)
             tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
@@ -285,7 +301,11 @@ class _Packer:
 
     def _pack_group(self, weights: LayerWeights, names: Sequence[str], packed: PackedLayer) -> None:
         linears = {name: getattr(weights, name) for name in names}
-        rows = {name: self._rows(name, linear) for name, linear in linears.items()}
+        rows = {
+            name: self._rows(name, linear)
+            for name, linear in linears.items()
+            if not isinstance(linear, Latents)
+        }
         if any(isinstance(linear, FactorPair) for linear in linears.values()):
             pairs = [linear for linear in linears.values() if isinstance(linear, FactorPair)]
             ids = tuple(id(pair.v) for pair in pairs)
@@ -301,9 +321,13 @@ class _Packer:
         for name, linear in linears.items():
             dense = isinstance(linear, Dense)
             own, bias = rows[name], linear.bias
-            if not dense and names in _WRITE_RESIDUAL:
-                own, bias = self._padded(own), None if bias is None else self._padded(bias)
-            packed.outer[name] = self.matrix(own, bias, -1 if dense else column)
+            if isinstance(linear, Latents):
+                packed.latents[name] = range(column, column + linear.rank)
+            elif dense or names not in _WRITE_RESIDUAL:
+                packed.outer[name] = self.matrix(own, bias, -1 if dense else column)
+            else:
+                bias = None if bias is None else self._padded(bias)
+                packed.outer[name] = self.matrix(self._padded(own), bias, column)
             column += 0 if dense else round_up(linear.rank)
 
     def _rows(self, name: str, linear: Linear) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class LayerKV(Protocol):
         """Write K and V of a batch's tokens, one or many per sequence, into the layer's planes.
 
         Args:
-            qkv: `[n, (heads + 2 kv_heads) * dim]`, before RoPE.
+            qkv: `[n, (heads + 2 kv_heads) * dim]`, before RoPE. If `KVFormat.keeps_latents`, q
+                before RoPE and the latents of K and V, `[n, heads * dim + k_rank + v_rank]`.
             rope: cosines and sines, fp32 `[context, dim / 2]` each.
             planes: the layer's planes, in the order of `KVFormat.planes`.
 
@@ -91,6 +92,9 @@ class KVFormat(ABC):
             without calling `append` and `attend`.
         keeps_rope: whether the tokens of a page may have any positions, as after an eviction
             (`runtime.kv.eviction`); None if the format does not say.
+        keeps_latents: whether `LayerKV.append` gets the latents V x of K and V instead of K and V,
+            because `fold_weights` takes their U.
+        weight_bytes: bytes of the model's weights that the format holds.
     """
 
     name: str
@@ -99,6 +103,8 @@ class KVFormat(ABC):
     graph_safe: bool = False
     dense_bf16: bool = False
     keeps_rope: bool | None = None
+    keeps_latents: bool = False
+    weight_bytes: int = 0
 
     @property
     @abstractmethod
@@ -112,6 +118,20 @@ class KVFormat(ABC):
     @abstractmethod
     def layer(self, index: int) -> LayerKV:
         """Return the storage and attention of one layer; called once per layer and step."""
+
+    def fold_weights(self, index: int, weights: Any) -> Any:  # noqa: ARG002 - by default, none
+        """Take from a layer's weights what the format computes itself.
+
+        It is called for each layer when the model is loaded, and again when a streamed model reads
+        the layer.
+
+        Args:
+            weights: the layer, an instance of the family's ``layer_type``.
+
+        Returns:
+            The layer from which projections are built.
+        """
+        return weights
 
 
 class KVFormatFactory(Protocol):

@@ -7,6 +7,8 @@ from pathlib import Path
 from runtime.errors import CalibrationError, KVFormatError
 
 DENSE = "dense"
+LOWRANK = "lowrank"
+"""Format of the latents of a factorized model; its bases are weights of the model."""
 COMPRESSED = ("fp8", "fp8-e5m2", "int4", "k4v2", "stream8", "stream4", "stream4-qjl")
 """Compressed formats without a calibration."""
 CALIBRATED = ("fdc", "palu", "shard", "kvquant")
@@ -28,8 +30,9 @@ def check_name(spec: str) -> None:
     name, colon, rest = spec.partition(":")
     if is_calibrated(spec):
         _check_calibration(name, rest)
-    elif not colon and name not in (DENSE, *COMPRESSED):
-        known = ", ".join((DENSE, *sorted(COMPRESSED), *(f"{each}:PATH" for each in CALIBRATED)))
+    elif not colon and name not in (DENSE, LOWRANK, *COMPRESSED):
+        calibrated = (f"{each}:PATH" for each in CALIBRATED)
+        known = ", ".join((DENSE, LOWRANK, *sorted(COMPRESSED), *calibrated))
         raise KVFormatError(f"unknown KV format {spec!r}: expected {known} or module:Class")
     elif colon:
         package = name.partition(".")[0]

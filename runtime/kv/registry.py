@@ -3,7 +3,7 @@
 ``name:PATH`` names a calibrated format and its calibration, ``module:Class`` a plug-in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runtime.checkpoint.weights import Checkpoint, layer_shapes
 from runtime.config import ModelConfig
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import Artifact
@@ -22,7 +23,8 @@ from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.kvquant import KvQuantFormat, quantized_format, quantized_name
-from runtime.kv.names import DENSE, check_name, is_calibrated
+from runtime.kv.lowrank import LowRankFormat
+from runtime.kv.names import DENSE, LOWRANK, check_name, is_calibrated
 from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.stream import StreamFormat
@@ -97,6 +99,7 @@ def create_format(
     *,
     by_halves: bool = False,
     model_hash: str = "",
+    layers: Sequence[Any] = (),
 ) -> KVFormat:
     """Create the KV format with a given name.
 
@@ -106,11 +109,12 @@ def create_format(
             `runtime.kv.format.KVFormatFactory` documents ``create`` and the other arguments.
         model_hash: hash of the model that a calibration must belong to; empty to accept a
             calibration of any model.
+        layers: layers of the model, of which only shapes are read. `LowRankFormat` needs them.
 
     Raises:
         CalibrationError: the calibration is missing or malformed, or is for another model.
-        KVFormatError: the name is unknown, the module or class is missing, or the class is not a KV
-            format.
+        KVFormatError: the name is unknown, the module or class is missing, the class is not a KV
+            format, or the format does not support the model.
     """
     check_name(spec)
     calibrated = is_calibrated(spec)
@@ -118,6 +122,8 @@ def create_format(
         dense = DenseFormat.create(config, device, dtype, by_halves=by_halves)
         if spec == DENSE:
             return dense
+        if spec == LOWRANK:
+            return LowRankFormat(config, dense, layers, device, dtype, by_halves=by_halves)
         if calibrated:
             return WindowedFormat(dense, calibrated_format(spec, config, model_hash, device))
         return WindowedFormat(dense, COMPRESSED[spec](config))
@@ -130,7 +136,34 @@ def create_format(
     return PlainFormat(kv_format)
 
 
-def check_windows(kv_format: KVFormat, config: ModelConfig) -> None:
+def format_of(
+    spec: str,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    by_halves: bool = False,
+) -> KVFormat:
+    """Create the KV format of a model; for the arguments and errors, see `create_format`.
+
+    Raises:
+        KVFormatError: the format does not support the sliding windows of the model.
+    """
+    config = checkpoint.config
+    chosen = create_format(
+        spec,
+        config,
+        device,
+        dtype,
+        by_halves=by_halves,
+        model_hash=checkpoint.model_hash,
+        layers=layer_shapes(checkpoint),
+    )
+    _check_windows(chosen, config)
+    return chosen
+
+
+def _check_windows(kv_format: KVFormat, config: ModelConfig) -> None:
     """Raise `KVFormatError` if a format does not support the sliding windows of a model.
 
     A format supports the window of a layer if its planes are in the page group returned by

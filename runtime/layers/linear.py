@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.checkpoint.weights import Dense, FactorPair, Linear
+from runtime.checkpoint.weights import Dense, FactorPair, Latents, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
 from runtime.layers.stored_weight import StoredWeight
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -109,7 +109,7 @@ class Projection:
 
     The first matmul multiplies the input by the stacked V of factor pairs and W of dense layers.
     The U of each factor pair then multiplies its slice of the result. The factor pairs may have
-    different ranks.
+    different ranks. Of `Latents`, the slice is the output.
 
     The ranks of a worker hold parts of the weights, see `runtime.checkpoint.slices`, and exchange
     the output of the first matmul: of linears that write the residual stream, each computes an
@@ -149,11 +149,11 @@ class Projection:
         self._parts: list[tuple[int, int, LinearOp | None]] = []
         for linear in linears:
             if isinstance(linear, FactorPair):
-                up = (
-                    linear_op(linear.u, linear.bias)
-                    if divided_rows is None
-                    else _gathered(linear, divided_rows, group)
-                )
+                up = None
+                if divided_rows is not None:
+                    up = _gathered(linear, divided_rows, group)
+                elif not isinstance(linear, Latents):
+                    up = linear_op(linear.u, linear.bias)
                 self._parts.append((next(pair_starts), linear.rank, up))
             else:
                 self._parts.append((next(dense_starts), len(linear.weight), None))

@@ -10,7 +10,8 @@ from torch import Tensor
 from runtime.checkpoint.assemble import nbytes, step_weight_bytes
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
-from runtime.kv.registry import check_windows, create_format
+from runtime.kv.format import KVFormat
+from runtime.kv.registry import format_of
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import LinearOp, SharedOps, linear_op, uses_packed_layout
 from runtime.layers.vocabulary import Vocabulary
@@ -52,8 +53,7 @@ def build_model(
     """
     config = checkpoint.config
     device = torch.device(device)
-    chosen = create_format(kv_format, config, device, dtype, model_hash=checkpoint.model_hash)
-    check_windows(chosen, config)
+    chosen = format_of(kv_format, checkpoint, device, dtype)
     placed: dict[int, Tensor] = {}
     placing = partial(moved, device=device, dtype=dtype, placed=placed)
     final_norm = _final_norm(checkpoint, placing)
@@ -68,9 +68,9 @@ def build_model(
         dtype=dtype,
         page_size=page_size,
         embed=vocabulary.embedding(embed),
-        layers=_streamed(checkpoint, device, dtype)
+        layers=_streamed(checkpoint, device, dtype, chosen)
         if streamed
-        else _layers(checkpoint, device, dtype, group),
+        else _layers(checkpoint, device, dtype, group, chosen),
         final_norm=final_norm,
         lm_head=lm_head,
         vocabulary=vocabulary,
@@ -107,20 +107,27 @@ def _matmul(partition: Partition | None, device: torch.device, dtype: torch.dtyp
     return "packed" if uses_packed_layout(device, dtype) else "plain"
 
 
-def _streamed(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LayersOnDemand:
+def _streamed(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kv_format: KVFormat
+) -> LayersOnDemand:
     """Return layers that are moved to the device when accessed; only the last one stays there."""
     config = checkpoint.config
     family = model_family(config)
 
     def build(index: int) -> DecoderLayer:
         weights = moved(checkpoint.layers[index], device, dtype, {})
+        weights = kv_format.fold_weights(index, weights)
         return DecoderLayer.build(family, config, weights, {})
 
     return LayersOnDemand(build, layer_shapes(checkpoint))
 
 
 def _layers(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, group: RankGroup
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup,
+    kv_format: KVFormat,
 ) -> list[DecoderLayer]:
     """Build the layers. Only one layer, and V that later ones share, are on the device unpacked."""
     config, partition = checkpoint.config, checkpoint.partition
@@ -129,8 +136,8 @@ def _layers(
     placed: dict[int, Tensor] = {}
     ops: SharedOps = {}
     layers: list[DecoderLayer] = []
-    for layer, shared in layers_with_bases(checkpoint):
-        weights = moved(layer, device, dtype, placed)
+    for index, (layer, shared) in enumerate(layers_with_bases(checkpoint)):
+        weights = kv_format.fold_weights(index, moved(layer, device, dtype, placed))
         del layer  # freed before the next one is read
         layers.append(DecoderLayer.build(family, config, weights, ops, group, scheme))
         del weights

@@ -87,7 +87,8 @@ def _read(path: Path, device: str, plan: "KernelPlan | None", peers: Peers) -> C
             path,
             dtype=None,
             part=part if peers.size > 1 else None,
-            prepare=plan.multiply_out if plan else lambda whole: whole,
+            # A model of one rank is multiplied out when it is built.
+            prepare=plan.multiply_out if plan and peers.size > 1 else lambda whole: whole,
             known=peers.known_files(),
         )
         peers.share_files(checkpoint.hashed)
