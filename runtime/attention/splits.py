@@ -46,9 +46,14 @@ class SplitBuffers:
 
 
 class Splits:
-    """The `SplitBuffers` of one attention shape, allocated when they are first used."""
+    """The `SplitBuffers` of one attention shape, allocated when they are first used.
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    Args:
+        programs: decode programs per multiprocessor of a GPU.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, programs: int = PROGRAMS) -> None:
+        self._programs = programs
         self._group = heads // kv_heads
         self._kv_heads = kv_heads
         self._dim = dim
@@ -63,7 +68,7 @@ class Splits:
         return self._buffers[size]
 
     def _allocate(self, sequences: int, device: torch.device) -> SplitBuffers:
-        programs = decode_programs(device, PROGRAMS)
+        programs = decode_programs(device, self._programs)
         shape = programs, 2, self._group
         acc = torch.empty(*shape, self._dim, dtype=torch.float32, device=device)
         m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)

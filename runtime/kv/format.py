@@ -119,6 +119,10 @@ class KVFormat(ABC):
     def layer(self, index: int) -> LayerKV:
         """Return the storage and attention of one layer; called once per layer and step."""
 
+    def scratch_bytes(self, page_size: int) -> int:  # noqa: ARG002 - by default, none
+        """Return the bytes that attention needs besides the cache for each page of all layers."""
+        return 0
+
     def fold_weights(self, index: int, weights: Any) -> Any:  # noqa: ARG002 - by default, none
         """Take from a layer's weights what the format computes itself.
 

@@ -37,6 +37,7 @@ from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
     DeviceMemory,
     kv_bytes_for,
+    without_scratch,
 )
 from services.worker.model_loading import load_model
 from services.worker.peers import NO_PEERS, Peers, RankFacts
@@ -249,6 +250,8 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         logits=sizes.limits.max_running * len(model.vocabulary.own),
         least=least_bytes(page_bytes),
     )
+    scratch = model.kv_format.scratch_bytes(model.page_size)
+    size = without_scratch(size, page_bytes.groups[0], scratch)
     return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))
 
 

@@ -1,5 +1,6 @@
 """KV format `lowrank`: storage and attention of latents, and what it takes from a model."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ class LowRankLayer:
         return reference.append(qkv, rope, planes, batch, self.factors, self.rebuild.dim)
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        if self.kernels is not None and batch.single:
+            return self.kernels.decode(q, planes, batch, self.factors)
         k_pages, v_pages = self.rebuilt.like(planes[0])
         if self.kernels is not None:
             self.kernels.rebuild(planes, batch, self.factors, k_pages, v_pages)
@@ -124,9 +127,18 @@ class LowRankFormat(KVFormat):
         self._dtype = dtype
         self._rotation = PageRotation(config, device)
         self._rebuilt = RebuiltPages(config, device)
-        self._kernels = _kernels(config, device, self._rotation, by_halves)
+        self._kernels = None
+        if dense.graph_safe and _runs_triton(device):
+            from runtime.kv.lowrank.gpu import LatentKernels
+
+            self._kernels = LatentKernels(config, self._rotation, by_halves=by_halves)
         self._layers: dict[int, LowRankLayer] = {}
         self.graph_safe = dense.graph_safe and self._kernels is not None
+
+    @property
+    def _heads_width(self) -> int:
+        """Elements of K of all heads of a token."""
+        return self._config.num_kv_heads * self._config.head_dim
 
     @property
     def kernels(self) -> str:
@@ -137,6 +149,9 @@ class LowRankFormat(KVFormat):
             Plane(name, torch.bfloat16, (1, page_size, round_up(rank)))
             for name, rank in zip("kv", self._ranks[layer], strict=True)
         )
+
+    def scratch_bytes(self, page_size: int) -> int:
+        return 2 * torch.bfloat16.itemsize * page_size * self._heads_width
 
     def layer(self, index: int) -> LowRankLayer:
         return self._layers[index]
@@ -156,12 +171,6 @@ class LowRankFormat(KVFormat):
         return without_factors(weights)
 
 
-def _kernels(
-    config: ModelConfig, device: torch.device, rotation: PageRotation, by_halves: bool
-) -> "LatentKernels | None":
-    """Return the Triton kernels, or None if they do not run on a device."""
-    if device.type != "cuda":
-        return None
-    from runtime.kv.lowrank.gpu import LatentKernels
-
-    return LatentKernels(config, rotation, by_halves=by_halves)
+def _runs_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run: on GPUs, and on CPUs in Triton's interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,11 +1,14 @@
 """Launches of the Triton kernels of format `lowrank`."""
 
+import math
+
 import triton
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.attention.splits import decode_programs
+from runtime.attention.splits import MERGED_SPLITS, MIN_TILES, Splits, decode_programs
 from runtime.config import ModelConfig
+from runtime.kv.lowrank.decode_kernel import latent_decode_kernel
 from runtime.kv.lowrank.factors import LayerFactors
 from runtime.kv.lowrank.kernels import append_latents_kernel, rebuild_kernel
 from runtime.kv.rotation import PageRotation
@@ -14,12 +17,16 @@ _ROWS = 8
 """Query heads per program of `append_latents_kernel`."""
 _COLUMNS = 256
 """Latents per store of `append_latents_kernel`."""
-_TILE = 64
+_DECODE_TILE, _REBUILD_TILE = 64, 128
 """Tokens of a tile."""
+_WARPS, _STAGES = 8, 3
 _CHUNK = 64
 """Latents per matmul."""
-_REBUILDING = 2
+_DECODING = 1
+"""Programs of `latent_decode_kernel` per multiprocessor: registers do not allow more at a time."""
+_REBUILDING = 1
 """Programs of `rebuild_kernel` per multiprocessor and KV head."""
+_LOG2_E = math.log2(math.e)
 
 
 class LatentKernels:
@@ -36,6 +43,7 @@ class LatentKernels:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim = config.head_dim
         self._rotation = rotation
+        self._splits = Splits(self._heads, self._kv_heads, self._dim, _DECODING)
         self._by_halves = by_halves
 
     def append(
@@ -83,9 +91,37 @@ class LatentKernels:
             batch.page_table.stride(0), batch.lengths, sequences, factors.k.u, factors.v.u,
             factors.k.bias, factors.v.bias, *self._rotation.tables, k_pages, v_pages,
             *k_pages.stride()[:2], DIM=self._dim, **self._widths(planes),
-            PAGE=k_latents.shape[2], BLOCK=_TILE, CHUNK=_CHUNK,
-            SEQUENCES=triton.next_power_of_2(sequences), num_warps=4, num_stages=3,
+            PAGE=k_latents.shape[2], BLOCK=_REBUILD_TILE, CHUNK=_CHUNK,
+            SEQUENCES=triton.next_power_of_2(sequences), num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
+
+    def decode(
+        self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch, factors: LayerFactors
+    ) -> Tensor:
+        """Return the attention of a decode batch over latents, `[n, heads * dim]`.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE, bf16 or fp32.
+            planes: latents of K and V, `[page, 1, slot, width]`.
+        """
+        out = q.new_empty(len(q), self._heads * self._dim)
+        if not len(q):
+            return out
+        group = self._heads // self._kv_heads
+        splits = self._splits.of(len(q), q.device)
+        k_latents, v_latents = planes
+        cos, sin = self._rotation.tables
+        latent_decode_kernel[(len(splits.acc),)](
+            q, k_latents, v_latents, k_latents.stride(0), v_latents.stride(0), batch.page_table,
+            batch.page_table.stride(0), batch.lengths, len(q), factors.k.u, factors.v.u,
+            factors.k.bias, factors.v.bias, cos, sin, len(cos), splits.acc, splits.m, splits.l,
+            splits.counters, out, _LOG2_E / math.sqrt(self._dim), KV_HEADS=self._kv_heads,
+            GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
+            **self._widths(planes), PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE, CHUNK=_CHUNK,
+            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
+            num_warps=_WARPS, num_stages=_STAGES,
+        )  # fmt: skip
+        return out
 
     def _widths(self, planes: tuple[Tensor, ...]) -> dict[str, int]:
         """Return the sizes of heads and latents, by the names of the kernels' constants."""

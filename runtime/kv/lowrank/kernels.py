@@ -80,40 +80,65 @@ def append_latents_kernel(
 
 
 @triton.jit
-def rows_of(
-    plane, at, used, u, first_row, width, rows: tl.constexpr, count: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Return ``latents @ U[first_row : first_row + count]^T``, fp32 `[BLOCK, rows]`.
+def factor_at(
+    u, first_row, begin, width, rows: tl.constexpr, count: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Load ``U[first_row : first_row + count, begin : begin + CHUNK]^T``, `[CHUNK, rows]`.
+
+    Args:
+        u: pointer to U, `[…, width]`.
+        rows: power of two, at least ``count``; further columns of the result are 0.
+    """
+    row = tl.arange(0, rows)[None, :]
+    x = begin + tl.arange(0, CHUNK)[:, None]
+    return tl.load(u + (first_row + row) * width + x, mask=(x < width) & (row < count), other=0.0)
+
+
+@triton.jit
+def latents_at(plane, at, used, begin, width, CHUNK: tl.constexpr):
+    """Load CHUNK latents of each token of a tile, `[BLOCK, CHUNK]`.
 
     Args:
         plane: pointer to a plane of latents.
         at: int64 `[BLOCK]`, offset of each token's row.
         used: bool `[BLOCK]`, which tokens to read. The others have zeros.
-        u: pointer to U, `[…, width]`.
-        rows: power of two, at least ``count``. Columns of the result from ``count`` on are 0.
     """
-    row = tl.arange(0, rows)
-    x = tl.arange(0, CHUNK)
-    of_u = u + (first_row + row)[None, :] * width + x[:, None]  # [CHUNK, rows]
-    latents_at = plane + at[:, None] + x[None, :]  # [BLOCK, CHUNK]
-    acc = tl.zeros((BLOCK, rows), tl.float32)
-    for begin in range(0, width, CHUNK):
-        inside = begin + x < width
-        latents = tl.load(latents_at + begin, mask=used[:, None] & inside[None, :], other=0.0)
-        factor = tl.load(of_u + begin, mask=inside[:, None] & (row < count)[None, :], other=0.0)
-        acc = matmul(latents.to(factor.dtype), factor, acc)
-    return acc
+    x = begin + tl.arange(0, CHUNK)[None, :]
+    return tl.load(plane + at[:, None] + x, mask=used[:, None] & (x < width), other=0.0)
+
+
+@triton.jit
+def rebuilt_keys(
+    plane, at, used, u, bias, kv_head,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the halves of the keys of a tile before RoPE, fp32 `[BLOCK, HALF]` each.
+
+    Args:
+        plane, at, used: see `latents_at`.
+        u, bias: U_k, and the bias of K or None.
+    """
+    row = kv_head * DIM
+    first = tl.zeros((BLOCK, HALF), tl.float32)
+    second = tl.zeros((BLOCK, HALF), tl.float32)
+    for begin in range(0, WIDTH, CHUNK):
+        latents = latents_at(plane, at, used, begin, WIDTH, CHUNK).to(u.dtype.element_ty)
+        first = matmul(latents, factor_at(u, row, begin, WIDTH, HALF, DIM // 2, CHUNK), first)
+        half = factor_at(u, row + DIM // 2, begin, WIDTH, HALF, DIM // 2, CHUNK)
+        second = matmul(latents, half, second)
+    first = with_bias(first, bias, row, HALF, DIM // 2)
+    return first, with_bias(second, bias, row + DIM // 2, HALF, DIM // 2)
 
 
 @triton.jit
 def with_bias(x, bias, first_row, rows: tl.constexpr, count: tl.constexpr):
     """Add ``bias[first_row : first_row + count]`` to each row of ``x`` unless it is None."""
-    if bias is None:
-        return x
-    row = tl.arange(0, rows)
-    own = tl.load(bias + first_row + row, mask=row < count, other=0.0).to(tl.float32)
-    return x + own[None, :]
+    if bias is not None:
+        row = tl.arange(0, rows)
+        own = tl.load(bias + first_row + row, mask=row < count, other=0.0).to(tl.float32)
+        x += own[None, :]
+    return x
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -154,16 +179,9 @@ def rebuild_kernel(
         page = tl.load(table + t // PAGE, mask=used, other=0).to(tl.int64)
         slot = t % PAGE
         k_at = page * k_stride + slot * K_WIDTH
-        first_row = kv_head * DIM
-        second_row = first_row + DIM // 2
-        first = rows_of(
-            k_latents, k_at, used, u_k, first_row, K_WIDTH, HALF, DIM // 2, BLOCK, CHUNK
+        first, second = rebuilt_keys(
+            k_latents, k_at, used, u_k, k_bias, kv_head, DIM, HALF, BLOCK, K_WIDTH, CHUNK
         )
-        second = rows_of(
-            k_latents, k_at, used, u_k, second_row, K_WIDTH, HALF, DIM // 2, BLOCK, CHUNK
-        )
-        first = with_bias(first, k_bias, first_row, HALF, DIM // 2)
-        second = with_bias(second, k_bias, second_row, HALF, DIM // 2)
         rotated = used[:, None] & (half < DIM // 2)
         angle = t[:, None] * (DIM // 2) + half
         c = tl.load(cos + angle, mask=rotated, other=0.0)
@@ -173,6 +191,10 @@ def rebuild_kernel(
         tl.store(k_row, to_bf16(first * c - second * s), mask=rotated)
         tl.store(k_row + DIM // 2, to_bf16(second * c + first * s), mask=rotated)
         v_at = page * v_stride + slot * V_WIDTH
-        values = rows_of(v_latents, v_at, used, u_v, first_row, V_WIDTH, DIMS, DIM, BLOCK, CHUNK)
-        values = with_bias(values, v_bias, first_row, DIMS, DIM)
+        values = tl.zeros((BLOCK, DIMS), tl.float32)
+        for chunk in range(0, V_WIDTH, CHUNK):
+            latents = latents_at(v_latents, v_at, used, chunk, V_WIDTH, CHUNK)
+            factor = factor_at(u_v, kv_head * DIM, chunk, V_WIDTH, DIMS, DIM, CHUNK)
+            values = matmul(latents.to(factor.dtype), factor, values)
+        values = with_bias(values, v_bias, kv_head * DIM, DIMS, DIM)
         tl.store(v_pages + target + d, to_bf16(values), mask=used[:, None] & (d < DIM))
