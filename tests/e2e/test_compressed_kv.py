@@ -24,6 +24,11 @@ def model() -> Path:
     return RandomModel("tiny").ensure()
 
 
+@pytest.fixture(scope="module")
+def factorized() -> Path:
+    return RandomModel("tiny", 0.6).ensure()
+
+
 def ask(running: Running, number: int) -> list[object]:
     """Send a request whose length depends on its number; return the logprobs of its tokens."""
     prompt = [100 + (7919 * number + 31 * index) % 4000 for index in range(40 + 97 * number)]
@@ -55,13 +60,15 @@ def calibration(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "eviction"),
-    [("fp8", "0"), ("fdc", "0"), ("dense", "0.5")],
+    [("fp8", "0"), ("fdc", "0"), ("dense", "0.5"), ("lowrank", "0")],
 )
 def test_disaggregated_tokens_equal_those_of_one_worker(
     model: Path, name: str, eviction: str, request: pytest.FixtureRequest
 ) -> None:
     if name == "fdc":
         name += f":{request.getfixturevalue('calibration')}"
+    if name == "lowrank":
+        model = request.getfixturevalue("factorized")
     flags = ("--model", str(model), "--kv-format", name, "--kv-eviction", eviction)
     with deployed(*flags, "--colocated") as running:
         expected = [ask(running, number) for number in range(REQUESTS)]
@@ -93,4 +100,5 @@ def test_disaggregated_tokens_equal_those_of_one_worker(
     assert wire > 0
     assert sent == [2 * sum(40 + 97 * number for number in range(REQUESTS))] * 2
     assert pages == decode
-    assert list(pages) == (["kv"] if name == "dense" else ["full_precision", "compressed"])
+    one_group = name in ("dense", "lowrank")
+    assert list(pages) == (["kv"] if one_group else ["full_precision", "compressed"])

@@ -13,6 +13,7 @@ from runtime.core.options import EngineOptions
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, LocalExecutor, StepOutput
 from runtime.kv.cache import CacheLayout
+from runtime.kv.names import LOWRANK
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.models.registry import model_family
@@ -88,6 +89,12 @@ def tiny_checkpoint(
         lm_head=lm_head,
         model_hash=f"tiny-{seed}",
     )
+
+
+def checkpoint_for(kv_format: str, config: ModelConfig = CONFIG) -> Checkpoint:
+    """Return random weights that a KV format supports: factor pairs for `lowrank`, else dense."""
+    ranks = (None, 13, 11, None, None, 9, None) if kv_format == LOWRANK else (None,) * 7
+    return tiny_checkpoint(config=config, ranks=ranks)
 
 
 def linear_shape(config: ModelConfig, field: str) -> tuple[int, int]:

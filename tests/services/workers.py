@@ -43,12 +43,12 @@ from services.worker.stream_service import StreamService
 from services.worker.streams import Stream, StreamSession
 from tests.runtime.tiny import (
     CONFIG,
+    checkpoint_for,
     drive,
     engine_of,
     executor_of,
     prompt_of,
     request_of,
-    tiny_checkpoint,
 )
 
 LIMIT_S = 60.0  # seconds, for operations that take milliseconds
@@ -61,7 +61,7 @@ _numbers = itertools.count(1)
 @cache
 def compile_loops(kv_format: str) -> None:
     """Compile what a step needs, which takes longer than `LIMIT_S` if the machine is busy."""
-    model = build_model(tiny_checkpoint(), kv_format=kv_format)
+    model = build_model(checkpoint_for(kv_format), kv_format=kv_format)
     engine = engine_of(model, chunk_tokens=CHUNK)
     drive(engine, *(Add(request_of(str(tokens), tokens)) for tokens in (1, CHUNK, 160)))
 
@@ -95,7 +95,7 @@ def _load(
     kv_eviction: float = 0.0,
     pages: int = 64,
 ) -> Loaded:
-    tiny = build_model(tiny_checkpoint(), kv_format=kv_format)
+    tiny = build_model(checkpoint_for(kv_format), kv_format=kv_format)
     engine = engine_of(tiny, pages=pages, chunk_tokens=CHUNK, kv_eviction=kv_eviction)
     model = ModelInfo(
         name="tiny",

@@ -21,24 +21,24 @@ from runtime.attention.kernels.balance import (
     write_split,
     write_whole,
 )
-from runtime.kernels.arith import matmul
+from runtime.kernels.arith import VECTOR, matmul
 from runtime.kv.kernels.latents import rounded_to
 from runtime.kv.kernels.windowed import softmax_step
 from runtime.kv.lowrank.kernels import factor_at, latents_at, rebuilt_keys
 
 
 @triton.jit
-def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def no_sums(ROWS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Return sums of no latents: a tuple of fp32 zeros `[ROWS, CHUNK]`, one per chunk."""
     sums = ()
-    for _begin in tl.static_range(0, WIDTH, CHUNK):
+    for _number in tl.static_range(CHUNKS):
         sums = sums + (tl.zeros((ROWS, CHUNK), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return sums
 
 
 @triton.jit
 def add_latents(
-    sums, weights, alpha, plane, at, used, WIDTH: tl.constexpr, CHUNK: tl.constexpr
+    sums, weights, alpha, plane, at, used, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Return ``alpha * sums + weights @ latents``, as a tuple of chunks.
 
@@ -48,9 +48,9 @@ def add_latents(
         plane, at, used: see `kernels.latents_at`.
     """
     found = ()
-    for begin in tl.static_range(0, WIDTH, CHUNK):
-        latents = latents_at(plane, at, used, begin, WIDTH, CHUNK)
-        acc = sums[begin // CHUNK] * alpha[:, None]
+    for number in tl.static_range(CHUNKS):
+        latents = latents_at(plane, at, used, number * CHUNK, width, CHUNK)
+        acc = sums[number] * alpha[:, None]
         acc = matmul(rounded_to(weights, latents.dtype), latents, acc)
         found = found + (acc,)  # type: ignore[assignment]  # noqa: RUF005
     return found
@@ -58,8 +58,8 @@ def add_latents(
 
 @triton.jit
 def values_of(
-    sums, l, u, bias, first_row,
-    DIM: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    sums, l, u, bias, first_row, width,
+    DIM: tl.constexpr, DIMS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return weighted sums of V, fp32 `[ROWS, DIMS]`, from those of its latents.
 
@@ -72,9 +72,9 @@ def values_of(
     """
     d = tl.arange(0, DIMS)[None, :]
     acc = tl.zeros((l.shape[0], DIMS), tl.float32)
-    for begin in tl.static_range(0, WIDTH, CHUNK):
-        factor = factor_at(u, first_row, begin, WIDTH, DIMS, DIM, CHUNK)
-        own = sums[begin // CHUNK]
+    for number in tl.static_range(CHUNKS):
+        factor = factor_at(u, first_row, number * CHUNK, width, DIMS, DIM, CHUNK)
+        own = sums[number]
         rounded = rounded_to(own, factor.dtype)
         acc = matmul(rounded, factor, acc)
         acc = matmul(rounded_to(own - rounded.to(tl.float32), factor.dtype), factor, acc)
@@ -87,9 +87,9 @@ def values_of(
 @triton.jit
 def attend_latents(
     q1, q2, kv_head, begin, end, length, k_latents, v_latents, k_stride, v_stride, table, u_k,
-    k_bias, cos, sin, context, scale,
+    k_bias, cos, sin, context, scale, k_width, v_width,
     DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Attend over the tokens ``begin`` to ``end - 1`` of one KV head.
 
@@ -99,6 +99,7 @@ def attend_latents(
         length: number of tokens of the sequence.
         table: pointer to the page table of the sequence.
         context: rows of ``cos`` and ``sin``.
+        k_width, v_width: widths of the latents.
 
     Returns:
         Sums of latents of V, a tuple of `[ROWS, CHUNK]`, and ``m`` and ``l`` of the online softmax.
@@ -113,15 +114,15 @@ def attend_latents(
     s = tl.load(sin + angle, mask=real, other=0.0)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
-    sums = no_sums(ROWS, V_WIDTH, CHUNK)
+    sums = no_sums(ROWS, CHUNKS, CHUNK)
     for first in range(begin, end, BLOCK):
         t = first + offset
         used = t < length
         page = tl.load(table + t // PAGE, mask=used, other=0).to(tl.int64)
         slot = t % PAGE
-        k_at = page * k_stride + slot * K_WIDTH
+        k_at = page * k_stride + slot * k_width
         k1, k2 = rebuilt_keys(
-            k_latents, k_at, used, u_k, k_bias, kv_head, DIM, HALF, BLOCK, K_WIDTH, CHUNK
+            k_latents, k_at, used, u_k, k_bias, kv_head, k_width, DIM, HALF, BLOCK, CHUNK
         )
 
         at = first * (DIM // 2) + d
@@ -138,19 +139,20 @@ def attend_latents(
         scores = matmul(rounded_to(k2 * c + k1 * s, dtype), tl.trans(turned2), scores)
         scores = tl.where(used[None, :], tl.trans(scores) * scale, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        v_at = page * v_stride + slot * V_WIDTH
-        sums = add_latents(sums, weights, alpha, v_latents, v_at, used, V_WIDTH, CHUNK)
+        v_at = page * v_stride + slot * v_width
+        sums = add_latents(sums, weights, alpha, v_latents, v_at, used, v_width, CHUNKS, CHUNK)
     return sums, m, l
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "k_units", "v_units"])
 def latent_decode_kernel(
     q, k_latents, v_latents, k_stride, v_stride, page_table, table_stride, lengths, sequences, u_k,
     u_v, k_bias, v_bias, cos, sin, context, split_acc, split_m, split_l, counters, out, scale,
+    k_units, v_units,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr,
-    MIN_TILES: tl.constexpr, MERGED: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr, MIN_TILES: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -162,7 +164,8 @@ def latent_decode_kernel(
             ``v_stride``.
         u_k, u_v, k_bias, v_bias: see `kernels.rebuild_kernel`.
         cos, sin: fp32 `[context, DIM / 2]`.
-        HALF, DIMS, CHUNK: see `runtime.kv.lowrank.kernels`.
+        HALF, DIMS, CHUNK, k_units, v_units: see `runtime.kv.lowrank.kernels`.
+        CHUNKS: chunks of latents of V.
 
     The other arguments are those of `runtime.attention.kernels.decode.decode_kernel`.
     """
@@ -189,10 +192,13 @@ def latent_decode_kernel(
             tl.load(at, mask=valid, other=0.0), tl.load(at + DIM // 2, mask=valid, other=0.0),
             kv_head, (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
             tl.load(lengths + sequence), k_latents, v_latents, k_stride, v_stride,
-            page_table + sequence * table_stride, u_k, k_bias, cos, sin, context, scale, DIM, HALF,
-            PAGE, BLOCK, K_WIDTH, V_WIDTH, CHUNK,
+            page_table + sequence * table_stride, u_k, k_bias, cos, sin, context, scale,
+            k_units * VECTOR, v_units * VECTOR, DIM, HALF,
+            PAGE, BLOCK, CHUNKS, CHUNK,
         )  # fmt: skip
-        acc = values_of(sums, l, u_v, v_bias, kv_head * DIM, DIM, DIMS, V_WIDTH, CHUNK)
+        acc = values_of(
+            sums, l, u_v, v_bias, kv_head * DIM, v_units * VECTOR, DIM, DIMS, CHUNKS, CHUNK
+        )
         if stop - tile == count:
             write_whole(acc, l, sequence, kv_head, out, KV_HEADS, GROUP, ROWS, DIM, DIMS)
         else:

@@ -8,6 +8,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.splits import MERGED_SPLITS, MIN_TILES, Splits, decode_programs
 from runtime.config import ModelConfig
+from runtime.kernels.alignment import VECTOR_ELEMENTS
 from runtime.kv.lowrank.decode_kernel import latent_decode_kernel
 from runtime.kv.lowrank.factors import LayerFactors
 from runtime.kv.lowrank.kernels import append_latents_kernel, rebuild_kernel
@@ -63,9 +64,10 @@ class LatentKernels:
             qkv, qkv.stride(0), *rope, batch.positions, batch.sequences, batch.starts,
             batch.lengths, batch.page_table, batch.page_table.stride(0), q, k_pages, v_pages,
             k_pages.stride(0), v_pages.stride(0), factors.k.rank, factors.v.rank,
+            *_units(planes),
             HEADS=self._heads, DIM=self._dim, PAGE=k_pages.shape[2], ROWS=_ROWS,
             HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
-            K_WIDTH=k_pages.shape[3], V_WIDTH=v_pages.shape[3], COLUMNS=_COLUMNS, num_warps=2,
+            COLUMNS=_COLUMNS, num_warps=2,
         )  # fmt: skip
         return q
 
@@ -90,7 +92,7 @@ class LatentKernels:
             k_latents, v_latents, k_latents.stride(0), v_latents.stride(0), batch.page_table,
             batch.page_table.stride(0), batch.lengths, sequences, factors.k.u, factors.v.u,
             factors.k.bias, factors.v.bias, *self._rotation.tables, k_pages, v_pages,
-            *k_pages.stride()[:2], DIM=self._dim, **self._widths(planes),
+            *k_pages.stride()[:2], *_units(planes), DIM=self._dim, **self._widths,
             PAGE=k_latents.shape[2], BLOCK=_REBUILD_TILE, CHUNK=_CHUNK,
             SEQUENCES=triton.next_power_of_2(sequences), num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
@@ -115,20 +117,25 @@ class LatentKernels:
             q, k_latents, v_latents, k_latents.stride(0), v_latents.stride(0), batch.page_table,
             batch.page_table.stride(0), batch.lengths, len(q), factors.k.u, factors.v.u,
             factors.k.bias, factors.v.bias, cos, sin, len(cos), splits.acc, splits.m, splits.l,
-            splits.counters, out, _LOG2_E / math.sqrt(self._dim), KV_HEADS=self._kv_heads,
-            GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
-            **self._widths(planes), PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE, CHUNK=_CHUNK,
+            splits.counters, out, _LOG2_E / math.sqrt(self._dim), *_units(planes),
+            KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+            DIM=self._dim, **self._widths, PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE, CHUNK=_CHUNK,
+            CHUNKS=triton.cdiv(v_latents.shape[3], _CHUNK),
             SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
             num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
         return out
 
-    def _widths(self, planes: tuple[Tensor, ...]) -> dict[str, int]:
-        """Return the sizes of heads and latents, by the names of the kernels' constants."""
-        k_latents, v_latents = planes
+    @property
+    def _widths(self) -> dict[str, int]:
+        """Powers of two that are at least the sizes of a half of a head and of a head."""
         return {
             "HALF": max(16, triton.next_power_of_2(self._dim // 2)),
             "DIMS": max(16, triton.next_power_of_2(self._dim)),
-            "K_WIDTH": k_latents.shape[3],
-            "V_WIDTH": v_latents.shape[3],
         }
+
+
+def _units(planes: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Return the widths of the planes in units of `VECTOR_ELEMENTS`."""
+    k_latents, v_latents = planes
+    return k_latents.shape[3] // VECTOR_ELEMENTS, v_latents.shape[3] // VECTOR_ELEMENTS

@@ -1,38 +1,39 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Write of latents, and rebuilding of K and V, in Triton.
 
-`U` of K and V are `[KV_HEADS * DIM, WIDTH]`, zero from the rank on. HALF and DIMS are powers of two
-of at least 16, and at least DIM / 2 and DIM. CHUNK is the number of latents per matmul.
+`U` of K and V are `[KV_HEADS * DIM, width]`, zero from the rank on. Widths are passed in units of
+VECTOR elements. They are not constants, because the layers of a model may have many ranks. HALF and
+DIMS are powers of two of at least 16, and at least DIM / 2 and DIM. CHUNK is the number of latents
+per matmul.
 """
 
 import triton
 import triton.language as tl
 
-from runtime.kernels.arith import matmul
+from runtime.kernels.arith import VECTOR, matmul
 from runtime.kv.kernels.latents import to_bf16
 
 
 @triton.jit
-def write_latents(latents, rank, row, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def write_latents(latents, rank, row, width, COLUMNS: tl.constexpr):
     """Store the latents of one token, rounded to bf16, with zeros from the rank on.
 
     Args:
         latents: pointer to the latents of the token.
         row: pointer to the token's row of a plane.
     """
-    for begin in tl.static_range(0, WIDTH, COLUMNS):
+    for begin in range(0, width, COLUMNS):
         x = begin + tl.arange(0, COLUMNS)
         own = tl.load(latents + x, mask=x < rank, other=0.0).to(tl.float32)
-        tl.store(row + x, to_bf16(own), mask=x < WIDTH)
+        tl.store(row + x, to_bf16(own), mask=x < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_rank", "v_rank", "k_units", "v_units"])
 def append_latents_kernel(
     qkv, row_stride, cos, sin, positions, sequences, starts, lengths, page_table, table_stride, q,
-    k_pages, v_pages, k_stride, v_stride, k_rank, v_rank,
+    k_pages, v_pages, k_stride, v_stride, k_rank, v_rank, k_units, v_units,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    HALF: tl.constexpr, BY_HALVES: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, BY_HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Apply RoPE to ROWS query heads of one token per program, and write its latents into pages.
 
@@ -45,6 +46,7 @@ def append_latents_kernel(
         q: `[tokens, HEADS, DIM]`, written, with the dtype of ``qkv``.
         k_pages, v_pages: bf16 `[page, 1, PAGE, width]`, written, page strides ``k_stride`` and
             ``v_stride``.
+        k_units, v_units: their widths.
         COLUMNS: latents per store, a power of two.
 
     The other arguments are those of `runtime.attention.kernels.rope_write.rope_write_kernel`.
@@ -58,10 +60,12 @@ def append_latents_kernel(
         page = tl.load(page_table + sequence * table_stride + index // PAGE).to(tl.int64)
         slot = index % PAGE
         latents = own + HEADS * DIM
-        k_row = k_pages + page * k_stride + slot * K_WIDTH
-        v_row = v_pages + page * v_stride + slot * V_WIDTH
-        write_latents(latents, k_rank, k_row, K_WIDTH, COLUMNS)
-        write_latents(latents + k_rank, v_rank, v_row, V_WIDTH, COLUMNS)
+        k_width = k_units * VECTOR
+        v_width = v_units * VECTOR
+        k_row = k_pages + page * k_stride + slot * k_width
+        v_row = v_pages + page * v_stride + slot * v_width
+        write_latents(latents, k_rank, k_row, k_width, COLUMNS)
+        write_latents(latents + k_rank, v_rank, v_row, v_width, COLUMNS)
     else:
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
         d = tl.arange(0, HALF)[None, :]  # [1, HALF]
@@ -109,9 +113,8 @@ def latents_at(plane, at, used, begin, width, CHUNK: tl.constexpr):
 
 @triton.jit
 def rebuilt_keys(
-    plane, at, used, u, bias, kv_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    plane, at, used, u, bias, kv_head, width,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the halves of the keys of a tile before RoPE, fp32 `[BLOCK, HALF]` each.
 
@@ -122,10 +125,10 @@ def rebuilt_keys(
     row = kv_head * DIM
     first = tl.zeros((BLOCK, HALF), tl.float32)
     second = tl.zeros((BLOCK, HALF), tl.float32)
-    for begin in range(0, WIDTH, CHUNK):
-        latents = latents_at(plane, at, used, begin, WIDTH, CHUNK).to(u.dtype.element_ty)
-        first = matmul(latents, factor_at(u, row, begin, WIDTH, HALF, DIM // 2, CHUNK), first)
-        half = factor_at(u, row + DIM // 2, begin, WIDTH, HALF, DIM // 2, CHUNK)
+    for begin in range(0, width, CHUNK):
+        latents = latents_at(plane, at, used, begin, width, CHUNK).to(u.dtype.element_ty)
+        first = matmul(latents, factor_at(u, row, begin, width, HALF, DIM // 2, CHUNK), first)
+        half = factor_at(u, row + DIM // 2, begin, width, HALF, DIM // 2, CHUNK)
         second = matmul(latents, half, second)
     first = with_bias(first, bias, row, HALF, DIM // 2)
     return first, with_bias(second, bias, row + DIM // 2, HALF, DIM // 2)
@@ -141,13 +144,13 @@ def with_bias(x, bias, first_row, rows: tl.constexpr, count: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "k_units", "v_units"])
 def rebuild_kernel(
     k_latents, v_latents, k_stride, v_stride, page_table, table_stride, lengths, sequences, u_k,
     u_v, k_bias, v_bias, cos, sin, k_pages, v_pages, page_stride, head_stride,
+    k_units, v_units,
     DIM: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Write K (after RoPE) and V of all tokens of a batch's sequences into pages.
 
@@ -162,9 +165,12 @@ def rebuild_kernel(
         u_k, u_v, k_bias, v_bias: factors and biases, which may be None.
         cos, sin: fp32 `[context, DIM / 2]`.
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, written, of equal strides.
+        k_units, v_units: widths of the latents.
         SEQUENCES: power of two, at least ``sequences``.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
+    k_width = k_units * VECTOR
+    v_width = v_units * VECTOR
     i = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(lengths + i, mask=i < sequences, other=0), BLOCK)
     ends = tl.cumsum(tiles, axis=0)
@@ -178,9 +184,9 @@ def rebuild_kernel(
         table = page_table + sequence * table_stride
         page = tl.load(table + t // PAGE, mask=used, other=0).to(tl.int64)
         slot = t % PAGE
-        k_at = page * k_stride + slot * K_WIDTH
+        k_at = page * k_stride + slot * k_width
         first, second = rebuilt_keys(
-            k_latents, k_at, used, u_k, k_bias, kv_head, DIM, HALF, BLOCK, K_WIDTH, CHUNK
+            k_latents, k_at, used, u_k, k_bias, kv_head, k_width, DIM, HALF, BLOCK, CHUNK
         )
         rotated = used[:, None] & (half < DIM // 2)
         angle = t[:, None] * (DIM // 2) + half
@@ -190,11 +196,11 @@ def rebuild_kernel(
         k_row = k_pages + target + half
         tl.store(k_row, to_bf16(first * c - second * s), mask=rotated)
         tl.store(k_row + DIM // 2, to_bf16(second * c + first * s), mask=rotated)
-        v_at = page * v_stride + slot * V_WIDTH
+        v_at = page * v_stride + slot * v_width
         values = tl.zeros((BLOCK, DIMS), tl.float32)
-        for chunk in range(0, V_WIDTH, CHUNK):
-            latents = latents_at(v_latents, v_at, used, chunk, V_WIDTH, CHUNK)
-            factor = factor_at(u_v, kv_head * DIM, chunk, V_WIDTH, DIMS, DIM, CHUNK)
+        for chunk in range(0, v_width, CHUNK):
+            latents = latents_at(v_latents, v_at, used, chunk, v_width, CHUNK)
+            factor = factor_at(u_v, kv_head * DIM, chunk, v_width, DIMS, DIM, CHUNK)
             values = matmul(latents.to(factor.dtype), factor, values)
         values = with_bias(values, v_bias, kv_head * DIM, DIMS, DIM)
         tl.store(v_pages + target + d, to_bf16(values), mask=used[:, None] & (d < DIM))

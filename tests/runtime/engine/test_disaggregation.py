@@ -6,14 +6,23 @@ import pytest
 
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Add, Arrived, Cancel, Engine, Reserve
+from runtime.kv.names import LOWRANK
+from runtime.models.build import build_model
 from runtime.models.model import Model
 from tests.runtime.tiny import (
     Record,
+    checkpoint_for,
     drive,
     engine_of,
     executor_of,
     request_of,
 )
+
+
+@pytest.fixture(scope="module", params=["dense", LOWRANK])
+def model(request: pytest.FixtureRequest) -> Model:
+    return build_model(checkpoint_for(request.param), kv_format=request.param)
+
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
 

@@ -10,12 +10,13 @@ from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
 from runtime.engine import Add, Command, Engine, LocalExecutor
 from runtime.gemm.model import build_fastest_model
+from runtime.kv.names import LOWRANK
 from runtime.kv.registry import COMPRESSED
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.offline.bench.kv_formats import fdc_artifact, palu_artifact, shard_artifact
 from tests.runtime.steps.scripts import compare, play, request
-from tests.runtime.tiny import CONFIG, Record, pages_of, tiny_checkpoint
+from tests.runtime.tiny import CONFIG, Record, checkpoint_for, pages_of, tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,9 +57,9 @@ def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> R
 
 def created(name: str, folder: Path) -> Model:
     """Return a model with a format, which has a random calibration if it needs one."""
-    checkpoint = tiny_checkpoint(config=WIDE)
+    checkpoint = checkpoint_for(name, WIDE)
     spec = name
-    if name not in COMPRESSED:
+    if name in _CALIBRATIONS:
         path = folder / "calibration"
         replace(_CALIBRATIONS[name], model_hash=checkpoint.model_hash).save(path)
         spec = f"{name.partition('-')[0]}:{path}"
@@ -66,7 +67,7 @@ def created(name: str, folder: Path) -> Model:
 
 
 @pytest.mark.parametrize(("pages", "stored"), [(80, 80), (30, 80)], ids=["enough", "preempted"])
-@pytest.mark.parametrize("name", [*FUSED, *_CALIBRATIONS])
+@pytest.mark.parametrize("name", [*FUSED, *_CALIBRATIONS, LOWRANK])
 def test_graphs_give_the_tokens_of_their_launches(
     name: str, pages: int, stored: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

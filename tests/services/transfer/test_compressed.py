@@ -1,13 +1,14 @@
-"""KV of compressed formats between workers: the pages of both groups, and nothing else."""
+"""KV of formats other than `dense` between workers: their pages, and nothing else."""
 
 import pytest
 
+from runtime.kv.names import LOWRANK
 from runtime.kv.registry import COMPRESSED
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Site, output_of, until
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("name", [*COMPRESSED, LOWRANK])
 async def test_tokens_equal_those_of_one_worker(site: Site, name: str) -> None:
     prefill, decode = await site.prefill(kv_format=name), await site.decode(kv_format=name)
     lengths = (5, 16, 79, 80, 100, 300)
