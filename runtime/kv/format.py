@@ -120,7 +120,7 @@ class KVFormat(ABC):
         """Return the storage and attention of one layer; called once per layer and step."""
 
     def scratch_bytes(self, page_size: int) -> int:  # noqa: ARG002 - by default, none
-        """Return the bytes that attention needs besides the cache for each page of all layers."""
+        """Return the bytes that attention needs besides the cache, per page of the first group."""
         return 0
 
     def fold_weights(self, index: int, weights: Any) -> Any:  # noqa: ARG002 - by default, none

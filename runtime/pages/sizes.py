@@ -6,7 +6,7 @@ every token, and all get the same number.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.pages.plan import PageCount, PagePlan, Part
 
@@ -36,6 +36,14 @@ class PageBytes:
     def of(self, pages: PageCount) -> int:
         """Return the total bytes of ``pages``."""
         return sum(size * count for size, count in zip(self.groups, pages, strict=True))
+
+    def with_scratch(self, size: int) -> "PageBytes":
+        """Return sizes with ``size`` more bytes for each page of the first group.
+
+        Args:
+            size: bytes that attention needs besides the cache for each of these pages.
+        """
+        return replace(self, groups=(self.groups[0] + size, *self.groups[1:]))
 
     @property
     def ends(self) -> int:

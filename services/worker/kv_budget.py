@@ -91,10 +91,5 @@ def kv_bytes_for(
     return left
 
 
-def without_scratch(size: int, page: int, scratch: int) -> int:
-    """Return the bytes left for pages if every page of ``page`` bytes needs ``scratch`` more."""
-    return size * page // (page + scratch)
-
-
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f} GiB"

@@ -37,7 +37,6 @@ from services.worker.kv_budget import (
     PREEMPTED_TOKENS,
     DeviceMemory,
     kv_bytes_for,
-    without_scratch,
 )
 from services.worker.model_loading import load_model
 from services.worker.peers import NO_PEERS, Peers, RankFacts
@@ -243,16 +242,15 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
         tokens = CPU_TOKENS
     if tokens != "auto":
         return pools_of_tokens(plan, tokens, windows)
+    allocated = page_bytes.with_scratch(model.kv_format.scratch_bytes(model.page_size))
     size = kv_bytes_for(
         DeviceMemory.now(model.device),
         utilization=settings.gpu_memory_utilization,
-        slab=sizes.slab_bytes + model.replayable * page_bytes.of(plan.null_pages),
+        slab=sizes.slab_bytes + model.replayable * allocated.of(plan.null_pages),
         logits=sizes.limits.max_running * len(model.vocabulary.own),
-        least=least_bytes(page_bytes),
+        least=least_bytes(allocated),
     )
-    scratch = model.kv_format.scratch_bytes(model.page_size)
-    size = without_scratch(size, page_bytes.groups[0], scratch)
-    return pools_of_bytes(page_bytes, size, windows, plan.pages(MAX_KV_TOKENS))
+    return pools_of_bytes(allocated, size, windows, plan.pages(MAX_KV_TOKENS))
 
 
 def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:

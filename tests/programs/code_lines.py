@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PACKAGES = ("codec", "runtime", "services")
 _OFFLINE = {"offline", "sizing", "bench", "quality", "convert", "compress"}
-_FORMATS = {"calibration", "fdc", "int4", "k4v2", "kvquant", "palu", "shard", "stream"}
+_FORMATS = {"calibration", "fdc", "int4", "k4v2", "kvquant", "lowrank", "palu", "shard", "stream"}
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

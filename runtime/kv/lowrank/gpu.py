@@ -119,8 +119,8 @@ class LatentKernels:
             factors.k.bias, factors.v.bias, cos, sin, len(cos), splits.acc, splits.m, splits.l,
             splits.counters, out, _LOG2_E / math.sqrt(self._dim), *_units(planes),
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-            DIM=self._dim, **self._widths, PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE, CHUNK=_CHUNK,
-            CHUNKS=triton.cdiv(v_latents.shape[3], _CHUNK),
+            DIM=self._dim, **self._widths, PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE,
+            CHUNK=_CHUNK, CHUNKS=triton.cdiv(v_latents.shape[3], _CHUNK),
             SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
             num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip

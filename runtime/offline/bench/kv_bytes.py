@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from runtime.checkpoint.weights import layer_shapes
 from runtime.config import ModelConfig
 from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
@@ -23,10 +24,11 @@ from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
+from runtime.kv.lowrank import LowRankFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.rotation import PageRotation
 from runtime.kv.windowed import WindowedFormat
-from runtime.offline.bench.shapes import PAGE, SHAPES
+from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint
 from runtime.pages.plan import PageCount, PagePlan, pages_for
 from runtime.pages.sizes import token_bytes
 
@@ -35,6 +37,8 @@ SHARD_PUBLISHED = {4096: 8.84, 8192: 10.05, 16_384: 10.78, 32_768: 11.19}
 sequence."""
 SHARD_PUBLISHED_DECODED = 5.5
 """Shard's ratio with 8,192 prompt and 2,048 decoded tokens. It stores decoded tokens in 8 bits."""
+KEEP = 0.6
+"""Fraction of parameters that factor pairs keep in the model of `lowrank`."""
 CONTEXTS = tuple(SHARD_PUBLISHED)
 _CAPACITY = 1 << 16
 
@@ -61,8 +65,12 @@ def formats(config: ModelConfig) -> Mapping[str, KVFormat]:
     """Return all formats for a model of one layer, with calibrations of random activations.
 
     ``fdc`` and ``palu`` keep half of the dimensions; the options of ``shard`` are the defaults.
+    ``lowrank`` is that of a model whose factor pairs keep `KEEP` of the parameters.
     """
-    exact = DenseFormat.create(config, torch.device("cpu"), torch.bfloat16)
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    exact = DenseFormat.create(config, device, dtype)
+    layers = layer_shapes(random_checkpoint(config, KEEP, device="cpu", on_demand=True))
+    latents = LowRankFormat(config, exact, layers, device, dtype)
     moments = [_moments(config)]
     half = config.head_dim // 2
     compressed: dict[str, CompressedFormat] = {
@@ -76,7 +84,7 @@ def formats(config: ModelConfig) -> Mapping[str, KVFormat]:
         "shard": shard.ShardFormat(config, shard.calibrate(moments, shard.ShardOptions(), "")),
     }
     windowed = {name: WindowedFormat(exact, found) for name, found in compressed.items()}
-    return {"dense": exact, **windowed}
+    return {"dense": exact, f"lowrank, keep {KEEP:g}": latents, **windowed}
 
 
 def occupied(plan: PagePlan, prompt: int, decoded: int) -> PageCount:

@@ -141,6 +141,8 @@ def test_bytes_of_a_token_are_those_of_its_latents() -> None:
     heads = CONFIG.num_kv_heads * CONFIG.head_dim
     assert token_bytes(dense.layout.page_bytes) == CONFIG.num_layers * 2 * 2 * heads
     assert len(model.layout.page_groups) == 1
+    assert model.kv_format.scratch_bytes(16) == 16 * 2 * 2 * heads
+    assert dense.kv_format.scratch_bytes(16) == 0
     assert model.kv_format.weight_bytes == sum(
         pair.u.shape[0] * 4 * (-(-pair.rank // 8) * 8 + 1)
         for layer in factorized().layers

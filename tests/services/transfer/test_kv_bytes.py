@@ -54,6 +54,7 @@ def wire_bytes(kv_format: KVFormat) -> int:
     ("name", "ratio"),
     [
         ("dense", 0.99),
+        ("lowrank, keep 0.6", 2.04),
         ("fp8", 1.94),
         ("int4", 3.6),
         ("k4v2", 4.75),

@@ -50,6 +50,15 @@ def test_pages_fill_a_gpu_without_other_processes() -> None:
     assert tokens(memory) == 58 * GIB // LLAMA_7B == 118_784
 
 
+def test_memory_that_attention_needs_for_each_page_is_left() -> None:
+    """`lowrank` on Llama-3-8B at keep 0.6: K and V of one of 32 layers beside the latents."""
+    latents, scratch = dense(32 * 1984), 16 * 4096
+    allocated = latents.with_scratch(scratch)
+    (pages,) = pools_of_bytes(allocated, 40 * GIB, latents.plan.batch(1, 1), 1 << 30)
+    assert 0 <= 40 * GIB - latents.of(PageCount(pages)) - pages * scratch < allocated.groups[0]
+    assert latents.with_scratch(0) == latents
+
+
 def test_memory_of_other_processes_is_not_used() -> None:
     memory = DeviceMemory(total=80 * GIB, free=20 * GIB, own=12 * GIB)
     assert tokens(memory) == 18 * GIB // LLAMA_7B

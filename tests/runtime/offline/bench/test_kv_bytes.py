@@ -23,6 +23,7 @@ def found() -> Mapping[str, KVFormat]:
 @pytest.mark.parametrize(
     ("name", "sequence", "stored_token"),
     [
+        ("lowrank, keep 0.6", 2.06, 1.0),
         ("fp8", 1.94, 1.98),
         ("fp8-e5m2", 1.94, 1.98),
         ("int4", 3.6, 3.76),
@@ -72,7 +73,7 @@ def test_pages_of_a_sequence(prompt: int, decoded: int, pages: tuple[int, int]) 
     assert occupied(compressed_plan(), prompt, decoded) == pages
 
 
-@pytest.mark.parametrize("name", ["dense", "int4", "shard"])
+@pytest.mark.parametrize("name", ["dense", "lowrank, keep 0.6", "int4", "shard"])
 def test_bytes_of_pages_are_those_of_allocated_memory(
     found: Mapping[str, KVFormat], name: str
 ) -> None:
