@@ -225,6 +225,18 @@ def compressed(checkpoint: Checkpoint, method: Method) -> Checkpoint:
     return made
 
 
+@pytest.mark.parametrize("name", ["opt", "phi3-long"])
+def test_latents_of_a_compressed_model_are_close_to_dense_kv(
+    name: str, folders: Callable[[str], Path]
+) -> None:
+    """OPT has biases of K and V and no RoPE."""
+    checkpoint = compressed(load_checkpoint(folders(name)), Method.SVD_LLM)
+    expected = paged_logits(build_model(checkpoint))
+    found = paged_logits(build_model(checkpoint, kv_format="lowrank"))
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    assert not torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize("name", ["opt", "phi3-long"])
 def test_compressed_model_is_written_and_loaded(
