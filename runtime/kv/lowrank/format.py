@@ -38,17 +38,17 @@ class RebuiltPages:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        # CUDA graphs hold the addresses of all of them.
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # CUDA graphs hold the addresses of all of them. The last one has the most pages.
+        self._made: list[tuple[Tensor, Tensor]] = []
 
     def like(self, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V with the pages and slots of a plane of a cache."""
+        """Return K and V with at least the pages of a plane of a cache, which all have one size."""
         pages, _, slots, _ = plane.shape
-        if (pages, slots) not in self._made:
+        if not self._made or len(self._made[-1][0]) < pages:
             shape = pages, self._config.num_kv_heads, slots, self._config.head_dim
             k, v = torch.zeros(2, *shape, dtype=torch.bfloat16, device=self._device)
-            self._made[pages, slots] = k, v
-        return self._made[pages, slots]
+            self._made.append((k, v))
+        return self._made[-1]
 
 
 @dataclass(frozen=True)
