@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def damaged(*tokens: int) -> Checkpoint:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "tiny_checkpoint", partial(damaged, POISON))
+    monkeypatch.setattr(workers, "checkpoint_for", lambda _: damaged(POISON))
 
 
 async def error_of(worker: Decode | Prefill, tokens: int, prefill: Prefill | None = None) -> int:

@@ -46,7 +46,7 @@ SPEC = f"{__name__}:{LayeredFormat.__name__}"
 def three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the model a layer for each group."""
     config = replace(CONFIG, num_layers=len(GROUPS))
-    monkeypatch.setattr(workers, "tiny_checkpoint", lambda: tiny_checkpoint(config=config))
+    monkeypatch.setattr(workers, "checkpoint_for", lambda _: tiny_checkpoint(config=config))
 
 
 async def test_tokens_are_those_of_one_group(site: Site) -> None:
