@@ -92,9 +92,17 @@ def tiny_checkpoint(
 
 
 def checkpoint_for(kv_format: str, config: ModelConfig = CONFIG) -> Checkpoint:
-    """Return random weights that a KV format supports: factor pairs for `lowrank`, else dense."""
-    ranks = (None, 13, 11, None, None, 9, None) if kv_format == LOWRANK else (None,) * 7
-    return tiny_checkpoint(config=config, ranks=ranks)
+    """Return random weights that a KV format supports: factor pairs for `lowrank`, else dense.
+
+    The ranks of the last layer differ from those of the others.
+    """
+    if kv_format != LOWRANK:
+        return tiny_checkpoint(config=config)
+    made, other = (
+        tiny_checkpoint(config=config, ranks=(None, k, v, None, None, 9, None))
+        for k, v in ((13, 11), (8, 21))
+    )
+    return replace(made, layers=(*made.layers[:-1], other.layers[-1]))
 
 
 def linear_shape(config: ModelConfig, field: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from runtime.pages.sizes import token_bytes
 from runtime.parallel.partition import Partition
 from tests.runtime.tiny import (
     CONFIG,
+    checkpoint_for,
     drive,
     engine_of,
     prompt_of,
@@ -148,6 +149,16 @@ def test_bytes_of_a_token_are_those_of_its_latents() -> None:
         for layer in factorized().layers
         for pair in (layer.k, layer.v)
     )
+
+
+def test_layers_of_other_ranks_have_planes_of_other_widths() -> None:
+    checkpoint = checkpoint_for("lowrank")
+    model = build_model(checkpoint, kv_format="lowrank")
+    widths = [[plane.shape for plane in planes] for planes in model.layout.layers]
+    assert widths == [[(1, 16, 16), (1, 16, 16)], [(1, 16, 8), (1, 16, 24)]]
+    dense = prompt_and_steps(build_model(checkpoint), [40, 9], 20)
+    found = prompt_and_steps(model, [40, 9], 20)
+    assert float((found - dense).abs().max()) < TOLERANCE * float(dense.abs().max())
 
 
 @pytest.mark.parametrize("rope", ["default", "yarn"])
