@@ -320,14 +320,15 @@ class _Packer:
         column = 0
         for name, linear in linears.items():
             dense = isinstance(linear, Dense)
-            own, bias = rows[name], linear.bias
             if isinstance(linear, Latents):
                 packed.latents[name] = range(column, column + linear.rank)
-            elif dense or names not in _WRITE_RESIDUAL:
-                packed.outer[name] = self.matrix(own, bias, -1 if dense else column)
+            elif dense:
+                packed.outer[name] = self.matrix(rows[name], linear.bias)
             else:
-                bias = None if bias is None else self._padded(bias)
-                packed.outer[name] = self.matrix(self._padded(own), bias, column)
+                own, bias = rows[name], linear.bias
+                if names in _WRITE_RESIDUAL:
+                    own, bias = self._padded(own), None if bias is None else self._padded(bias)
+                packed.outer[name] = self.matrix(own, bias, column)
             column += 0 if dense else round_up(linear.rank)
 
     def _rows(self, name: str, linear: Linear) -> Tensor:
