@@ -97,9 +97,10 @@ def embed(
     first = HIDDEN * pid // programs
     last = HIDDEN * (pid + 1) // programs
     begin = 0
-    if SHAPE.RANKS > 1:
-        send_embedding(token, b, weights, ranks, flag, first, last, SHAPE)
     if SHAPE.HEIGHT > 0:
+        for start in range(first, last, THREADS):
+            i = start + gl.arange(0, THREADS, FLAT)
+            send_embedding(token, b, i, i < last, weights, ranks, flag, SHAPE)
         begin = ranks.rank * SHAPE.HEIGHT
         rows = gl.maximum(gl.minimum(HIDDEN - begin, SHAPE.HEIGHT), 0)
         first = rows * pid // programs
@@ -111,6 +112,8 @@ def embed(
             row = weights.embedding + token * HIDDEN
             h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
         else:
+            if SHAPE.HEIGHT == 0:
+                send_embedding(token, b, i, i < last, weights, ranks, flag, SHAPE)
             found = ranks.partials + (2 * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + begin + i
             h = receive_fp32(found, flag, i < last, 1, True)
         gl.store(buffers.hidden + b * HIDDEN + i, h, mask=i < last)
@@ -128,15 +131,13 @@ def embed(
 
 
 @gluon.jit
-def send_embedding(token, b: gl.constexpr, weights, ranks, flag, first, last, SHAPE: gl.constexpr):
-    """Send columns of the embedding of ``token`` to all ranks, if this rank holds it."""
+def send_embedding(token, b: gl.constexpr, i, mask, weights, ranks, flag, SHAPE: gl.constexpr):
+    """Send columns ``i`` of the embedding of ``token`` to all ranks, if this rank holds it."""
     place = token - ranks.first_token
-    if (place >= 0) & (place < SHAPE.VOCAB):
-        for start in range(first, last, THREADS):
-            i = start + gl.arange(0, THREADS, FLAT)
-            row = weights.embedding + place * SHAPE.HIDDEN
-            h = gl.load(row + i, mask=i < last, other=0.0).to(gl.float32)
-            send_partial(ranks, 2, 0, b, i, h, flag, i < last, SHAPE)
+    held = mask & (place >= 0) & (place < SHAPE.VOCAB)
+    row = weights.embedding + place * SHAPE.HIDDEN
+    h = gl.load(row + i, mask=held, other=0.0).to(gl.float32)
+    send_partial(ranks, 2, 0, b, i, h, flag, held, SHAPE)
 
 
 @gluon.jit
