@@ -18,7 +18,8 @@ def decode_step(model: Model, batch: Batch, cache: PagedCache) -> Callable[[], T
     """Return a function that computes `Model.forward` for a batch of static tensors.
 
     It uses the megakernel if that supports the model, the device and the batch, which must have
-    one token per sequence, for up to `most_sequences`. The next call overwrites the result.
+    one token per sequence and at most `most_sequences` sequences. The next call overwrites the
+    result.
 
     Args:
         batch: a batch whose tensors keep their addresses. Every call reads their contents.

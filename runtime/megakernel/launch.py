@@ -24,6 +24,7 @@ from runtime.megakernel.schedule import (
     build_passes,
     split_at_attention,
 )
+from runtime.parallel.partition import Partition
 from runtime.parallel.peer_memory import PeerMemory
 
 MAX_SEQUENCES = layouts.N.value
@@ -51,20 +52,31 @@ _MAX_SPLITS = 32
 def unsupported(weights: PackedWeights) -> str | None:
     """Return why the megakernel does not support a model, or None if it supports it.
 
-    Only shapes are read, so that all ranks of a worker agree. `runtime.gemm.weights.unsupported`
-    rejects models that cannot be packed, such as those with factor pairs of rank 0.
+    Only shapes are read, and those of all ranks, so that the ranks of a worker agree.
+    `runtime.gemm.weights.unsupported` rejects models that cannot be packed, such as those with
+    factor pairs of rank 0.
     """
     config = weights.config
     if weights.head_norms:
         return "the megakernel does not normalize query and key heads"
     if config.head_dim > layouts.MAX_DIM.value:
         return f"heads of {config.head_dim}: the megakernel's limit is {layouts.MAX_DIM.value}"
-    if config.num_heads > _MAX_GROUP * config.num_kv_heads:
-        return (
-            f"{config.num_heads} query heads for {config.num_kv_heads} KV heads: the megakernel's "
-            f"limit is {_MAX_GROUP} for each"
-        )
+    for heads, kv_heads in _heads_of_ranks(weights):
+        if heads > _MAX_GROUP * kv_heads:
+            return (
+                f"{heads} query heads for {kv_heads} KV heads: the megakernel's limit is "
+                f"{_MAX_GROUP} for each"
+            )
     return None
+
+
+def _heads_of_ranks(weights: PackedWeights) -> list[tuple[int, int]]:
+    """Return the numbers of query heads and of KV heads of each rank."""
+    config, own = weights.config, weights.partition
+    if own is None or config.whole is None:
+        return [(config.num_heads, config.num_kv_heads)]
+    parts = (Partition.of(config.whole, rank, own.size, own.scheme) for rank in range(own.size))
+    return [(len(part.heads), len(part.kv_heads)) for part in parts]
 
 
 def most_sequences(weights: PackedWeights, ranks: int, *, attends: bool) -> int:
@@ -92,7 +104,8 @@ class DecodeStep:
         memory: memory through which the ranks of the worker exchange messages; None for one rank.
             All ranks must construct and launch the same steps in the same order.
         first_token: id of the first token whose row of the vocabulary this rank holds.
-        programs: number of programs. All must be resident, so at most one per multiprocessor.
+        programs: number of programs, the same on all ranks. All must be resident, so at most one
+            per multiprocessor.
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: maximum copies in flight after one was started and waited for, for
             ordinary and for tall tiles (see `kernels.ring`).

@@ -1,8 +1,9 @@
 """Interpreter of the megakernel's pass list in torch: the specification of the kernel.
 
 It runs the passes over one sequence, one after another, on all ranks of a worker in turn. It checks
-the protocol: a pass reads only messages of the stage that it waits for, and does not overwrite a
-message that may still be read.
+the protocol of activations and addends: a pass reads only messages of the stage that it waits for,
+and does not overwrite a message that may still be read. Sums of squares, and the embedding that its
+rank sends to the others, are not messages here.
 """
 
 import math
@@ -170,6 +171,8 @@ class Interpreter:
         if one.opcode == opcodes.ATTEND.value:
             attended = self._attend(messages, one, position, pages)
             messages.write(self.offsets.attended, attended, one.stage, one.after)
+            return
+        if not one.units:  # this rank has none of the rows, and reads nothing
             return
         if one.opcode >= opcodes.SUM_INNER.value:
             parts = [own.partials[one.source, rank] for rank in range(self._ranks)]

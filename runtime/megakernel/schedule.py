@@ -46,11 +46,12 @@ class Pass:
         source: offset of the input in a sequence's activations, in units of 8; for a sum, the
             third of `arguments.Ranks.partials` that has the addends.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
-            in lines; for PARTIAL and SCATTER, the third of `arguments.Ranks.partials`.
+            in lines; for PARTIAL and SCATTER, the third of `arguments.Ranks.partials`; for an end
+            marker, offset of the first inputs.
         bias: offset of the bias in the vectors; -1 if there is none.
-        norm: for RESIDUAL, offset of the next norm's weights in the vectors, from the first row of
-            the residual stream that this rank computes. For an end marker, that of the first
-            layer's norm; -1 if the passes do not begin with the embedding.
+        norm: for RESIDUAL and SUM_RESIDUAL, offset in the vectors of the next norm's weight for the
+            first row that this rank computes. For an end marker, that of the first layer's norm;
+            -1 if the passes do not begin with the embedding.
         normed: whether the input is the residual stream times the norm's weights, not yet divided
             by its rms.
         tall: whether tiles have 128 rows.
@@ -299,15 +300,29 @@ class _PassBuilder:
             matrix, target = layer.inner[first], self._offsets.inner[_FIRST.index(first)]
             if self.ranks > 1 and first in _RESIDUAL_GROUPS:
                 self._add(opcodes.PARTIAL.value, first, matrix, after, source)
-                self._sum(opcodes.SUM_INNER.value, first, len(matrix.weight), target=target)
+                rows = len(matrix.weight) if self.rows else 0  # without rows of U, they have no use
+                self._sum(opcodes.SUM_INNER.value, first, rows, target=target)
             else:
                 target += self.rank * len(matrix.weight)  # every rank sends its rows to all
                 normed = first not in _RESIDUAL_GROUPS
                 self.matrix(
-                    opcodes.INNER.value, matrix, after, source, target=target, normed=normed
-                )
+                    opcodes.INNER.value, matrix, after, source, target=target, normed=normed,
+                    rows=self._rows_in_use(layer, first),
+                )  # fmt: skip
             self.stage += 1
         return self.stage - 1
+
+    def _rows_in_use(self, layer: PackedLayer, first: str) -> int:
+        """Return the number of rows of a group's stacked V that some U reads.
+
+        Rows at the end may be padding. Nobody would wait for a program that computes only such
+        rows, so that its inputs might be overwritten before it reads them.
+        """
+        names = next(names for names in PROJECTION_GROUPS if names[0] == first)
+        pairs = [layer.outer[name] for name in names if layer.outer[name].inner_column >= 0]
+        total = max(pair.inner_column + pair.weight.shape[1] for pair in pairs)
+        height = len(layer.inner[first].weight)
+        return min(max(total - self.rank * height, 0), height)
 
     def _input(
         self, matrix: PackedMatrix, first: str, before: int, inner_stage: int, source: int

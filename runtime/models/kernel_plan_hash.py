@@ -22,9 +22,9 @@ def kernel_facts(model: Model) -> KernelFacts:
     weights and KV format separately.
 
     The number of ranks is not one of them, although it changes the order of sums: workers with
-    different numbers of ranks exchange KV, as workers with different batches do. The scheme is
-    (`Model.matmul`), because the layers of `Scheme.BASE` have other kernels than those of
-    `Scheme.LOW_RANK` and of one rank.
+    different numbers of ranks exchange KV, as workers with different batches do. `Scheme.BASE` is
+    (`Model.matmul`), because its layers have other kernels than those of other schemes and of one
+    rank. The hash of a plan covers its scheme.
     """
     on_cpu = model.device.type == "cpu"
     return {

@@ -2,9 +2,9 @@
 
 Ranks divide query heads, features of the MLP and rows of the vocabulary. KV heads are divided as
 well; if there are more ranks than KV heads, several ranks hold the same KV head and divide its
-query heads. Parts differ in size where a number of ranks does not divide a number of heads: nothing
-is padded. Norms and, with `Scheme.LOW_RANK`, the U of factor pairs that write to the residual
-stream are on every rank.
+query heads. Parts differ in size where a number of ranks does not divide a number of heads:
+checkpoints are not padded. Norms and, with `Scheme.LOW_RANK`, the U of factor pairs that write the
+residual stream are on every rank.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Scheme(StrEnum):
             the ranks divide the rows of V and gather its output, and divide the rows of U; or they
             divide the columns of V and add its outputs, and each has the whole U.
         EVEN: as LOW_RANK, but the ranks divide the rows of every U. They gather the outputs of
-            those that write the residual stream, so that only norms and biases are on every rank.
+            those that write the residual stream, so that only norms are on every rank.
         BASE: DeInfer's baseline. The ranks divide the inner dimension of every linear and add its
             whole outputs. Each rank has all heads.
     """

@@ -55,13 +55,16 @@ class PeerMemory:
 
 
 def can_access_one_another(group: distributed.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the kernels of every rank may access all GPUs. All ranks must call it.
+    """Return whether the kernels of every rank may access the GPUs of all. All ranks must call it.
 
-    They may not if ``NCCL_P2P_DISABLE`` is 1.
+    They may not if ``NCCL_P2P_DISABLE`` is 1. All ranks must see the same GPUs.
     """
-    peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
-    accessible = sum(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    allowed = accessible >= group.size() - 1 and os.environ.get("NCCL_P2P_DISABLE") != "1"
+    own = torch.tensor([device.index], device=device)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    distributed.all_gather(found, own, group=group)
+    peers = {int(index) for index in found} - {device.index}
+    accessible = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    allowed = accessible and os.environ.get("NCCL_P2P_DISABLE") != "1"
     can_access = torch.tensor([allowed], dtype=torch.int32, device=device)
     distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
     return bool(can_access)

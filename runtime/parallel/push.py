@@ -54,6 +54,7 @@ def _memory(addresses, rank, flag, HALF: tl.constexpr):
 @triton.jit
 def _finish(state, flag):
     """Count the programs that have finished; the last one increments the number in ``state``."""
+    tl.debug_barrier()  # all threads have loaded the number
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         # Skip 0, the flag of memory that was never written, and 1, which is odd as -1 is.

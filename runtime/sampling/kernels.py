@@ -87,7 +87,8 @@ def draw_kernel(
     Args:
         values, tokens, log_sums: `reference.Candidates`, contiguous, with ``count`` columns.
         best: int64 `[m]`.
-        words: int64 `[6, rows]`: greedy, top-k, min-tokens, seed, choice, output index.
+        words: int64 `[6, rows]`: greedy, top-k, min-tokens, seed, choice, and the output index,
+            which is written.
         reals: fp64 `[3, rows]`: temperature, min-p, top-p.
         sampled: int64 `[m, 3]`; token and whether it is valid are written, in columns 0 and 2.
         WIDTH: smallest power of two that is at least ``count``.

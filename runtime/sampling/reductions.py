@@ -33,7 +33,7 @@ class Reductions:
     All tensors of logits are fp32 `[m, own]`, one row for each sequence.
 
     Args:
-        find_candidates: returns `Candidates.of` logits and temperatures.
+        find_candidates: function with the arguments and the result of `Candidates.of`.
     """
 
     def __init__(self, find_candidates: FindCandidates = Candidates.of) -> None:

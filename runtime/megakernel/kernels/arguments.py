@@ -166,8 +166,8 @@ class Shape:
         SPLITS: maximum number of splits of a sequence's KV. One program attends to each split.
         RANKS: number of ranks.
         SUMS: maximum number of values per sequence that the ranks add in a stage.
-        HEIGHT: number of rows of the residual stream that a rank computes, but for the last ranks;
-            0 if every rank computes all of them.
+        HEIGHT: maximum number of rows of the residual stream that a rank computes, where the last
+            ranks may have fewer or none; 0 if every rank computes all of them.
     """
 
     B: gl.constexpr

@@ -127,9 +127,9 @@ def _fastest_scheme(
     log: Log,
     times: StepTimes,
 ) -> Scheme:
-    """Return the scheme, of ``schemes``, whose worst time is the least, relative to the default's.
+    """Return the scheme with the smallest ratio to the default's time.
 
-    The worst one is that of the number of ranks for which the scheme gains the least.
+    The ratio of a scheme is the largest over all numbers of ranks.
     """
     applied = layer_shapes(plan.multiply_out(whole))
     layers = _distinct(applied)

@@ -28,8 +28,8 @@ class Rendezvous:
     Attributes:
         path: path of the open file, for processes of the same user.
         size: number of ranks.
-        timeout_s: maximum time that a rank waits for the others, to join and in a collective,
-            seconds.
+        timeout_s: maximum time that a rank waits for the others, to join and in a collective of
+            NCCL or gloo, seconds. Collectives through peer memory have no limit of their own.
     """
 
     path: str

@@ -136,6 +136,31 @@ def test_unsupported_returns_the_reason(changes: dict[str, int], reason: str | N
     assert found is None if reason is None else reason in str(found)
 
 
+def test_all_ranks_use_the_megakernel_or_none() -> None:
+    """Only the last of three ranks has 32 query heads for its KV head."""
+    config = replace(CONFIG, num_heads=64, num_kv_heads=2)
+    whole = tiny_checkpoint(config=config)
+    for rank in range(3):
+        part = Partition.of(config, rank, 3)
+        found = unsupported(PackedWeights.pack(rank_checkpoint(whole, part), "cpu"))
+        assert "32 query heads for 1 KV heads" in str(found)
+
+
+def test_rows_that_only_pad_the_stacked_v_are_not_computed() -> None:
+    """No message of a program with such rows alone would be waited for."""
+    checkpoint = tiny_checkpoint(ranks=(9, 5, 8, 12, 17, 11, 24))
+    computed = 0
+    for rank in range(4):
+        part = Partition.of(CONFIG, rank, 4)
+        weights = PackedWeights.pack(rank_checkpoint(checkpoint, part), "cpu")
+        heads = part.kv_heads.stop - part.kv_heads.start
+        planes = [torch.zeros(2, heads, 16, CONFIG.head_dim, dtype=torch.bfloat16)] * 4
+        first = Interpreter(weights, planes, 1, part).passes[0]
+        assert first.opcode == opcodes.INNER.value
+        computed += first.units
+    assert computed == 16 + 8 + 8  # ranks of q, k and v, each padded to a multiple of 8
+
+
 def test_head_norms_are_packed_but_not_supported_by_the_megakernel() -> None:
     weights = PackedWeights.pack(tiny_checkpoint(head_norms=True), "cpu")
     assert weights.head_norms

@@ -22,7 +22,9 @@ source = ASTSource(kernel, signature, constants)
 made = triton.compile(
     source, target=GPUTarget("cuda", 90, 32), options={"num_warps": threads // 32}
 )
-assert made.asm["ptx"].count("ld.relaxed.sys") >= ranks * block // threads
+ptx = made.asm["ptx"]
+assert ptx.count("ld.relaxed.sys") >= ranks * block // threads
+assert "bar.sync" in ptx[ptx.rindex("ld.relaxed.sys"):ptx.index("atom.")]
 """
 
 
