@@ -19,6 +19,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.model import build_gemm_model
+from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
@@ -58,8 +59,8 @@ class DecodeBench:
         kv_read = cache.layout.page_bytes.of(plan.received(context + 1))
         read = self.model.step_weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
-        megakernel = unsupported_by_megakernel(self.model) is None
-        if megakernel and self._device == "cuda" and batch <= _most_sequences(cache):
+        megakernel = self._device == "cuda" and unsupported_by_megakernel(self.model) is None
+        if megakernel and batch <= _most_sequences(self.model.weights, cache):
             ways["megakernel"] = decode_step(self.model, inputs, cache)
         ways["layer by layer"] = partial(self.model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}
@@ -89,11 +90,11 @@ class DecodeBench:
         return cache
 
 
-def _most_sequences(cache: PagedCache) -> int:
-    """Return the largest batch that the megakernel supports."""
-    from runtime.megakernel.launch import MAX_SEQUENCES, MAX_SEQUENCES_WITHOUT_ATTENTION
+def _most_sequences(weights: PackedWeights, cache: PagedCache) -> int:
+    """Return the largest batch for which the megakernel is used."""
+    from runtime.megakernel.launch import most_sequences
 
-    return MAX_SEQUENCES_WITHOUT_ATTENTION if cache.layout.plan.encodes else MAX_SEQUENCES
+    return most_sequences(weights, 1, attends=not cache.layout.plan.encodes)
 
 
 def figures(
