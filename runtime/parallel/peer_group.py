@@ -9,6 +9,7 @@ from runtime.parallel.peer_memory import PeerMemory, PeerTensor, can_access_one_
 from runtime.parallel.push import (
     MAX_PROGRAMS,
     gather_kernel,
+    probe_kernel,
     sum_kernel,
     two_step_sum_kernel,
 )
@@ -50,11 +51,15 @@ class PeerGroup(DistributedGroup):
     def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
         """Return a group of all ranks, with all kernels compiled. All ranks must call it.
 
-        If the GPUs cannot access one another, all collectives are those of NCCL.
+        If the GPUs cannot access one another, all collectives are those of NCCL. A driver may say
+        that they can although stores do not arrive, for example with some settings of an IOMMU;
+        collectives would then wait forever, so this is tried first.
         """
         if not can_access_one_another(group, device):
             return DistributedGroup(group)
         memory = PeerMemory(group, device)
+        if not _stores_arrive(memory, group):
+            return DistributedGroup(group)
         made = cls(group, memory.zeros(2, _HALF, dtype=torch.int64), memory)
         made._warm_up()
         return made
@@ -111,3 +116,15 @@ class PeerGroup(DistributedGroup):
             RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads,
             num_warps=threads // 32,
         )  # fmt: skip
+
+
+def _stores_arrive(memory: PeerMemory, group: distributed.ProcessGroup) -> bool:
+    """Return whether every rank can store in the memory of all. All ranks must call it."""
+    probe = memory.zeros(memory.size, dtype=torch.int64)
+    probe_kernel[(1,)](probe.addresses, memory.rank, RANKS=memory.size)
+    torch.cuda.synchronize(memory.device)
+    distributed.barrier(group=group)
+    expected = torch.arange(1, memory.size + 1, device=memory.device)
+    arrived = torch.tensor([torch.equal(probe.own, expected)], device=memory.device).int()
+    distributed.all_reduce(arrived, distributed.ReduceOp.MIN, group=group)
+    return bool(arrived)

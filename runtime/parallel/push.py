@@ -52,6 +52,14 @@ def _memory(addresses, rank, flag, HALF: tl.constexpr):
 
 
 @triton.jit
+def probe_kernel(addresses, rank, RANKS: tl.constexpr):
+    """Store ``rank + 1`` at index ``rank`` of every rank's memory, int64 `[RANKS]`. Grid `(1,)`."""
+    for peer in tl.static_range(RANKS):
+        there = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
+        tl.store(there + rank, rank + 1)
+
+
+@triton.jit
 def _finish(state, flag):
     """Count the programs that have finished; the last one increments the number in ``state``."""
     tl.debug_barrier()  # all threads have loaded the number

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+import structlog
 import torch
 from torch import distributed
 
 from runtime.parallel.group import DistributedGroup, RankGroup
 from services.common.process_end import end_at_once
 from services.worker.device import use_device
+
+log = structlog.get_logger()
 
 _START_S = 600.0
 """Minimum of `Rendezvous.timeout_s`, seconds.
@@ -75,4 +78,8 @@ class Rendezvous:
             return DistributedGroup(group)
         from runtime.parallel.peer_group import PeerGroup  # needs Triton
 
-        return PeerGroup.join(group, device)
+        joined = PeerGroup.join(group, device)
+        if rank == 0:
+            way = "NCCL alone" if joined.memory is None else "peer memory and NCCL"
+            log.info("ranks joined", ranks=self.size, collectives=way)
+        return joined

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from runtime.offline.bench.ranks import over_ranks
 from runtime.parallel import peer_group
 from runtime.parallel.group import DistributedGroup, RankGroup
 from runtime.parallel.peer_group import PeerGroup
 from runtime.parallel.peer_memory import PeerTensor
+from runtime.parallel.push import probe_kernel
 
 HALF = 1 << 12
 ROWS = (1, 3)
@@ -42,6 +43,9 @@ def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
     peer_group.ONE_STEP_WORDS = 1 << 17 if one_step else 0
     peer_group._MIN_BLOCK = 64
     made, size = group_of(folder, group), group.size
+    probe_kernel[(1,)](made._messages.addresses, made.rank, RANKS=size)
+    distributed.barrier(group=made.process_group)
+    assert made._messages.own[0, :size].tolist() == [*range(1, size + 1)]
     for rows in ROWS:
         for width in (8 * size, 400 * size):
             for dtype in (torch.bfloat16, torch.float64):
