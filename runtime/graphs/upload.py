@@ -23,10 +23,12 @@ class Uploader:
     device is a CPU. Leaving the context manager ends the threads.
 
     Attributes:
-        device: the target device.
+        device: the target device. ``cuda`` without an index is the current GPU of this thread.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._lanes = threading.local()
         self._pool = ThreadPoolExecutor(
