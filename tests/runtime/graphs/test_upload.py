@@ -16,6 +16,20 @@ def test_tensors_on_the_cpu_are_not_copied() -> None:
         assert upload(tensor) is tensor
 
 
+def test_cuda_without_an_index_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with Uploader(torch.device("cuda")) as upload:
+        assert upload.device == torch.device("cuda:3")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_large_tensors_are_copied_to_the_current_gpu() -> None:
+    values = torch.arange(8 << 20, dtype=torch.int32)
+    with Uploader(torch.device("cuda")) as upload:
+        assert torch.equal(upload(values).cpu(), values)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("elements", [0, 1, 1000, 4 << 20, (4 << 20) + 1, 33_000_001])
