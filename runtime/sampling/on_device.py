@@ -84,7 +84,8 @@ class DeviceSampler:
         vocabulary: division of the token ids among the ranks. The state takes 13 bytes for each
             row and each token of this rank.
         top: maximum number of most probable tokens that a row reports.
-        kernels: whether Triton kernels draw. They have not been measured on a GPU.
+        kernels: whether Triton kernels draw. They are faster on one GPU, but have not run over
+            several ranks on GPUs.
 
     Attributes:
         sampled: int64 `[rows, 3]`, the storage of ``tokens``, ``finite`` and ``resolved``.
