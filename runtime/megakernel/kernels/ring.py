@@ -45,6 +45,7 @@ from runtime.megakernel.kernels.opcodes import (
     WIDTH,
     field,
     past_tiles,
+    prefetch,
     rows_of_program,
 )
 
@@ -145,10 +146,10 @@ def copy_tiles(
     tall_row = index_along(WARPS, 0, WIDE_TILE_COPY) * ROWS + index_along(ROWS, 1, WIDE_TILE_COPY)
     tall_column = index_along(MAX_DIM, 2, WIDE_TILE_COPY)
     tile = gl.to_tensor(0)
-    coming = load_reads(schedule.table)
     for n in range(schedule.passes):
-        opcode, offset, v_offset, width, start, units, total, unit, tall, stride = coming
-        coming = load_reads(schedule.table + (n + 1) * FIELDS)
+        own = schedule.table + n * FIELDS
+        opcode, offset, v_offset, width, start, units, total, unit, tall, stride = load_reads(own)
+        prefetch(own + FIELDS)
         if opcode == ATTEND:
             tile = copy_kv(ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE, RING)
         else:

@@ -71,6 +71,7 @@ from runtime.megakernel.kernels.opcodes import (
     WIDTH,
     field,
     past_tiles,
+    prefetch,
     rows_of_program,
 )
 from runtime.megakernel.kernels.ring import as_wide_tile, copy_tiles, release, wait_full
@@ -182,13 +183,20 @@ def compute(
                 buffers, ranks, base, pid, programs, SHAPE,
             )  # fmt: skip
 
+    # With the most sequences, there are no registers for the fields of the next pass.
+    HOLDS: gl.constexpr = SHAPE.BL < N
     coming = load_pass(table)
     for n in tl.range(0, passes, disable_licm=True):
+        if HOLDS:
+            fields = coming
+            coming = load_pass(table + (n + 1) * FIELDS)
+        else:
+            fields = load_pass(table + n * FIELDS)
+            prefetch(table + (n + 1) * FIELDS)
         (
             opcode, stage, after, width, start, units, total, unit, source, target, bias, norm,
             normed, tall,
-        ) = coming  # fmt: skip
-        coming = load_pass(table + (n + 1) * FIELDS)
+        ) = fields  # fmt: skip
         flag = base + stage
         if opcode == ATTEND:
             for item in tl.range(pid, B * KV_HEADS * SPLITS, programs, disable_licm=True):
