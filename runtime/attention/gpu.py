@@ -11,8 +11,9 @@ from runtime.attention.base import Batch
 from runtime.attention.kernels.decode import decode_kernel
 from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
 from runtime.attention.kernels.rope_write import rope_write_kernel
-from runtime.attention.splits import MERGED_SPLITS, MIN_TILES, Splits
+from runtime.attention.splits import MIN_TILES, Splits, merge_sizes
 from runtime.kernels.alignment import VECTOR_ELEMENTS
+from runtime.kernels.overlap import overlapped
 
 _ROWS = 8
 """Heads per program of `rope_write_kernel`."""
@@ -106,7 +107,7 @@ class TritonAttention:
             *k_pages.stride()[:2], q_norm, k_norm,
             HEADS=query_heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
             ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
-            NORM=norms is not None, EPS=eps, num_warps=2,
+            NORM=norms is not None, EPS=eps, num_warps=2, **overlapped(qkv.device),
         )  # fmt: skip
 
     def attend_factored(
@@ -169,8 +170,8 @@ class TritonAttention:
             splits.counters, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
             DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TILE,
-            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
-            num_warps=2, num_stages=3,
+            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, **merge_sizes(group),
+            num_warps=2, num_stages=3, **overlapped(q.device),
         )  # fmt: skip
 
     def _prefill(

@@ -7,8 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
-MERGED_SPLITS = 32
-"""Splits of a head that are merged per iteration."""
+_MERGED = 32
+"""Splits of query heads that are merged per iteration, at most `_MERGED_HEADS` heads at a time."""
+_MERGED_HEADS = 8
 MIN_TILES = 2
 """Minimum number of tiles per decode program."""
 PROGRAMS = 4
@@ -26,6 +27,16 @@ def decode_programs(device: torch.device, each: int) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def merge_sizes(group: int) -> dict[str, int]:
+    """Return MERGED and MERGED_HEADS of `balance.write_split`.
+
+    Args:
+        group: query heads per KV head.
+    """
+    heads = min(triton.next_power_of_2(group), _MERGED_HEADS)
+    return {"MERGED": _MERGED // heads, "MERGED_HEADS": heads}
 
 
 @dataclass(frozen=True)

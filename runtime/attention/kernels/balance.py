@@ -77,43 +77,49 @@ def head_of_tile(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def merge_splits(
-    query_head, g, first, count, first_slot, split_acc, split_m, split_l, out,
+    first_head, first, count, first_slot, split_acc, split_m, split_l, out,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query head and write its output.
+    """Merge the splits of the query heads of one KV head and write their outputs.
 
     Args:
-        query_head: index of the query head in ``out``.
-        g: index of the query head within its KV head.
+        first_head: index of the first of the GROUP query heads in ``out``.
         first, count: the first program with a split, and the number of programs with one.
         first_slot: slot (0 or 1) of the split of program ``first``. The splits of the other
             programs are in slot 0.
-        MERGED: splits per iteration.
+        MERGED: splits per iteration, of MERGED_HEADS query heads each; both are powers of two.
     """
     d = tl.arange(0, WIDTH)
     i = tl.arange(0, MERGED)
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros((WIDTH,), tl.float32)
-    for begin in range(0, count, MERGED):
-        program = first + begin + i
-        split = (program * 2 + tl.where(program == first, first_slot, 0)) * GROUP + g  # [MERGED]
-        valid = begin + i < count
-        all_m = tl.load(split_m + split, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        all_l = tl.load(split_l + split, mask=valid, other=0.0, cache_modifier=".cg")
-        all_acc = tl.load(
-            split_acc + split[:, None] * DIM + d[None, :],
-            mask=valid[:, None] & (d < DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [MERGED, WIDTH]
-        new_m = tl.maximum(m, tl.max(all_m, axis=0))
-        share = tl.exp2(all_m - new_m)
-        alpha = tl.exp2(m - new_m)
-        l = l * alpha + tl.sum(share * all_l, axis=0)
-        acc = acc * alpha + tl.sum(share[:, None] * all_acc, axis=0)
-        m = new_m
-    tl.store(out + query_head * DIM + d, (acc / l).to(out.dtype.element_ty), mask=d < DIM)
+    for begin_head in tl.static_range(0, GROUP, MERGED_HEADS):
+        row = begin_head + tl.arange(0, MERGED_HEADS)
+        g = tl.minimum(row, GROUP - 1)[:, None]  # [MERGED_HEADS, 1]
+        m = tl.full((MERGED_HEADS,), float("-inf"), tl.float32)
+        l = tl.zeros((MERGED_HEADS,), tl.float32)
+        acc = tl.zeros((MERGED_HEADS, WIDTH), tl.float32)
+        for begin in range(0, count, MERGED):
+            program = first + begin + i
+            slot = program * 2 + tl.where(program == first, first_slot, 0)
+            split = slot[None, :] * GROUP + g  # [MERGED_HEADS, MERGED]
+            valid = (begin + i < count)[None, :]
+            all_m = tl.load(split_m + split, mask=valid, other=float("-inf"), cache_modifier=".cg")
+            all_l = tl.load(split_l + split, mask=valid, other=0.0, cache_modifier=".cg")
+            all_acc = tl.load(
+                split_acc + split[:, :, None] * DIM + d[None, None, :],
+                mask=valid[:, :, None] & (d < DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )  # [MERGED_HEADS, MERGED, WIDTH]
+            new_m = tl.maximum(m, tl.max(all_m, axis=1))
+            share = tl.exp2(all_m - new_m[:, None])
+            alpha = tl.exp2(m - new_m)
+            l = l * alpha + tl.sum(share * all_l, axis=1)
+            acc = acc * alpha[:, None] + tl.sum(share[:, :, None] * all_acc, axis=1)
+            m = new_m
+        at = (first_head + row)[:, None] * DIM + d[None, :]
+        result = (acc / l[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at, result, mask=(row < GROUP)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
@@ -153,7 +159,7 @@ def write_split(
     acc, m, l, sequence, kv_head, slot, first, splits, first_slot, split_acc, split_m, split_l,
     counters, out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MERGED: tl.constexpr,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr, MERGED_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write one split of a KV head. The last program to write a split of the head merges them all.
 
@@ -168,7 +174,7 @@ def write_split(
         split_m, split_l: fp32 `[programs, 2, GROUP]`, maximum and sum of each split.
         counters: int32 `[sequences, KV_HEADS]`, zero before and after the launch.
         out: `[sequences, KV_HEADS * GROUP, DIM]`, written.
-        MERGED: splits that are merged per iteration.
+        MERGED, MERGED_HEADS: splits and query heads that are merged per iteration.
     """
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
@@ -180,9 +186,8 @@ def write_split(
     tl.debug_barrier()
     counter = counters + sequence * KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-        for g in range(GROUP):
-            merge_splits(
-                (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, splits,
-                first_slot, split_acc, split_m, split_l, out, GROUP, DIM, WIDTH, MERGED,
-            )  # fmt: skip
+        merge_splits(
+            (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP, first, splits, first_slot,
+            split_acc, split_m, split_l, out, GROUP, DIM, WIDTH, MERGED, MERGED_HEADS,
+        )  # fmt: skip
         tl.store(counter, 0)

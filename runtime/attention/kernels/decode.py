@@ -17,6 +17,7 @@ from runtime.attention.kernels.balance import (
     write_whole,
 )
 from runtime.kernels.arith import matmul
+from runtime.kernels.overlap import after_previous
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def decode_kernel(
     split_acc, split_m, split_l, counters, out, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
-    MIN_TILES: tl.constexpr, MERGED: tl.constexpr,
+    MIN_TILES: tl.constexpr, MERGED: tl.constexpr, MERGED_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -111,8 +112,9 @@ def decode_kernel(
         BLOCK: keys of a tile.
         SEQUENCES: power of two, at least ``sequences``.
         MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
-        MERGED: splits that are merged per iteration.
+        MERGED, MERGED_HEADS: see `balance.write_split`.
     """
+    after_previous()
     s = tl.arange(0, SEQUENCES)
     # Tiles of one KV head of each sequence.
     tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)
@@ -145,6 +147,6 @@ def decode_kernel(
             write_split(
                 acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, splits,
                 first_slot, split_acc, split_m, split_l, counters, out, KV_HEADS, GROUP, ROWS, DIM,
-                WIDTH, MERGED,
+                WIDTH, MERGED, MERGED_HEADS,
             )  # fmt: skip
         tile = stop

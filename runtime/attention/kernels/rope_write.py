@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from runtime.kernels.overlap import after_previous
+
 
 @triton.jit
 def norm_heads(
@@ -65,6 +67,7 @@ def rope_write_kernel(
         NORM: whether to normalize query and key heads before RoPE.
         EPS: epsilon of the norm.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     sequence = tl.load(sequences + token)

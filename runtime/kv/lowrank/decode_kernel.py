@@ -152,7 +152,7 @@ def latent_decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr, MIN_TILES: tl.constexpr,
-    MERGED: tl.constexpr,
+    MERGED: tl.constexpr, MERGED_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -206,6 +206,6 @@ def latent_decode_kernel(
             write_split(
                 acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, splits,
                 first_slot, split_acc, split_m, split_l, counters, out, KV_HEADS, GROUP, ROWS, DIM,
-                DIMS, MERGED,
+                DIMS, MERGED, MERGED_HEADS,
             )  # fmt: skip
         tile = stop

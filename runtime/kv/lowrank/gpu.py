@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.attention.splits import MERGED_SPLITS, MIN_TILES, Splits, decode_programs
+from runtime.attention.splits import MIN_TILES, Splits, decode_programs, merge_sizes
 from runtime.config import ModelConfig
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 from runtime.kv.lowrank.decode_kernel import latent_decode_kernel
@@ -121,7 +121,7 @@ class LatentKernels:
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
             DIM=self._dim, **self._widths, PAGE=k_latents.shape[2], BLOCK=_DECODE_TILE,
             CHUNK=_CHUNK, CHUNKS=triton.cdiv(v_latents.shape[3], _CHUNK),
-            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS,
+            SEQUENCES=len(splits.counters), MIN_TILES=MIN_TILES, **merge_sizes(group),
             num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
         return out

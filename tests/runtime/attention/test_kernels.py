@@ -89,18 +89,19 @@ def test_decode_is_independent_of_how_tiles_are_divided(
     assert counters_are_zero(attention)
 
 
-@pytest.mark.parametrize(("merged", "least"), [(2, 1), (32, 3)])
+@pytest.mark.parametrize(("merged", "least"), [(4, 1), (32, 3)])
+@pytest.mark.parametrize("group", [1, 2, 3, 12])
 def test_many_splits_are_merged_in_several_iterations(
-    merged: int, least: int, monkeypatch: pytest.MonkeyPatch
+    merged: int, least: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "decode_programs", lambda device, each: 30)
-    monkeypatch.setattr(gpu, "MERGED_SPLITS", merged)
+    monkeypatch.setattr(splits, "_MERGED", max(merged, min(group, 8)))
     monkeypatch.setattr(gpu, "MIN_TILES", least)
     batch = batch_of([1000], 1, DEVICE)
     k, v = random_pages([1000], 2, 16, DEVICE)
-    q = random(1, 4, 16)
+    q = random(1, 2 * group, 16)
     expected = ReferenceAttention().attend(q, k, v, batch)
-    got = TritonAttention(4, 2, 16).attend(q, k, v, batch)
+    got = TritonAttention(2 * group, 2, 16).attend(q, k, v, batch)
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 

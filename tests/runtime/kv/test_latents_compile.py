@@ -14,7 +14,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from runtime.attention.splits import MERGED_SPLITS, MIN_TILES
+from runtime.attention.splits import MIN_TILES, merge_sizes
 from runtime.kv.lowrank import gpu
 from runtime.kv.lowrank.decode_kernel import latent_decode_kernel
 from runtime.kv.lowrank.kernels import append_latents_kernel, rebuild_kernel
@@ -30,7 +30,7 @@ types |= {"positions": "*i64", "scale": "fp32"}
 common = dict(
     KV_HEADS=8, GROUP=4, HEADS=32, DIM=dim, HALF=max(16, triton.next_power_of_2(dim // 2)),
     DIMS=triton.next_power_of_2(dim), PAGE=16, CHUNK=gpu._CHUNK, CHUNKS=-(-width // gpu._CHUNK),
-    SEQUENCES=16, MIN_TILES=MIN_TILES, MERGED=MERGED_SPLITS, BY_HALVES=True, ROWS=16,
+    SEQUENCES=16, MIN_TILES=MIN_TILES, **merge_sizes(4), BY_HALVES=True, ROWS=16,
     COLUMNS=gpu._COLUMNS,
 ) | ({} if biased else {"k_bias": None, "v_bias": None})
 for kernel, tile, warps, stages in (
