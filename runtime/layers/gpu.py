@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from runtime.kernels.overlap import overlapped
 from runtime.layers.kernels import rms_norm_kernel, silu_mul_kernel
 
 _BLOCK = 1024
@@ -20,8 +21,9 @@ def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = x.shape[-1]
     if len(x):
         rms_norm_kernel[(len(x),)](
-            x, weight, y, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
-        )
+            x, weight, y, width, eps,
+            WIDTH=triton.next_power_of_2(width), num_warps=8, **overlapped(x.device),
+        )  # fmt: skip
     return y
 
 
@@ -30,5 +32,7 @@ def triton_silu_mul(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[1] // 2
     y = gate_up.new_empty(len(gate_up), width)
     if len(y):
-        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK)
+        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](
+            gate_up, y, width, BLOCK=_BLOCK, **overlapped(y.device)
+        )
     return y

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from runtime.kernels.overlap import after_previous
+
 
 @triton.jit
 def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
@@ -17,6 +19,7 @@ def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
         y: `[n, width]`, contiguous, written.
         WIDTH: smallest power of two that is at least ``width``.
     """
+    after_previous()
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, WIDTH)
     values = tl.load(x + row + i, mask=i < width, other=0.0).to(tl.float32)  # [WIDTH]
@@ -35,6 +38,7 @@ def silu_mul_kernel(gate_up, y, width, BLOCK: tl.constexpr):
         gate_up: `[n, 2 width]`, contiguous, gate in the first half of the columns.
         y: `[n, width]`, contiguous, written.
     """
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = gate_up + row * 2 * width + i

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.arith import LINE, VECTOR, matmul
+from runtime.kernels.overlap import after_previous
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(n) for n in range(3))
 """Epilogues: store the output; add it to the residual stream; or store SiLU(a) * b, with the
@@ -101,6 +102,7 @@ def small_gemm_kernel(
         partials: fp32 `[grid[0], SPLITS, BM, BN]`, with SPLITS > 1.
         counters: int32 `[grid[0]]`, with SPLITS > 1; zero before and after the launch.
     """
+    after_previous()
     blocks0 = tl.cdiv(rows0, BN)
     blocks1 = 0 if EPILOGUE == GATED else tl.cdiv(rows1, BN)
     blocks2 = 0 if EPILOGUE == GATED else tl.cdiv(rows2, BN)
