@@ -1,4 +1,4 @@
-"""Launcher of `kernels.large_m`: grouped GEMMs for many tokens on a Hopper GPU."""
+"""Launcher of `kernels.large_m`: grouped GEMMs on a Hopper GPU."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,13 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from runtime.gemm.epilogues import Epilogue
-from runtime.gemm.kernels.large_m import COLUMNS, TOKENS, large_gemm_kernel
+from runtime.gemm.kernels.large_m import COLUMNS, STORE_COLUMNS, TOKENS, large_gemm_kernel
 from runtime.gemm.plan import LargeTile
 from runtime.gemm.weights import PackedMatrix
 from runtime.kernels.alignment import VECTOR_ELEMENTS
+from runtime.kernels.overlap import overlapped
 
-_RING_BYTES = 200 << 10
-"""Maximum bytes of shared memory that a program uses for the ring of tiles."""
+_RING_BYTES = {1: 108 << 10, 2: 200 << 10}
+"""Maximum bytes of shared memory of a program for the ring of tiles, by consumer warp groups. With
+one, two programs fit on a multiprocessor, so that the next kernel can start to load weights."""
+_REGISTERS = {1: 128, 2: None}
+"""Maximum registers of a thread, by consumer warp groups. With one, as for `_RING_BYTES`."""
 _MAX_STAGES = 8
 _TMA_ALIGNMENT = 16
 """Required alignment of a tensor's address for TMA, in bytes."""
@@ -30,8 +34,8 @@ class LargeGemm:
         counters: int32, arrival counters of split-K reductions; zero before and after every launch.
 
     Attributes:
-        two_inputs: whether the matrices read different columns of the input. If they do, the kernel
-            does not support GATED, and SiLU is a separate launch.
+        two_inputs: whether the matrices read different columns of the input. The kernel then
+            supports GATED with one consumer warp group only; with two, SiLU is a separate launch.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class LargeGemm:
             ValueError: the kernel does not support the shapes.
         """
         gated = epilogue is Epilogue.GATED
+        apart = gated and self.two_inputs
         each = tile.rows // 2 if gated else tile.rows
         rows = self._rows[:1] if gated else self._rows
         tokens = tile.groups * TOKENS.value
@@ -68,6 +73,8 @@ class LargeGemm:
         misaligned = x.stride(0) % VECTOR_ELEMENTS or x.data_ptr() % _TMA_ALIGNMENT
         if misaligned or any(n % VECTOR_ELEMENTS for n in rows):
             raise ValueError(f"rows {rows} are not multiples of 8, or the input is misaligned")
+        if epilogue is Epilogue.RESIDUAL and tile.rows < STORE_COLUMNS.value:
+            raise ValueError(f"RESIDUAL does not support tiles of {tile.rows} rows")
         if split and (epilogue is not Epilogue.PLAIN or tile.groups * items > len(self._counters)):
             raise ValueError(f"{epilogue.name} with {blocks} blocks does not support splits")
         partials = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
@@ -76,9 +83,10 @@ class LargeGemm:
         large_gemm_kernel[(min(items, _programs(x.device)),)](
             source, *self._weight_descriptors(each), residual, y, y.stride(0) // VECTOR_ELEMENTS,
             self._biases, partials, self._counters, items, len(x), *self._counts,
-            GROUPS=tile.groups, BN=tile.rows, EPILOGUE=int(epilogue),
-            BIAS=self._biases is not None, SPLITS=tile.splits, STAGES=stages(tokens + tile.rows),
-            num_warps=4,
+            GROUPS=tile.groups, BN=tile.rows, EPILOGUE=int(epilogue), APART=apart,
+            BIAS=self._biases is not None, SPLITS=tile.splits,
+            STAGES=stages(tile.groups, tile.rows, apart), num_warps=4,
+            maxnreg=_REGISTERS[tile.groups], **overlapped(x.device),
         )  # fmt: skip
 
     def _weight_descriptors(self, rows: int) -> list[TensorDescriptor]:
@@ -99,9 +107,15 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def stages(rows: int) -> int:
-    """Return the number of ring slots that fit if each holds ``rows`` rows (tokens and weights)."""
-    return min(_MAX_STAGES, _RING_BYTES // int(rows * COLUMNS.value * 2))
+def stages(groups: int, rows: int, apart: bool = False) -> int:
+    """Return the number of ring slots that fit.
+
+    Args:
+        groups, rows: see `LargeTile`.
+        apart: whether a slot holds two tiles of inputs.
+    """
+    inputs = TOKENS.value * groups * (2 if apart else 1)
+    return min(_MAX_STAGES, _RING_BYTES[groups] // int((inputs + rows) * COLUMNS.value * 2))
 
 
 @cache

@@ -12,6 +12,7 @@ from runtime.gemm.large_m import LargeGemm
 from runtime.gemm.plan import KernelPlan, LargeTile, Tile
 from runtime.gemm.weights import PackedMatrix
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
+from runtime.kernels.overlap import overlapped
 from runtime.layers.gpu import triton_silu_mul
 
 _MAX_SPLIT_BLOCKS = 4096
@@ -115,15 +116,15 @@ class GroupedGemm:
     def run_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile | LargeTile) -> Tensor:
         """Compute the GEMM with one launch of our kernels.
 
-        SiLU is a second launch where the kernel does not support it: for a `LargeTile` over two
-        inputs, or a `Tile` with too many elements.
+        SiLU is a second launch where the kernel does not support it: for a `LargeTile` of two
+        groups over two inputs, or a `Tile` with too many elements.
 
         Args:
             x: bf16 `[n, …]`, the input that all matrices read.
             hidden: bf16 `[n, rows]`, the residual stream for RESIDUAL; overwritten and returned.
         """
         if isinstance(tile, LargeTile):
-            separate_silu = self._large.two_inputs
+            separate_silu = self._large.two_inputs and tile.groups > 1
         else:
             separate_silu = tile.tokens * tile.rows > _MAX_GATED_TILE
         epilogue = self.epilogue
@@ -152,7 +153,7 @@ class GroupedGemm:
             torch.empty(parts, dtype=torch.float32, device=x.device), self._counters,
             EPILOGUE=int(epilogue), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
             BK=tile.columns, SPLITS=tile.splits, BAND=_BAND, num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_stages=tile.stages, **overlapped(x.device),
         )  # fmt: skip
 
     def _empty(self, x: Tensor, rows: Sequence[int]) -> Tensor:

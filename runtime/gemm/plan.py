@@ -81,16 +81,18 @@ class LargeTile:
     @property
     def valid(self) -> bool:
         """Whether the kernel supports this tile."""
-        return (self.groups, self.rows) in _STEP_US and 1 <= self.splits <= 64
+        return (self.groups, self.rows) in _SIZES and 1 <= self.splits <= 64
 
 
+_SIZES = {(2, 256), (2, 128), (2, 64), (1, 128), (1, 64), (1, 32)}
+"""Supported (``groups``, ``rows``) of a `LargeTile`."""
 _STEP_US = {(2, 256): 0.62, (2, 128): 0.335, (1, 128): 0.21, (2, 64): 0.26}
 """Time on an H200, in microseconds, to process 64 input columns of a `LargeTile`, by its
 (``groups``, ``rows``)."""
 _TILE_US, _SPLIT_US, _PART_US = 1.5, 6.0, 0.5 / 128
 """Overheads in microseconds: per tile; additionally per tile with splits; and per 64 partial
 sums."""
-_PROGRAMS = 132
+PROGRAMS = 132
 """Number of programs that run at the same time on an H200."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
@@ -113,7 +115,7 @@ def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
         each, counted = (rows // 2, shapes[:1]) if name == "GATED" else (rows, shapes)
         blocks = -(-tokens // (64 * groups)) * sum(-(-n // each) for n, _ in counted)
         for splits in _SPLITS if name == "PLAIN" else (1,):
-            waves = -(-blocks * splits // _PROGRAMS)
+            waves = -(-blocks * splits // PROGRAMS)
             steps = -(-columns // (64 * splits))
             us = steps * _STEP_US[groups, rows] + _TILE_US
             if splits > 1:
@@ -132,11 +134,13 @@ def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | N
         return None
     if bucket >= 128:
         return large_tile(name, bucket, shapes)
-    if name == "GATED" and bucket == 64:
-        return Tile(64, 128, 64, 1, 8, 5)
+    if name == "GATED" and bucket == 64 and all(rows % VECTOR_ELEMENTS == 0 for rows, _ in shapes):
+        return LargeTile(1, 128)
     if name != "PLAIN":
         return None
-    return Tile(bucket, 32, 128, 1, 4, 5) if bucket <= 32 else Tile(64, 64, 64, 1, 4, 6)
+    few_blocks = sum(-(-rows // 64) for rows, _ in shapes) < PROGRAMS
+    wide = bucket > 32 and not few_blocks
+    return Tile(64, 64, 64, 1, 4, 6) if wide else Tile(bucket, 32, 128, 1, 4, 5)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Grouped GEMM for many tokens on a Hopper GPU, with specialized warps.
+"""Grouped GEMM on a Hopper GPU, with specialized warps.
 
 One producer warp copies tiles of activations and weights by TMA into a ring in shared memory. One
 or two consumer warp groups multiply 64 tokens each by the same weight rows. The kernel is
 persistent: the producer loads the tiles of the next block while the consumers store the current
-one.
+one. The first tiles of weights are loaded while the previous kernel still runs.
 """
 
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from runtime.kernels.arith import VECTOR
 from runtime.kernels.compat import barrier, load_block
+from runtime.kernels.overlap import start_next, wait_for_previous
 
 PLAIN, RESIDUAL, GATED = (gl.constexpr(n) for n in range(3))
 """Values of `runtime.gemm.epilogues.Epilogue` as constexprs, the same as in `small_m`."""
@@ -65,26 +66,57 @@ def block_of(
     which = gl.where(n < blocks0, 0, gl.where(n < blocks0 + blocks1, 1, 2))
     row = (n - gl.where(which > 0, blocks0, 0) - gl.where(which > 1, blocks1, 0)) * EACH
     column = row + (gl.where(which > 0, rows0, 0) + gl.where(which > 1, rows1, 0)) * VECTOR
-    width = select(which, widths) * VECTOR
+    width = select(which, widths)
+    if EPILOGUE == GATED:
+        width = gl.maximum(width, widths[1])
+    width *= VECTOR
     part = gl.cdiv(width, COLUMNS * SPLITS) * COLUMNS
     begin = item % SPLITS * part
     return m, which, row, column, begin, gl.minimum(begin + part, width)
 
 
 @gluon.jit
+def load_weights(sources, row, which, k, ready, own, BN: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Copy BN weight rows of COLUMNS columns into a slot of the ring."""
+    HALF: gl.constexpr = BN // 2
+    _, weights0, weights1, weights2, _ = sources
+    if EPILOGUE == GATED:
+        load_block(weights0, [row, k], ready, own.slice(0, HALF))
+        load_block(weights1, [row, k], ready, own.slice(HALF, HALF))
+    elif which == 0:
+        load_block(weights0, [row, k], ready, own)
+    elif which == 1:
+        load_block(weights1, [row, k], ready, own)
+    else:
+        load_block(weights2, [row, k], ready, own)
+
+
+@gluon.jit
 def produce(
     sources, ring, items, tokens, rows, widths, firsts,
-    GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, APART: gl.constexpr,
+    SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Producer warp: copy the tiles of this program's work items into the ring.
 
-    With RESIDUAL, the residual tiles of a block follow its input tiles.
+    The weights of the first slots are copied while the previous kernel may still run. The input
+    tiles of a block are followed by its residual tiles, with RESIDUAL.
     """
     BM: gl.constexpr = GROUPS * TOKENS
-    HALF: gl.constexpr = BN // 2
-    x, weights0, weights1, weights2, residual = sources
+    BYTES: gl.constexpr = ((2 if APART else 1) * BM + BN) * COLUMNS * 2
+    x, _, _, _, residual = sources
     left, right, full, empty = ring
+    _, which, row, _, begin, end = block_of(
+        gl.program_id(0), tokens, rows, widths, BM, BN, EPILOGUE, SPLITS
+    )
+    early = gl.minimum(gl.cdiv(end - begin, COLUMNS), STAGES)
+    for slot in range(early):
+        ready = full.index(slot)
+        mbarrier.expect(ready, BYTES)
+        load_weights(
+            sources, row, which, begin + slot * COLUMNS, ready, right.index(slot), BN, EPILOGUE
+        )
+    wait_for_previous()
     step = gl.to_tensor(0)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         m, which, row, column, begin, end = block_of(
@@ -94,19 +126,14 @@ def produce(
         for k in range(begin, end, COLUMNS):
             slot = step % STAGES
             ready = full.index(slot)
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(ready, (BM + BN) * COLUMNS * 2)
-            load_block(x, [m, first + k], ready, left.index(slot))
-            own = right.index(slot)
-            if EPILOGUE == GATED:
-                load_block(weights0, [row, k], ready, own.slice(0, HALF))
-                load_block(weights1, [row, k], ready, own.slice(HALF, HALF))
-            elif which == 0:
-                load_block(weights0, [row, k], ready, own)
-            elif which == 1:
-                load_block(weights1, [row, k], ready, own)
-            else:
-                load_block(weights2, [row, k], ready, own)
+            if step >= early:
+                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(ready, BYTES)
+                load_weights(sources, row, which, k, ready, right.index(slot), BN, EPILOGUE)
+            own = left.index(slot)
+            load_block(x, [m, first + k], ready, own.slice(0, BM))
+            if APART:
+                load_block(x, [m, firsts[1] * VECTOR + k], ready, own.slice(BM, BM))
             step += 1
         if EPILOGUE == RESIDUAL:
             for piece in range(0, BN, STORE_COLUMNS):
@@ -114,7 +141,7 @@ def produce(
                 ready = full.index(slot)
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(ready, BM * STORE_COLUMNS * 2)
-                load_block(residual, [m, column + piece], ready, left.index(slot))
+                load_block(residual, [m, column + piece], ready, left.index(slot).slice(0, BM))
                 step += 1
 
 
@@ -202,33 +229,61 @@ def reduce_splits(acc, partials, counters, item, SPLITS: gl.constexpr):
 
 
 @gluon.jit
+def multiply(left, right, acc, GROUP: gl.constexpr, GROUPS: gl.constexpr, APART: gl.constexpr):
+    """Start the multiplication of a slot's tiles; at most one step is in flight afterwards.
+
+    Args:
+        acc: fp32 `[TOKENS, BN]`. With APART, a pair of `[TOKENS, BN / 2]`: the first half of the
+            weight rows is multiplied by the first tile of inputs, the second by the second.
+    """
+    x = left.slice(GROUP * TOKENS, TOKENS)  # [TOKENS, COLUMNS]
+    if APART:
+        HALF: gl.constexpr = right.shape[0] // 2
+        y = left.slice((GROUPS + GROUP) * TOKENS, TOKENS)
+        gate, up = acc
+        gate = warpgroup_mma(x, right.slice(0, HALF).permute((1, 0)), gate, is_async=True)
+        up = warpgroup_mma(y, right.slice(HALF, HALF).permute((1, 0)), up, is_async=True)
+        gate, up = warpgroup_mma_wait(2, deps=[gate, up])
+        acc = gate, up
+    else:
+        acc = warpgroup_mma(x, right.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+    return acc
+
+
+@gluon.jit
 def consume(
     outputs, ring, items, tokens, rows, widths,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr,
-    BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    APART: gl.constexpr, BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp group GROUP: compute and store its 64 tokens of every block."""
     BM: gl.constexpr = GROUPS * TOKENS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    N: gl.constexpr = BN // 2 if APART else BN
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     y, y_stride, biases, partials, counters = outputs
     left, right, full, empty = ring
+    wait_for_previous()
     step = gl.to_tensor(0)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         m, which, row, column, begin, end = block_of(
             item, tokens, rows, widths, BM, BN, EPILOGUE, SPLITS
         )
         m += GROUP * TOKENS
-        acc = gl.zeros([TOKENS, BN], gl.float32, MMA)
+        acc = gl.zeros([TOKENS, N], gl.float32, MMA)
+        if APART:
+            acc = acc, gl.zeros([TOKENS, N], gl.float32, MMA)
         for k in range(begin, end, COLUMNS):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
-            x = left.index(slot).slice(GROUP * TOKENS, TOKENS)  # [TOKENS, COLUMNS]
-            acc = warpgroup_mma(x, right.index(slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            # One MMA stays in flight, so the slot of the previous step is free now.
+            acc = multiply(left.index(slot), right.index(slot), acc, GROUP, GROUPS, APART)
+            # One step stays in flight, so the slot of the previous one is free now.
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        if APART:
+            acc = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
         if begin < end:
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
         complete = True
@@ -241,7 +296,10 @@ def consume(
         if complete:
             last = column - row + select(which, rows) * VECTOR
             if EPILOGUE == GATED:
-                gate, up = halves(acc)  # [TOKENS, BN / 2] each
+                if APART:
+                    gate, up = acc
+                else:
+                    gate, up = halves(acc)  # [TOKENS, BN / 2] each
                 if BIAS:
                     gate = add_bias(gate, biases, row, last)
                     up = add_bias(up, biases + select(0, rows) * VECTOR, row, last)
@@ -269,10 +327,10 @@ _COUNTS = [
 def large_gemm_kernel(
     x, weights0, weights1, weights2, residual, y, y_stride, biases, partials, counters, items,
     tokens, rows0, rows1, rows2, width0, width1, width2, first0, first1, first2,
-    GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, APART: gl.constexpr,
+    BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent GEMM: each program loops over work items, with at most one program per SM.
+    """Persistent GEMM: each program loops over work items. There are at most as many as SMs.
 
     A work item is an output block of 64 GROUPS tokens and BN weight rows, summed over one of SPLITS
     parts of the input columns. ``y_stride``, ``rows*``, ``width*`` and ``first*`` are in units of 8
@@ -294,9 +352,14 @@ def large_gemm_kernel(
         rows0, rows1, rows2: rows of each matrix.
         width0, width1, width2: columns of each matrix.
         first0, first1, first2: first column of ``x`` that each matrix reads.
+        APART: with GATED, whether the two matrices read different columns of ``x``.
         STAGES: slots of the ring in shared memory.
     """
-    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, GROUPS * TOKENS, COLUMNS], x.layout)
+    start_next()
+    INPUTS: gl.constexpr = 2 if APART else 1
+    left = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, INPUTS * GROUPS * TOKENS, COLUMNS], x.layout
+    )
     right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, COLUMNS], weights0.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -312,16 +375,16 @@ def large_gemm_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    outputs, ring, items, tokens, rows, widths, 0, 2, BN, EPILOGUE, BIAS, SPLITS,
-                    STAGES,
+                    outputs, ring, items, tokens, rows, widths, 0, 2, BN, EPILOGUE, APART, BIAS,
+                    SPLITS, STAGES,
                 )),
                 (consume, (
-                    outputs, ring, items, tokens, rows, widths, 1, 2, BN, EPILOGUE, BIAS, SPLITS,
-                    STAGES,
+                    outputs, ring, items, tokens, rows, widths, 1, 2, BN, EPILOGUE, APART, BIAS,
+                    SPLITS, STAGES,
                 )),
                 (produce, (
-                    sources, ring, items, tokens, rows, widths, firsts, 2, BN, EPILOGUE, SPLITS,
-                    STAGES,
+                    sources, ring, items, tokens, rows, widths, firsts, 2, BN, EPILOGUE, APART,
+                    SPLITS, STAGES,
                 )),
             ],
             [4, 1],
@@ -331,12 +394,12 @@ def large_gemm_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    outputs, ring, items, tokens, rows, widths, 0, 1, BN, EPILOGUE, BIAS, SPLITS,
-                    STAGES,
+                    outputs, ring, items, tokens, rows, widths, 0, 1, BN, EPILOGUE, APART, BIAS,
+                    SPLITS, STAGES,
                 )),
                 (produce, (
-                    sources, ring, items, tokens, rows, widths, firsts, 1, BN, EPILOGUE, SPLITS,
-                    STAGES,
+                    sources, ring, items, tokens, rows, widths, firsts, 1, BN, EPILOGUE, APART,
+                    SPLITS, STAGES,
                 )),
             ],
             [1],

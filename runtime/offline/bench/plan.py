@@ -21,12 +21,14 @@ from runtime.checkpoint.weights import Checkpoint, layer_shapes
 from runtime.gemm.model import build_gemm_model
 from runtime.gemm.plan import (
     BUCKETS,
+    PROGRAMS,
     KernelPlan,
     LargeTile,
     Tile,
     choice_key,
     large_tile,
 )
+from runtime.kernels.alignment import VECTOR_ELEMENTS
 from runtime.offline.bench.device import captured, describe, milliseconds
 from runtime.offline.bench.ranks import SilentGroup
 from runtime.offline.bench.shapes import PAGE, with_random_weights, without_content
@@ -172,6 +174,7 @@ def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
     """
     from runtime.gemm.epilogues import Epilogue  # imports Triton
 
+    yield from _tiles_of_few_tokens(tokens, gemm)
     if tokens > 64:
         wanted = large_tile(gemm.name, tokens, gemm.shapes)
         if wanted is not None:
@@ -187,6 +190,24 @@ def _tiles(tokens: int, gemm: "GroupedGemm") -> Iterator[Tile | LargeTile]:
         yield Tile(high, wide, columns, 1, 4, stages)
         if -(-tokens // high) * (rows // wide) < _FEW_BLOCKS:
             yield Tile(high, wide, columns, 4, 4, stages)
+
+
+def _tiles_of_few_tokens(tokens: int, gemm: "GroupedGemm") -> Iterator[LargeTile]:
+    """Yield tiles of one consumer warp group, with splits if they leave programs without work."""
+    from runtime.gemm.epilogues import Epilogue  # imports Triton
+
+    if tokens > 128 or any(rows % VECTOR_ELEMENTS for rows, _ in gemm.shapes):
+        return
+    gated = gemm.epilogue is Epilogue.GATED
+    shapes = gemm.shapes[:1] if gated else gemm.shapes
+    for rows in (128, 64, 32):
+        if gemm.epilogue is Epilogue.RESIDUAL and rows < 64:
+            continue
+        yield LargeTile(1, rows)
+        each = rows // 2 if gated else rows
+        blocks = -(-tokens // 64) * sum(-(-n // each) for n, _ in shapes)
+        if gemm.epilogue is Epilogue.PLAIN and 2 * blocks <= PROGRAMS:
+            yield LargeTile(1, rows, 1 << min(PROGRAMS // blocks, 8).bit_length() - 1)
 
 
 def main() -> None:

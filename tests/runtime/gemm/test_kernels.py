@@ -38,7 +38,9 @@ def test_small_gemm_matches_the_reference(
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 @pytest.mark.parametrize(
-    "tile", [LargeTile(2, 256), LargeTile(2, 128), LargeTile(1, 128), LargeTile(2, 64)], ids=str
+    "tile",
+    [LargeTile(*size) for size in ((2, 256), (2, 128), (2, 64), (1, 128), (1, 64), (1, 32))],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("epilogue", "shapes", "splits"),
@@ -46,6 +48,7 @@ def test_small_gemm_matches_the_reference(
         (Epilogue.PLAIN, [(304, 1000)], 1),
         (Epilogue.PLAIN, [(304, 72), (200, 64), (96, 200)], 1),
         (Epilogue.PLAIN, [(304, 1000), (8, 520)], 3),
+        (Epilogue.PLAIN, [(304, 1000), (8, 72)], 3),  # splits without columns
         (Epilogue.RESIDUAL, [(520, 264)], 1),
         (Epilogue.GATED, [(200, 152), (200, 72)], 1),
     ],
@@ -55,8 +58,23 @@ def test_large_gemm_matches_the_reference(
     epilogue: Epilogue, shapes: list[tuple[int, int]], splits: int, tile: LargeTile, bias: bool
 ) -> None:
     """The largest token counts have more output blocks than programs."""
-    for tokens in (1, 77, 2500):
+    if epilogue is Epilogue.RESIDUAL and tile.rows < 64:
+        with pytest.raises(ValueError, match="does not support tiles of 32 rows"):
+            check_gemm(epilogue, shapes, 1, tile, bias)
+        return
+    for tokens in (1, 40, 77, 2500):
         check_gemm(epilogue, shapes, tokens, replace(tile, splits=splits), bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize(
+    "tile", [LargeTile(2, 256), LargeTile(1, 128), LargeTile(1, 64), LargeTile(1, 32)], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_gemm_over_one_input_matches_the_reference(tile: LargeTile, bias: bool) -> None:
+    for tokens in (1, 40, 300):
+        check_gemm(Epilogue.GATED, [(200, 152)] * 2, tokens, tile, bias, same_input=True)
 
 
 def check_gemm(
@@ -65,10 +83,15 @@ def check_gemm(
     tokens: int,
     tile: Tile | LargeTile,
     bias: bool,
+    *,
+    same_input: bool = False,
 ) -> None:
     """Compare two launches with the reference. The second one reuses the counters of the first.
 
     The padding between weight rows is NaN, so reading it would fail the comparison.
+
+    Args:
+        same_input: whether all matrices read the same columns, not each its own.
     """
     elements = sum(rows * round_up(width, LINE_ELEMENTS) for rows, width in shapes)
     memory = torch.full((elements + LINE_ELEMENTS,), nan, dtype=torch.bfloat16, device=DEVICE)
@@ -79,8 +102,8 @@ def check_gemm(
     for rows, width in shapes:
         stride = round_up(width, LINE_ELEMENTS)
         weight = base[at : at + rows * stride].view(rows, stride)[:, :width]
-        weight.copy_(random(rows, width, seed=column))
-        matrices.append(PackedMatrix(weight, inner_column=column))
+        weight.copy_(random(rows, width, seed=at))
+        matrices.append(PackedMatrix(weight, inner_column=0 if same_input else column))
         at, column = at + rows * stride, column + width
     x = random(tokens, column, seed=5).bfloat16()
     biases = random(sum(rows for rows, _ in shapes), seed=6) if bias else None
