@@ -10,6 +10,7 @@ RuntimeFault
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
+├── PeerAccessError       GPUs of a worker cannot access the memory of one another
 ├── EventTimeout          a rank did not launch a step in time
 ├── RankTimeout           a rank did not take the messages of the first rank in time
 ├── RanksDisagree         ranks of a worker did not compute the same steps or tokens
@@ -56,6 +57,10 @@ class QueueFull(RuntimeFault):
 
 class NotFinite(RuntimeFault):
     """A sequence's logits are NaN or infinite, so no token can be sampled."""
+
+
+class PeerAccessError(RuntimeFault):
+    """The GPUs of a worker's ranks cannot access the memory of one another."""
 
 
 class EventTimeout(RuntimeFault):

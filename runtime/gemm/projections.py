@@ -71,11 +71,10 @@ class PackedProjection:
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Project ``x`` `[n, in]`; with RESIDUAL, add the output to ``hidden`` in place."""
         if self._adds_output and hidden is not None:
-            return hidden.add_(self._group.all_reduce(self._outer(x, x)))
+            return self._group.add_sum(hidden, self._outer(x, x))
         inner = x if self._inner is None else self._exchange(self._inner(x, x))
         if self._gathers_output and hidden is not None:
-            output = self._group.all_gather(self._outer(x, inner))
-            return hidden.add_(output[:, : hidden.shape[1]])
+            return self._group.add_gathered(hidden, self._outer(x, inner))
         y = self._outer(x, inner, hidden)
         if not self._latents:
             return y

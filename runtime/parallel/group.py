@@ -40,6 +40,22 @@ class RankGroup(ABC):
             part: a contiguous tensor.
         """
 
+    def add_sum(self, total: Tensor, addend: Tensor) -> Tensor:
+        """Add the sum of the ranks' contiguous tensors to ``total`` in place, and return it.
+
+        It may overwrite ``addend``, which has the shape and dtype of ``total``.
+        """
+        return total.add_(self.all_reduce(addend))
+
+    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
+        """Add the tensors `[n, w]` of all ranks side by side to ``total`` in place, and return it.
+
+        Args:
+            total: `[n, width]`. Gathered columns from ``width`` on are left out.
+            part: a contiguous tensor.
+        """
+        return total.add_(self.all_gather(part)[:, : total.shape[1]])
+
 
 class OneRank(RankGroup):
     """The group of a worker of one rank."""

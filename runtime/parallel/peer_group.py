@@ -1,11 +1,15 @@
 """Collectives through memory that all ranks can write, for the small tensors of decode steps."""
 
+from typing import Self
+
 import torch
 import triton
 from torch import Tensor, distributed
 
+from runtime.errors import PeerAccessError
+from runtime.kernels.overlap import overlapped
 from runtime.parallel.group import DistributedGroup
-from runtime.parallel.peer_memory import PeerMemory, PeerTensor, can_access_one_another
+from runtime.parallel.peer_memory import PeerMemory, PeerTensor
 from runtime.parallel.push import (
     MAX_PROGRAMS,
     gather_kernel,
@@ -48,18 +52,17 @@ class PeerGroup(DistributedGroup):
         self._state = torch.tensor([1, 0], dtype=torch.int32, device=messages.own.device)
 
     @classmethod
-    def join(cls, group: distributed.ProcessGroup, device: torch.device) -> DistributedGroup:
+    def join(cls, group: distributed.ProcessGroup, device: torch.device) -> Self:
         """Return a group of all ranks, with all kernels compiled. All ranks must call it.
 
-        If the GPUs cannot access one another, all collectives are those of NCCL. A driver may say
-        that they can although stores do not arrive, for example with some settings of an IOMMU;
-        collectives would then wait forever, so this is tried first.
+        A driver may say that GPUs can access one another although stores do not arrive, for example
+        with some settings of an IOMMU. Collectives would then wait forever, so this is tried first.
+
+        Raises:
+            PeerAccessError: the GPUs cannot access one another. It is raised on all ranks.
         """
-        if not can_access_one_another(group, device):
-            return DistributedGroup(group)
-        memory = PeerMemory(group, device)
-        if not _stores_arrive(memory, group):
-            return DistributedGroup(group)
+        memory = PeerMemory.join(group, device)
+        _try_stores(memory, group)
         made = cls(group, memory.zeros(2, _HALF, dtype=torch.int64), memory)
         made._warm_up()
         return made
@@ -70,40 +73,71 @@ class PeerGroup(DistributedGroup):
         limit = self._half // self.size
         sizes = [1 << bits for bits in range(4, limit.bit_length())] + [limit // 16 * 16]
         for words in sizes:
-            self.all_gather(torch.zeros(1, words, dtype=torch.int32, device=device))
-            for count in (words, words * self.size):
-                self.all_reduce(torch.zeros(1, 2 * count, dtype=torch.bfloat16, device=device))
+            whole = torch.zeros(1, 2 * words * self.size, dtype=torch.bfloat16, device=device)
+            part = whole[:, : 2 * words]
+            self.add_gathered(whole, self.all_gather(part)[:, : 2 * words])
+            for addend in (part, whole):
+                self.add_sum(addend, self.all_reduce(addend).clone())
 
     def all_reduce(self, addend: Tensor) -> Tensor:
-        numbers, size = addend.numel(), self.size
-        slot = self._half // size
-        if addend.dtype is not torch.bfloat16 or numbers % (2 * size) or numbers > size * slot:
+        if not self._can_sum(addend):
             return super().all_reduce(addend)
-        if numbers:
-            words = addend.view(-1).view(torch.int32)
-            one_step = len(words) <= min(ONE_STEP_WORDS // size, slot)
-            kernel, messages = (
-                (sum_kernel, len(words)) if one_step else (two_step_sum_kernel, len(words) // size)
-            )
-            self._launch(kernel, messages, words, words, len(words))
-        return addend
+        return self._sum(addend, addend)
+
+    def add_sum(self, total: Tensor, addend: Tensor) -> Tensor:
+        if not (self._can_sum(addend) and total.is_contiguous()):
+            return super().add_sum(total, addend)
+        return self._sum(addend, total, adds=True)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        rows, width = part.shape
-        row_bytes = width * part.element_size()
-        if row_bytes % 4 or rows * row_bytes // 4 > self._half // self.size:
+        if not self._can_gather(part):
             return super().all_gather(part)
-        out = part.new_empty(rows, self.size * width)
+        return self._gather(part, part.new_empty(len(part), self.size * part.shape[1]))
+
+    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
+        pairs = total.dtype is part.dtype is torch.bfloat16 and total.shape[1] % 2 == 0
+        if not (self._can_gather(part) and pairs and total.is_contiguous()):
+            return super().add_gathered(total, part)
+        return self._gather(part, total, adds=True)
+
+    def _can_sum(self, addend: Tensor) -> bool:
+        numbers, size = addend.numel(), self.size
+        pairs = addend.dtype is torch.bfloat16 and numbers % (2 * size) == 0
+        return pairs and numbers <= self._half // size * size
+
+    def _can_gather(self, part: Tensor) -> bool:
+        row_bytes = part.shape[1] * part.element_size()
+        return row_bytes % 4 == 0 and part.nbytes // 4 <= self._half // self.size
+
+    def _sum(self, addend: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
+        count, size = addend.numel() // 2, self.size
+        if count:
+            one_step = count <= min(ONE_STEP_WORDS, self._half) // size
+            kernel, messages = (
+                (sum_kernel, count) if one_step else (two_step_sum_kernel, count // size)
+            )
+            self._launch(kernel, messages, addend, out, count, adds=adds)
+        return out
+
+    def _gather(self, part: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
         if out.numel():
-            words = part.view(-1).view(torch.int32)
-            found = out.view(-1).view(torch.int32)
-            self._launch(gather_kernel, len(words), words, found, len(words), row_bytes // 4)
+            row_words, out_words = (each[0].nbytes // 4 for each in (part, out))
+            self._launch(
+                gather_kernel, part.nbytes // 4, part, out, part.nbytes // 4, row_words, out_words,
+                adds=adds,
+            )  # fmt: skip
         return out
 
     def _launch(
-        self, kernel: triton.JITFunction, messages: int, source: Tensor, out: Tensor, *sizes: int
+        self,
+        kernel: triton.JITFunction,
+        messages: int,
+        source: Tensor,
+        out: Tensor,
+        *sizes: int,
+        adds: bool,
     ) -> None:
-        """Launch a kernel of `push`.
+        """Launch a kernel of `push` on 32-bit words of ``source`` and ``out``.
 
         Args:
             messages: number of messages that a rank sends to each rank in one step.
@@ -112,19 +146,36 @@ class PeerGroup(DistributedGroup):
         block = max(_MIN_BLOCK, least)
         threads = min(block, _MAX_THREADS)
         kernel[(triton.cdiv(messages, block),)](
-            source, out, self._messages.addresses, self._state, self.rank, *sizes,
-            RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads,
-            num_warps=threads // 32,
+            source.view(-1).view(torch.int32), out.view(-1).view(torch.int32),
+            self._messages.addresses, self._state, self.rank, *sizes,
+            RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads, ADDS=adds,
+            num_warps=threads // 32, **overlapped(source.device),
         )  # fmt: skip
 
 
-def _stores_arrive(memory: PeerMemory, group: distributed.ProcessGroup) -> bool:
-    """Return whether every rank can store in the memory of all. All ranks must call it."""
+def join_fastest(
+    group: distributed.ProcessGroup, device: torch.device
+) -> tuple[DistributedGroup, str | None]:
+    """Return the fastest collectives of a worker's GPUs. All ranks must call it.
+
+    Returns:
+        `PeerGroup`; or NCCL alone, and the reason.
+    """
+    try:
+        return PeerGroup.join(group, device), None
+    except PeerAccessError as error:
+        return DistributedGroup(group), str(error)
+
+
+def _try_stores(memory: PeerMemory, group: distributed.ProcessGroup) -> None:
+    """Store a number in the memory of every rank. All ranks must call it.
+
+    Raises:
+        PeerAccessError: a number has not arrived.
+    """
     probe = memory.zeros(memory.size, dtype=torch.int64)
     probe_kernel[(1,)](probe.addresses, memory.rank, RANKS=memory.size)
     torch.cuda.synchronize(memory.device)
     distributed.barrier(group=group)
-    expected = torch.arange(1, memory.size + 1, device=memory.device)
-    arrived = torch.tensor([torch.equal(probe.own, expected)], device=memory.device).int()
-    distributed.all_reduce(arrived, distributed.ReduceOp.MIN, group=group)
-    return bool(arrived)
+    arrived = probe.own.tolist() == [*range(1, memory.size + 1)]
+    memory.check(None if arrived else "stores of other GPUs do not arrive")

@@ -1,10 +1,14 @@
 """Tensors on GPUs that the kernels of all ranks can write."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, distributed
+
+from runtime.errors import PeerAccessError
 
 
 @dataclass(frozen=True)
@@ -35,36 +39,67 @@ class PeerMemory:
         self.rank = group.rank()
         self.size = group.size()
 
+    @classmethod
+    def join(cls, group: distributed.ProcessGroup, device: torch.device) -> Self:
+        """Return the memory of this rank. All ranks must call it, and must see the same GPUs.
+
+        Raises:
+            PeerAccessError: see `check`, for example because ``NCCL_P2P_DISABLE`` is 1.
+        """
+        memory = cls(group, device)
+        indices: list[int] = [0] * memory.size
+        distributed.all_gather_object(indices, device.index, group=group)
+        memory.check(_no_access(device.index, indices))
+        return memory
+
     def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensor:
         """Allocate a tensor of zeros on this rank, and map those of the others.
 
         All ranks must call it, in the same order, and not while a CUDA graph is captured.
 
         Raises:
-            RuntimeError: the GPUs cannot access one another.
+            PeerAccessError: see `check`.
         """
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not used
         import torch.distributed._symmetric_memory as symmetric
 
-        own = symmetric.empty(shape, dtype=dtype, device=self.device)
-        mapped = symmetric.rendezvous(own, self._group.group_name)
+        problem = None
+        try:
+            own = symmetric.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            problem = str(error)
+        self.check(problem)
+        try:
+            mapped = symmetric.rendezvous(own, self._group.group_name)
+        except RuntimeError as error:  # on all ranks, since it ends with a barrier
+            raise PeerAccessError(f"rank {self.rank}: {error}") from error
         own.zero_()
         torch.cuda.synchronize(self.device)
         distributed.barrier(group=self._group)  # no rank may write before all are zeroed
         addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=self.device)
         return PeerTensor(own, addresses)
 
+    def check(self, problem: str | None) -> None:
+        """Raise an error on all ranks if one of them has a problem. All ranks must call it.
 
-def can_access_one_another(group: distributed.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the kernels of every rank may access the GPUs of all. All ranks must call it.
+        Args:
+            problem: why this rank cannot use the memory of the others, or None.
 
-    They may not if ``NCCL_P2P_DISABLE`` is 1. All ranks must see the same GPUs.
-    """
-    own = torch.tensor([device.index], device=device)
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(found, own, group=group)
-    peers = {int(index) for index in found} - {device.index}
-    accessible = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    allowed = accessible and os.environ.get("NCCL_P2P_DISABLE") != "1"
-    can_access = torch.tensor([allowed], dtype=torch.int32, device=device)
-    distributed.all_reduce(can_access, distributed.ReduceOp.MIN, group=group)
-    return bool(can_access)
+        Raises:
+            PeerAccessError: a rank has a problem.
+        """
+        problems: list[str | None] = [None] * self.size
+        distributed.all_gather_object(problems, problem, group=self._group)
+        found = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
+        if found:
+            raise PeerAccessError("; ".join(found))
+
+
+def _no_access(own: int, indices: Sequence[int]) -> str | None:
+    """Return why the kernels of GPU ``own`` may not access all of ``indices``, or None."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE is 1"
+    for index in indices:
+        if index != own and not torch.cuda.can_device_access_peer(own, index):
+            return f"GPU {own} cannot access GPU {index}"
+    return None

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.arith import INTERPRETED
+from runtime.kernels.overlap import after_previous
 from runtime.kernels.polling import asm_constraints, poll_words_asm
 
 MAX_PROGRAMS = 128
@@ -96,21 +97,34 @@ def _sum_of_ranks(memory, i, mask, flag, SLOT: tl.constexpr, RANKS: tl.constexpr
     return _rounded(low) | (_rounded(high) << 16)
 
 
+@triton.jit
+def _store(out, words, mask, ADDS: tl.constexpr):
+    """Store words; with ADDS, add their bf16 numbers to those at the pointers ``out``."""
+    if ADDS:
+        low, high = _numbers(tl.load(out, mask=mask, other=0))
+        more = _numbers(words)
+        words = _rounded(low + more[0]) | (_rounded(high + more[1]) << 16)
+    tl.store(out, words, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def gather_kernel(
-    part, out, addresses, state, rank, words, row_words,
+    part, out, addresses, state, rank, words, row_words, out_words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Gather the rows of all ranks side by side.
 
     Args:
         part: int32 `[n, row_words]`, contiguous, with ``words`` elements.
-        out: int32 `[n, RANKS * row_words]`.
+        out: int32 `[n, out_words]`. Gathered columns from ``out_words`` on are left out.
         addresses: int64 `[RANKS]`, addresses of the memory of all ranks: int64 `[2, HALF]` each.
         state: int32 `[2]`, number of the collective (never 0), and number of finished programs.
         COUNT: messages per thread, BLOCK / threads.
+        ADDS: whether to add bf16 numbers to those in ``out``.
     """
     SLOT: tl.constexpr = HALF // RANKS
+    after_previous()
     flag = tl.load(state)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < words
@@ -119,10 +133,11 @@ def gather_kernel(
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
         _send(to + rank * SLOT + i, own, flag, mask)
     here = _memory(addresses, rank, flag, HALF)
-    place = i // row_words * (RANKS * row_words) + i % row_words
+    row = out + i // row_words * out_words
     for peer in tl.static_range(RANKS):
         found = _receive(here + peer * SLOT + i, flag, mask, COUNT)
-        tl.store(out + place + peer * row_words, found, mask=mask)
+        column = peer * row_words + i % row_words
+        _store(row + column, found, mask & (column < out_words), ADDS)
     _finish(state, flag)
 
 
@@ -130,6 +145,7 @@ def gather_kernel(
 def sum_kernel(
     addend, out, addresses, state, rank, words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Add bf16 numbers of all ranks in fp32. Every rank sends all its numbers to every rank.
 
@@ -139,6 +155,7 @@ def sum_kernel(
     The other arguments are those of `gather_kernel`.
     """
     SLOT: tl.constexpr = HALF // RANKS
+    after_previous()
     flag = tl.load(state)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < words
@@ -147,7 +164,7 @@ def sum_kernel(
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
         _send(to + rank * SLOT + i, own, flag, mask)
     here = _memory(addresses, rank, flag, HALF)
-    tl.store(out + i, _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT), mask=mask)
+    _store(out + i, _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT), mask, ADDS)
     _finish(state, flag)
 
 
@@ -155,6 +172,7 @@ def sum_kernel(
 def two_step_sum_kernel(
     addend, out, addresses, state, rank, words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Add bf16 numbers of all ranks in fp32: a reduce-scatter, followed by an all-gather.
 
@@ -163,6 +181,7 @@ def two_step_sum_kernel(
     """
     SLOT: tl.constexpr = HALF // (2 * RANKS)
     SUMS: tl.constexpr = HALF // 2
+    after_previous()
     flag = tl.load(state)
     size = words // RANKS
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -179,5 +198,5 @@ def two_step_sum_kernel(
         _send(to + SUMS + rank * SLOT + i, total, flag, mask)
     for peer in tl.static_range(RANKS):
         found = _receive(here + SUMS + peer * SLOT + i, flag, mask, COUNT)
-        tl.store(out + peer * size + i, found, mask=mask)
+        _store(out + peer * size + i, found, mask, ADDS)
     _finish(state, flag)

@@ -83,6 +83,15 @@ class CountedGroup(RankGroup):
         self.counted += Elements(count, count)
         return self._collectives.all_gather(part)
 
+    def add_sum(self, total: Tensor, addend: Tensor) -> Tensor:
+        self.counted += Elements.of_sum(addend.numel())
+        return self._collectives.add_sum(total, addend)
+
+    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
+        count = part.numel() * self.size
+        self.counted += Elements(count, count)
+        return self._collectives.add_gathered(total, part)
+
     @property
     def _collectives(self) -> RankGroup:
         return self._without_peers if self.silent else self._group
@@ -98,13 +107,17 @@ def rank_part(whole: Checkpoint, partition: Partition) -> Checkpoint:
 
 
 class Collectives(StrEnum):
-    """Implementation of collectives: `DistributedGroup` (NCCL) or `PeerGroup` (PUSH).
+    """Implementation of collectives on GPUs: `DistributedGroup` or `PeerGroup`. CPUs use gloo.
 
-    CPUs use gloo instead of both.
+    Attributes:
+        NCCL: `DistributedGroup`.
+        PUSH: `PeerGroup`; a failure if the GPUs cannot access one another.
+        FASTEST: those of a worker, see `join_fastest`.
     """
 
     NCCL = "nccl"
     PUSH = "push"
+    FASTEST = "fastest"
 
 
 def over_ranks(
@@ -125,7 +138,8 @@ def over_ranks(
         work: called on every rank, which sends and takes all its results; can be pickled.
         collectives: implementation on GPUs.
         direct: whether GPUs access one another, through NVLink if they have it. If False,
-            ``NCCL_P2P_DISABLE`` is 1, and all data between GPUs goes through host memory.
+            ``NCCL_P2P_DISABLE`` is 1, and all data between GPUs goes through host memory; PUSH is
+            not possible.
         deadline: value of ``time.monotonic`` at which the processes end, whatever they do.
 
     Raises:
@@ -187,10 +201,14 @@ def _run_rank(
     group: RankGroup = ONE_RANK
     if size > 1:
         group = DistributedGroup(distributed.new_group())
-        if on_gpu and collectives is Collectives.PUSH:
-            from runtime.parallel.peer_group import PeerGroup  # imports Triton
+        if on_gpu and collectives is not Collectives.NCCL:
+            from runtime.parallel import peer_group  # imports Triton
 
-            group = PeerGroup.join(group.process_group, torch.device(rank))
+            own = torch.device(rank)
+            if collectives is Collectives.PUSH:
+                group = peer_group.PeerGroup.join(group.process_group, own)
+            else:
+                group, _ = peer_group.join_fastest(group.process_group, own)
     output = nullcontext() if rank == 0 else redirect_stdout(io.StringIO())
     with torch.inference_mode(), output:
         for result in work(group):

@@ -31,6 +31,7 @@ from runtime.checkpoint.assemble import nbytes
 from runtime.checkpoint.family import LinearTensor, family_of
 from runtime.checkpoint.weights import FactorPair
 from runtime.gemm.model import build_fastest_model
+from runtime.gemm.plan import KernelPlan
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
 from runtime.offline.bench.deinfer import report
 from runtime.offline.bench.device import (
@@ -71,6 +72,7 @@ class Case:
     prompts: Sequence[int]
     device: str
     runs: int
+    plan: Path | None = None
 
 
 class RankBench:
@@ -97,6 +99,7 @@ class RankBench:
             device=case.device,
             dtype=torch.bfloat16 if case.device == "cuda" else torch.float32,
             page_size=PAGE,
+            plan=None if case.plan is None else KernelPlan.load(case.plan),
             group=self._group,
         )
         self.bytes_read = self._model.step_weight_bytes
@@ -261,20 +264,25 @@ def main() -> None:
         "--schemes", type=Scheme, nargs="+", default=[*Scheme], help=", ".join(Scheme)
     )
     parser.add_argument(
-        "--collectives", type=Collectives, nargs="+", default=[Collectives.NCCL], help="nccl, push"
+        "--collectives",
+        type=Collectives,
+        nargs="+",
+        default=[Collectives.NCCL],
+        help="nccl, push, fastest",
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], help="decoded sequences")
     parser.add_argument("--context", type=int, default=512, help="their length in tokens")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048], help="prompt lengths")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each call")
+    parser.add_argument("--plan", type=Path, help="kernel plan, of which only tiles are used")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     batches = [(batch, args.context) for batch in args.batch]
     cases = (
         Case(
             ranks, collectives, args.shape, args.layers, args.keep, args.schemes, batches,
-            args.tokens, args.device, args.runs,
+            args.tokens, args.device, args.runs, args.plan,
         )
         for ranks in args.ranks
         for collectives in args.collectives[: 1 if ranks == 1 else None]

@@ -76,10 +76,9 @@ class Rendezvous:
         assert group is not None, "this process has just joined"
         if not on_gpu:
             return DistributedGroup(group)
-        from runtime.parallel.peer_group import PeerGroup  # needs Triton
+        from runtime.parallel.peer_group import join_fastest  # needs Triton
 
-        joined = PeerGroup.join(group, device)
-        if rank == 0:
-            way = "NCCL alone" if joined.memory is None else "peer memory and NCCL"
-            log.info("ranks joined", ranks=self.size, collectives=way)
+        joined, reason = join_fastest(group, device)
+        if reason is not None:
+            log.warning("NCCL computes all collectives", rank=rank, reason=reason)
         return joined

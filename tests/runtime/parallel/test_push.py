@@ -52,6 +52,10 @@ def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
                 parts = [inputs(rank, dtype, rows, width) for rank in range(size)]
                 found = made.all_gather(parts[group.rank])
                 assert found.equal(torch.cat(parts, dim=1))
+                for less in (0, 2, width + 1):
+                    total = inputs(size, dtype, rows, size * width - less)
+                    expected = total + found[:, : total.shape[1]]
+                    assert made.add_gathered(total, parts[group.rank]).equal(expected)
                 yield f"gather {dtype} {rows} {width}"
             parts = [inputs(rank, torch.bfloat16, rows, width) for rank in range(size)]
             check_sum(made, parts)
@@ -64,6 +68,7 @@ def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
     torch.testing.assert_close(found, sum(parts), rtol=0.02, atol=0.02)
     assert made.all_gather(parts[group.rank]).equal(torch.cat(parts, dim=1))
     assert made.all_reduce(torch.ones(1, 3)).equal(torch.full((1, 3), size).float())
+    assert made.add_sum(torch.ones(1, 3), torch.ones(1, 3)).equal(torch.full((1, 3), size + 1.0))
     yield "other collectives"
 
 
@@ -74,6 +79,9 @@ def check_sum(made: PeerGroup, parts: list[Tensor]) -> None:
     found, expected = made.all_reduce(parts[made.rank].clone()), total.bfloat16()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert found.signbit().equal(expected.signbit() & ~expected.isnan())
+    before = inputs(made.size, torch.bfloat16, *expected.shape)
+    found = made.add_sum(before.clone(), parts[made.rank].clone())
+    torch.testing.assert_close(found, before + expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,7 +14,7 @@ from runtime.parallel import push
 
 name, ranks, block, threads = sys.argv[1], *map(int, sys.argv[2:])
 kernel = getattr(push, name)
-constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads)
+constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads, ADDS=True)
 types = {"part": "*i32", "addend": "*i32", "out": "*i32", "addresses": "*i64", "state": "*i32"}
 types |= dict.fromkeys(constants, "constexpr")
 signature = {p.name: types.get(p.name, "i32") for p in kernel.params}

@@ -84,7 +84,7 @@ def measure_place(
         place.ranks,
         options.device,
         work,
-        Collectives.PUSH,
+        Collectives.FASTEST if place.nvlink else Collectives.NCCL,
         direct=place.nvlink,
         deadline=deadline,
     )

@@ -1,0 +1,63 @@
+"""Ranks agree whether they can access the memory of one another."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory
+
+from runtime.errors import PeerAccessError
+from runtime.offline.bench.ranks import over_ranks
+from runtime.parallel.group import DistributedGroup, RankGroup
+from runtime.parallel.peer_memory import PeerMemory
+
+CPU = torch.device("cpu")
+
+
+def join(problem: str, group: RankGroup) -> Iterator[str]:
+    """Join with a problem of rank 1, and yield the error of this rank."""
+    assert isinstance(group, DistributedGroup)
+    second = group.rank == 1
+    torch.cuda.can_device_access_peer = lambda *_: not (second and problem == "access")
+
+    def empty(*shape: int, **kinds: Any) -> torch.Tensor:
+        if second and problem == "allocation":
+            raise RuntimeError("out of memory")
+        return torch.empty(*shape, **kinds)
+
+    def rendezvous(own: torch.Tensor, _: str) -> SimpleNamespace:
+        if problem == "mapping":
+            raise RuntimeError("operation not permitted")
+        return SimpleNamespace(buffer_ptrs=[own.data_ptr()] * group.size)
+
+    _symmetric_memory.empty = empty  # type: ignore[assignment]
+    _symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda _: None  # type: ignore[assignment,misc]
+    try:
+        PeerMemory.join(group.process_group, torch.device("cuda", group.rank))
+        made = PeerMemory(group.process_group, CPU).zeros(3, dtype=torch.int64)
+        yield f"{made.own.tolist()} {len(made.addresses)}"
+    except PeerAccessError as error:
+        yield str(error)
+
+
+@pytest.mark.parametrize(
+    ("problem", "result"),
+    [
+        ("", "[0, 0, 0] 3"),
+        ("access", "rank 1: GPU 1 cannot access GPU 0"),
+        ("allocation", "rank 1: out of memory"),
+        ("mapping", "rank 0: operation not permitted"),
+    ],
+)
+def test_problem_of_one_rank_is_raised_on_all(problem: str, result: str) -> None:
+    assert list(over_ranks(3, "cpu", partial(join, problem))) == [result]
+
+
+def test_nccl_p2p_disable_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    results = list(over_ranks(2, "cpu", partial(join, "")))
+    assert results == ["rank 0: NCCL_P2P_DISABLE is 1; rank 1: NCCL_P2P_DISABLE is 1"]
