@@ -50,7 +50,7 @@ class TritonAttention:
     """
 
     name = "triton"
-    version = 4
+    version = 5
 
     def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
         self._by_halves = by_halves
