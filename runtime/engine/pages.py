@@ -105,9 +105,13 @@ class SequencePages:
             return
         for sequence in others:
             for table, pool in zip(first.page_tables, self.pools, strict=True):
-                full = table[: self.plan.full(tokens)]
-                pool.share([page for page in full if page != FREED])
-                sequence.page_tables.append(full + pool.allocate(len(table) - len(full)))
+                own = table.copy()
+                full = self.plan.full(tokens)
+                pool.share([page for page in own[:full] if page != FREED])
+                for index in range(full, len(own)):
+                    if own[index] != FREED:
+                        [own[index]] = pool.allocate(1)
+                sequence.page_tables.append(own)
 
     def set_computed(self, group: SequenceGroup, tokens: int, vacated: range = range(0)) -> None:
         """Set `SequenceGroup.computed`, and release pages that the prompt needs no longer.

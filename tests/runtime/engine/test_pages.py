@@ -49,3 +49,18 @@ def test_steps_with_ample_pages_do_not_search_the_batch(monkeypatch: pytest.Monk
     scheduler.pages.pools[0].allocate(scheduler.pages.free[0] - 7)
     assert not scheduler.must_preempt
     assert len(searches) == 1
+
+
+@pytest.mark.parametrize("purpose", [Purpose.GENERATE, Purpose.RECEIVE])
+def test_choices_of_a_short_prompt_take_no_encoded_pages(purpose: Purpose) -> None:
+    plan = compressed_plan(16, 1, window=64)
+    scheduler = Scheduler(Limits(16, 64), plan=plan, total=PageCount(40, 4), context_length=400)
+    scheduler.pages.pools[1].allocate(4)  # those of other sequences
+    request = request_of("r", 3, choices=3)
+    scheduler.submit(request, purpose)
+    planned = scheduler.plan()
+    [group] = planned.reserved or [chunk.group for chunk in planned.chunks]
+    assert [sequence.page_tables[1] for sequence in group.sequences] == 3 * [
+        group.sequences[0].page_tables[1]
+    ]
+    assert len({sequence.page_tables[0][0] for sequence in group.sequences}) == 3
