@@ -12,6 +12,7 @@ from torch.distributed import _symmetric_memory
 from runtime.errors import PeerAccessError
 from runtime.offline.bench.ranks import over_ranks
 from runtime.parallel.group import DistributedGroup, RankGroup
+from runtime.parallel.peer_group import join_fastest
 from runtime.parallel.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
@@ -61,3 +62,17 @@ def test_nccl_p2p_disable_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     results = list(over_ranks(2, "cpu", partial(join, "")))
     assert results == ["rank 0: NCCL_P2P_DISABLE is 1; rank 1: NCCL_P2P_DISABLE is 1"]
+
+
+def sum_without_peer_access(group: RankGroup) -> Iterator[str]:
+    """Add numbers with the fastest collectives of GPUs without access to one another."""
+    assert isinstance(group, DistributedGroup)
+    torch.cuda.can_device_access_peer = lambda *_: False
+    joined, reason = join_fastest(group.process_group, torch.device("cuda", group.rank))
+    yield f"{type(joined).__name__} {joined.all_reduce(torch.ones(2)).tolist()}: {reason}"
+
+
+def test_workers_without_peer_access_use_nccl_and_have_the_reason() -> None:
+    [found] = over_ranks(2, "cpu", sum_without_peer_access)
+    reason = "rank 0: GPU 0 cannot access GPU 1; rank 1: GPU 1 cannot access GPU 0"
+    assert found == f"DistributedGroup [2.0, 2.0]: {reason}"
