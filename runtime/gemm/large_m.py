@@ -80,13 +80,16 @@ class LargeGemm:
         partials = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
         source = _descriptor(x, tokens)
         residual = _descriptor(y, tokens) if epilogue is Epilogue.RESIDUAL else source
+        # With two warp groups, a program takes a whole multiprocessor. Starting it while the
+        # previous kernel runs makes a prompt of 2,048 tokens 2 % slower on an H200.
+        overlap = overlapped(x.device) if tile.groups == 1 else {}
         large_gemm_kernel[(min(items, _programs(x.device)),)](
             source, *self._weight_descriptors(each), residual, y, y.stride(0) // VECTOR_ELEMENTS,
             self._biases, partials, self._counters, items, len(x), *self._counts,
             GROUPS=tile.groups, BN=tile.rows, EPILOGUE=int(epilogue), APART=apart,
             BIAS=self._biases is not None, SPLITS=tile.splits,
             STAGES=stages(tile.groups, tile.rows, apart), num_warps=4,
-            maxnreg=_REGISTERS[tile.groups], **overlapped(x.device),
+            maxnreg=_REGISTERS[tile.groups], **overlap,
         )  # fmt: skip
 
     def _weight_descriptors(self, rows: int) -> list[TensorDescriptor]:

@@ -4,7 +4,8 @@
 One producer warp copies tiles of activations and weights by TMA into a ring in shared memory. One
 or two consumer warp groups multiply 64 tokens each by the same weight rows. The kernel is
 persistent: the producer loads the tiles of the next block while the consumers store the current
-one. The first tiles of weights are loaded while the previous kernel still runs.
+one. With one consumer warp group, the first tiles of weights are loaded while the previous kernel
+still runs.
 """
 
 from triton.experimental import gluon
@@ -99,23 +100,26 @@ def produce(
 ):  # fmt: skip
     """Producer warp: copy the tiles of this program's work items into the ring.
 
-    The weights of the first slots are copied while the previous kernel may still run. The input
-    tiles of a block are followed by its residual tiles, with RESIDUAL.
+    With one consumer warp group, the weights of the first slots are copied while the previous
+    kernel may still run. The input tiles of a block are followed by its residual tiles, with
+    RESIDUAL.
     """
     BM: gl.constexpr = GROUPS * TOKENS
     BYTES: gl.constexpr = ((2 if APART else 1) * BM + BN) * COLUMNS * 2
     x, _, _, _, residual = sources
     left, right, full, empty = ring
-    _, which, row, _, begin, end = block_of(
-        gl.program_id(0), tokens, rows, widths, BM, BN, EPILOGUE, SPLITS
-    )
-    early = gl.minimum(gl.cdiv(end - begin, COLUMNS), STAGES)
-    for slot in range(early):
-        ready = full.index(slot)
-        mbarrier.expect(ready, BYTES)
-        load_weights(
-            sources, row, which, begin + slot * COLUMNS, ready, right.index(slot), BN, EPILOGUE
+    early = 0
+    if GROUPS == 1:
+        _, which, row, _, begin, end = block_of(
+            gl.program_id(0), tokens, rows, widths, BM, BN, EPILOGUE, SPLITS
         )
+        early = gl.minimum(gl.cdiv(end - begin, COLUMNS), STAGES)
+        for slot in range(early):
+            ready = full.index(slot)
+            mbarrier.expect(ready, BYTES)
+            load_weights(
+                sources, row, which, begin + slot * COLUMNS, ready, right.index(slot), BN, EPILOGUE
+            )
     wait_for_previous()
     step = gl.to_tensor(0)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -126,14 +130,16 @@ def produce(
         for k in range(begin, end, COLUMNS):
             slot = step % STAGES
             ready = full.index(slot)
-            if step >= early:
+            missing = step >= early if GROUPS == 1 else True
+            if missing:
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(ready, BYTES)
-                load_weights(sources, row, which, k, ready, right.index(slot), BN, EPILOGUE)
             own = left.index(slot)
             load_block(x, [m, first + k], ready, own.slice(0, BM))
             if APART:
                 load_block(x, [m, firsts[1] * VECTOR + k], ready, own.slice(BM, BM))
+            if missing:
+                load_weights(sources, row, which, k, ready, right.index(slot), BN, EPILOGUE)
             step += 1
         if EPILOGUE == RESIDUAL:
             for piece in range(0, BN, STORE_COLUMNS):
