@@ -29,16 +29,19 @@ programs of this rank, the second has the epilogue of RESIDUAL."""
 
 @gluon.jit
 def field(row, column):
-    """Return a field of a pass. All but offsets and targets fit into 32 bits."""
-    return gl.load(row + column).to(gl.int32)
+    """Return a field of a pass that fits into 32 bits, as all but offsets and targets do.
+
+    Only its low word is loaded, because a thread holds the fields of two passes.
+    """
+    words = row.to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.load(words + 2 * column)
 
 
 @gluon.jit
 def prefetch(row):
     """Load a pass into the L1 cache.
 
-    This takes fewer registers than its fields do, which the copy warps would spill: each pass would
-    then begin with a wait for memory.
+    This takes fewer registers than its fields do, but a pass then begins with loads from the cache.
     """
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; prefetch.global.L1 [$1 + 128]; mov.b32 $0, 0;", "=r,l", [row],

@@ -28,6 +28,7 @@ from runtime.megakernel.kernels.layouts import (
     WARPS,
     WIDE_TILE,
     WIDE_TILE_COPY,
+    N,
     index_along,
 )
 from runtime.megakernel.kernels.opcodes import (
@@ -146,10 +147,17 @@ def copy_tiles(
     tall_row = index_along(WARPS, 0, WIDE_TILE_COPY) * ROWS + index_along(ROWS, 1, WIDE_TILE_COPY)
     tall_column = index_along(MAX_DIM, 2, WIDE_TILE_COPY)
     tile = gl.to_tensor(0)
+    # Whether to hold the fields of the next pass: the faster way for each number of sequences.
+    HOLDS: gl.constexpr = SHAPE.BL > 1 and SHAPE.BL < N
+    coming = load_reads(schedule.table)
     for n in range(schedule.passes):
-        own = schedule.table + n * FIELDS
-        opcode, offset, v_offset, width, start, units, total, unit, tall, stride = load_reads(own)
-        prefetch(own + FIELDS)
+        if HOLDS:
+            fields = coming
+            coming = load_reads(schedule.table + (n + 1) * FIELDS)
+        else:
+            fields = load_reads(schedule.table + n * FIELDS)
+            prefetch(schedule.table + (n + 1) * FIELDS)
+        opcode, offset, v_offset, width, start, units, total, unit, tall, stride = fields
         if opcode == ATTEND:
             tile = copy_kv(ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE, RING)
         else:
