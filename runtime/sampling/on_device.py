@@ -84,8 +84,7 @@ class DeviceSampler:
         vocabulary: division of the token ids among the ranks. The state takes 13 bytes for each
             row and each token of this rank.
         top: maximum number of most probable tokens that a row reports.
-        kernels: whether Triton kernels draw. They are faster on one GPU, but have not run over
-            several ranks on GPUs.
+        kernels: whether Triton kernels draw; by default on a GPU only.
 
     Attributes:
         sampled: int64 `[rows, 3]`, the storage of ``tokens``, ``finite`` and ``resolved``.
@@ -104,13 +103,13 @@ class DeviceSampler:
         device: torch.device,
         *,
         top: int = 0,
-        kernels: bool = False,
+        kernels: bool | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._vocabulary = vocabulary
-        self._kernels = kernels
+        self._kernels = device.type == "cuda" if kernels is None else kernels
         find = _candidates_on_gpu if self._kernels else Candidates.of
         self._reductions = (
             RankReductions(vocabulary, find) if vocabulary.divided else Reductions(find)
