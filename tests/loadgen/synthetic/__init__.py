@@ -83,6 +83,9 @@ class Behaviour:
             at the time when the last event was *due*, so that lateness does not accumulate.
             Requests whose outcome has no events use no slot, except those with `EMPTY`.
         outcomes: outcomes of requests in order of arrival, repeated cyclically.
+        prefix_cache: tokens per block of a prefix cache without evictions, whose hits are reported
+            over HTTP; None for a server without one.
+        prefill_s: seconds for each prompt token that is not cached, in addition to ``ttft_s``.
 
     Raises:
         ValueError: if a value is out of range.
@@ -94,6 +97,8 @@ class Behaviour:
     stall_s: tuple[float, float] | None = None
     concurrency: int | None = None
     outcomes: tuple[Outcome, ...] = (Outcome.OK,)
+    prefix_cache: int | None = None
+    prefill_s: float = 0.0
 
     def __post_init__(self) -> None:
         stall = self.stall_s or (0.0, 0.0)
@@ -126,6 +131,7 @@ class Truth:
         written: for each event with tokens, the time just before it was written.
         ended: time when the answer ended, or was broken off by the server.
         left: time when the client disconnected before the end.
+        cached_tokens: number of prompt tokens in the prefix cache; None without one.
     """
 
     number: int
@@ -138,6 +144,7 @@ class Truth:
     written: list[float] = field(default_factory=list)
     ended: float | None = None
     left: float | None = None
+    cached_tokens: int | None = None
 
 
 class SyntheticServer:

@@ -17,6 +17,7 @@ class AnswerFormat:
         self._chat = chat
         self._include_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         self._prompt_tokens = truth.prompt_tokens
+        self._cached_tokens = truth.cached_tokens
         kind = "text_completion"
         if chat:
             kind = "chat.completion.chunk" if self.stream else "chat.completion"
@@ -51,10 +52,12 @@ class AnswerFormat:
         usage = self._usage(len(tokens))
         return orjson.dumps({**self._envelope, "choices": [choice], "usage": usage})
 
-    def _usage(self, tokens: int) -> dict[str, int]:
+    def _usage(self, tokens: int) -> dict[str, Any]:
         prompt = self._prompt_tokens
-        both = prompt + tokens
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": both}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": tokens}
+        if self._cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens}
+        return usage | {"total_tokens": prompt + tokens}
 
 
 _ERRORS = {400: "invalid_request_error", 429: "rate_limit_error", 500: "server_error"}

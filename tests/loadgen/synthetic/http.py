@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
             request.get("max_tokens") or request.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
         )
         id = headers.get("x-request-id", "")
-        truth = self._truth = self._server.arrive(read, id, len(self._prompt(request)), limit)
+        truth = self._truth = self._server.arrive(read, id, self._prompt(request), limit)
         shape = AnswerFormat(truth, request, chat=chat)
         match truth.outcome:
             case Outcome.RESET_BEFORE:

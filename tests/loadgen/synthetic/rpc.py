@@ -48,8 +48,8 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
         await server.sleep(time.monotonic())
         limit = request.max_tokens or DEFAULT_MAX_TOKENS
         id = request.request_id
-        prompt_tokens = self._count(request)
-        truth = server.arrive(time.monotonic(), id, prompt_tokens, limit)
+        prompt = self._prompt(server, request)
+        truth = server.arrive(time.monotonic(), id, prompt, limit)
         try:
             await self._answer(server, truth, context)
         except asyncio.CancelledError:
@@ -60,9 +60,9 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
             raise
         truth.ended = time.monotonic()
 
-    def _count(self, request: pb.GenerateRequest) -> int:
+    def _prompt(self, server: Schedule, request: pb.GenerateRequest) -> list[int]:
         texts = [request.text, *(message.content for message in request.chat.messages)]
-        return len(request.tokens.ids) + len(" ".join(texts).split())
+        return [*request.tokens.ids, *server.tokenizer.encode(" ".join(texts))]
 
     async def _answer(self, server: Schedule, truth: Truth, context: Context) -> None:
         outcome = truth.outcome

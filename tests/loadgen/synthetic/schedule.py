@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 
 from tests.loadgen.synthetic import Behaviour, Truth
 
@@ -43,6 +44,26 @@ class Tokenizer:
         if self._seen.setdefault(id, word) != word:
             raise KeyError(f"{word} and {self._seen[id]} have the same hash")
         return id
+
+
+class PrefixCache:
+    """Prefixes of earlier prompts with their answers, in whole blocks."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._known: set[tuple[int, ...]] = set()
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Add a prompt and its answer, and return the number of cached tokens of the prompt.
+
+        The last token of a prompt is never cached, as its logits are needed.
+        """
+        cached, step = 0, self._block
+        while cached + step < len(prompt) and tuple(prompt[: cached + step]) in self._known:
+            cached += step
+        whole = (*prompt, *answer)
+        self._known |= {whole[:end] for end in range(step, len(whole) + 1, step)}
+        return cached
 
 
 class Slots:
@@ -84,11 +105,15 @@ class Schedule:
         self.tokenizer = Tokenizer()
         self.log: list[Truth] = []
         self._outcomes = itertools.cycle(behaviour.outcomes)
+        block = behaviour.prefix_cache
+        self._cache = None if block is None else PrefixCache(block)
 
-    def arrive(self, read: float, id: str, prompt_tokens: int, max_tokens: int) -> Truth:
+    def arrive(self, read: float, id: str, prompt: Sequence[int], max_tokens: int) -> Truth:
         number = len(self.log)
         id = id or f"cmpl-{number}"
-        truth = Truth(number, id, next(self._outcomes), read, prompt_tokens, max_tokens)
+        truth = Truth(number, id, next(self._outcomes), read, len(prompt), max_tokens)
+        if self._cache is not None:
+            truth.cached_tokens = self._cache.add(prompt, range(max_tokens))
         self.log.append(truth)
         return truth
 
@@ -99,8 +124,12 @@ class Schedule:
             return end if begin <= at < end else at
         return at
 
-    def due(self, started: float, event: int) -> float:
-        return self.clear(started + self.behaviour.ttft_s + event * self.behaviour.itl_s)
+    def due(self, truth: Truth, event: int) -> float:
+        """Return the time at which an event of a request that has a slot is due."""
+        assert truth.started is not None
+        computed = truth.prompt_tokens - (truth.cached_tokens or 0)
+        first = truth.started + self.behaviour.ttft_s + computed * self.behaviour.prefill_s
+        return self.clear(first + event * self.behaviour.itl_s)
 
     async def sleep(self, until: float) -> None:
         """Sleep until a time. If the stall is in progress then, sleep until its end."""
@@ -121,15 +150,15 @@ class Slot:
     def __init__(self, server: Schedule, truth: Truth) -> None:
         self._server = server
         self._truth = truth
-        self._started = self._until = 0.0
+        self._until = 0.0
 
     async def __aenter__(self) -> "Slot":
-        self._started = self._until = await self._server.slots.take(self._truth.read)
-        self._truth.started = self._started
+        self._until = await self._server.slots.take(self._truth.read)
+        self._truth.started = self._until
         return self
 
     async def until(self, event: int) -> None:
-        self._until = self._server.due(self._started, event)
+        self._until = self._server.due(self._truth, event)
         await self._server.sleep(self._until)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
