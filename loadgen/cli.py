@@ -50,7 +50,9 @@ def run_command(
     config: RunConfig,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="closed loop with this many requests in flight, instead of arrivals"),
+        typer.Option(
+            help="closed loop with this many requests or chats in flight, instead of arrivals"
+        ),
     ] = None,
     require: Require = None,
     out: Out = None,

@@ -1,4 +1,4 @@
-"""Closed loop: a fixed number of requests in flight, each followed by another when it ends."""
+"""Closed loop: a fixed number of requests or chats in flight, each followed by another one."""
 
 import asyncio
 import math
@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from loadgen.clock import Clock
 from loadgen.lookahead import Lookahead
-from loadgen.record import Record
 from loadgen.runner import Runner, gc_frozen
-from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Target
 
 FAILURE_PERIOD_S = 1.0
@@ -21,21 +19,29 @@ A server that refuses requests at once receives at most one per second and slot.
 class ClosedLoop(Runner):
     """Sends requests in ``concurrency`` slots; each slot sends one request after another.
 
+    If requests begin chats, each slot plays one chat after another.
+
     A request is due when its slot is free: when the request before it has ended or, if that one
     failed, `FAILURE_PERIOD_S` after it was sent. It is sent at once unless it is not prepared yet.
     `schedule` and `records` grow during the run, in the order of the workload.
 
     Args:
         duration_s: seconds after which no more requests are sent; None for no limit.
+        keep_answers: whether records keep the answers that targets store in them.
     """
 
     def __init__(
-        self, requests: Lookahead, target: Target, concurrency: int, duration_s: float | None
+        self,
+        requests: Lookahead,
+        target: Target,
+        concurrency: int,
+        duration_s: float | None,
+        *,
+        keep_answers: bool = True,
     ) -> None:
-        super().__init__([], target)
+        super().__init__([], target, duration_s=duration_s, keep_answers=keep_answers)
         self._requests = requests
         self._concurrency = concurrency
-        self._duration_s = duration_s
         self._exhausted = False
         self._stopped_at = math.inf
 
@@ -48,7 +54,7 @@ class ClosedLoop(Runner):
         duration_s = self._duration_s
         if duration_s is not None and not self._exhausted and self._stopped_at >= duration_s:
             return duration_s
-        return self.records[-1].due if self.records else 0.0
+        return super().load_end
 
     async def run(self, clock: Clock) -> None:
         """Restart the clock, send requests until the end, and wait until all sent ones have ended.
@@ -79,19 +85,12 @@ class ClosedLoop(Runner):
             if self._is_over(clock()):
                 return
             record = self._add(replace(request, due=due))
-            await self._target.send(self.schedule[record.number], record, clock)
-            if record.failure is not None and record.sent is not None:
-                await asyncio.sleep(record.sent + FAILURE_PERIOD_S - clock())
+            last = await self._play(self.schedule[record.number], record, clock)
+            if last.failure is not None and last.sent is not None:
+                await asyncio.sleep(last.sent + FAILURE_PERIOD_S - clock())
 
     def _is_over(self, now: float) -> bool:
         return self._duration_s is not None and now >= self._duration_s
-
-    def _add(self, request: ScheduledRequest) -> Record:
-        spec = request.spec
-        record = Record(len(self.records), request.due, spec.input_tokens, spec.output_tokens)
-        self.schedule.append(request)
-        self.records.append(record)
-        return record
 
     async def _cancel_slots_when_stopped(
         self, slots: list[asyncio.Task[None]], clock: Clock

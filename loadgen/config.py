@@ -12,12 +12,15 @@ from loadgen.faults import Fault
 from loadgen.measures import Objective
 from loadgen.objectives import Requirement
 from loadgen.schedule import Cancellations, Limits
+from loadgen.target.api import is_rpc
 from loadgen.target.base import Endpoint
 from loadgen.validity import MAX_LAG_S
 from loadgen.workload import (
     PRESETS,
+    Chats,
     Lengths,
     MooncakeTrace,
+    PrefixGroups,
     PromptFile,
     PromptWriter,
     SharedPrefix,
@@ -46,6 +49,11 @@ class FileFormat(StrEnum):
     PROMPTS = "prompts"
     MOONCAKE = "mooncake"
     SHAREGPT = "sharegpt"
+    SHARED_PREFIX = "shared-prefix"
+
+
+_GENERATED = (FileFormat.MOONCAKE, FileFormat.SHARED_PREFIX)
+"""Formats whose prompts are generated."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,19 @@ class WorkloadConfig:
         file: file with requests; None to generate prompts.
         format: format of ``file``.
         scale: factor by which the preset's lengths are multiplied.
-        prefix_tokens, prefix_groups: length and number of prefixes shared by prompts.
+        prefix_tokens, prefix_groups: length and number of prefixes shared by prompts; system
+            prompts of chats.
         token_ids: whether prompts are token ids instead of text.
+        prefix_skew: exponent of Zipf's law for the choice of a prefix; 0 chooses all equally often.
+        turns: distribution of the turns of chats, in the syntax of `parse_lengths`; None for single
+            requests.
+        think_s: mean seconds from the end of an answer to the next turn.
+        cold: whether the beginning of each prompt is unique, so that no prefix cache holds a part.
+        variant: runs of one seed with different variants have the same lengths and prefixes, but
+            otherwise different words, so that a prefix cache does not hold prompts of other runs.
+
+    Raises:
+        UsageError: if an option of chats or of prefixes is given without them.
     """
 
     preset: str | None = None
@@ -71,6 +90,17 @@ class WorkloadConfig:
     prefix_tokens: int = 0
     prefix_groups: int = 1
     token_ids: bool = False
+    prefix_skew: float = 0.0
+    turns: str | None = None
+    think_s: float = 0.0
+    cold: bool = False
+    variant: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turns is None and self.think_s:
+            raise UsageError("--think is the time between turns of chats: give --turns")
+        if not self.prefix_tokens and (self.prefix_groups != 1 or self.prefix_skew):
+            raise UsageError("--prefix-groups and --prefix-skew need --prefix-tokens")
 
     def open(self, tokenizer: Tokenizer) -> Workload:
         """Return the workload.
@@ -91,14 +121,31 @@ class WorkloadConfig:
             )
         prefix = None
         if self.prefix_tokens:
-            prefix = SharedPrefix(self.prefix_tokens, self.prefix_groups)
-        return Synthetic(inputs, outputs, writer, prefix)
+            prefix = SharedPrefix(self.prefix_tokens, self.prefix_groups, self.prefix_skew)
+        if self.turns is None:
+            return Synthetic(inputs, outputs, writer, prefix, cold=self.cold, variant=self.variant)
+        return Chats(
+            parse_lengths(self.turns),
+            *(inputs, outputs, writer, prefix),
+            think_s=self.think_s,
+            cold=self.cold,
+            variant=self.variant,
+        )
 
     def _from_file(self, file: Path, tokenizer: Tokenizer, writer: PromptWriter) -> Workload:
-        if self.preset or self.inputs or self.prefix_tokens:
-            raise UsageError("--file cannot be combined with --preset, --input or --prefix-tokens")
+        if self.preset or self.inputs or self.prefix_tokens or self.turns:
+            raise UsageError(
+                "--file cannot be combined with --preset, --input, --prefix-tokens or --turns"
+            )
+        if self.cold and self.format not in _GENERATED:
+            raise UsageError(
+                f"--cold changes generated prompts, and those of --format {self.format} are sent "
+                "unchanged"
+            )
         if self.format is FileFormat.MOONCAKE:
-            return MooncakeTrace(file, writer)
+            return MooncakeTrace(file, writer, cold=self.cold, variant=self.variant)
+        if self.format is FileFormat.SHARED_PREFIX:
+            return PrefixGroups.read(file, writer, cold=self.cold, variant=self.variant)
         if self.format is FileFormat.SHAREGPT:
             return ShareGPT(file, tokenizer)
         return PromptFile(file, tokenizer, parse_lengths(self.outputs) if self.outputs else None)
@@ -162,8 +209,8 @@ class RunConfig:
             ``/v1`` may be missing.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
-        concurrency: number of requests in flight at all times in a closed loop, which has no
-            arrival process; None for an open loop.
+        concurrency: number of requests, or of chats, in flight at all times in a closed loop, which
+            has no arrival process; None for an open loop.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
         tokenizer_url: server with `/tokenize`; if None, the target.
         warm_up_s, cool_down_s: seconds at the start and at the end of the run that are excluded
@@ -181,8 +228,8 @@ class RunConfig:
         gateway_port: gateway port of the local deployment; if None, the target's port.
 
     Raises:
-        UsageError: if a closed loop is combined with an option of open loops, or ``hang_up`` has no
-            duration or is combined with a reference.
+        UsageError: if a closed loop is combined with an option of open loops, ``hang_up`` has no
+            duration or is combined with a reference, or the target does not support the workload.
     """
 
     target: str
@@ -219,6 +266,7 @@ class RunConfig:
             raise UsageError("--hang-up needs --duration, at the end of which clients hang up")
         if self.hang_up and self.reference is not None:
             raise UsageError("--hang-up leaves answers incomplete: omit it or --check-against")
+        self._check_prompts()
         if self.concurrency is None:
             return
         if self.concurrency < 1:
@@ -231,6 +279,20 @@ class RunConfig:
                 "--concurrency is a closed loop, in which the ends of requests determine the send "
                 f"times; it cannot be combined with {', '.join(given)}"
             )
+
+    def _check_prompts(self) -> None:
+        """Raise `UsageError` if the target does not support the prompts."""
+        if self.workload.token_ids and self.endpoint is Endpoint.CHAT:
+            raise UsageError("--endpoint chat needs prompts of text: omit --token-ids")
+        if self.workload.turns is None:
+            return
+        if self.workload.token_ids and not all(map(is_rpc, self.target.split(","))):
+            raise UsageError(
+                "--token-ids with --turns needs a gRPC target: over HTTP, answers have no token "
+                "ids, of which the history of a chat consists"
+            )
+        if self.cancellations.fraction:
+            raise UsageError("--cancel is not supported with --turns")
 
 
 def _lengths(text: str | None, default: Lengths | None) -> Lengths | None:

@@ -34,23 +34,32 @@ class EarlyEnd:
         """
         while self.attainment is not None and not self.gave_up:
             await asyncio.sleep(_PERIOD_S)
-            if not runner.stopped.is_set() and self.is_out_of_reach(runner.records, clock()):
+            if not runner.stopped.is_set() and self.is_out_of_reach(
+                runner.records, clock(), runner.turns_left
+            ):
                 self.gave_up = True
                 runner.stopped.set()
 
-    def is_out_of_reach(self, records: Sequence[Record], now: float) -> bool:
-        """Return whether the required attainment is missed even if all other requests meet it."""
+    def is_out_of_reach(self, records: Sequence[Record], now: float, more: int = 0) -> bool:
+        """Return whether the required attainment is missed even if all other requests meet it.
+
+        Args:
+            more: number of further requests, which have no records yet.
+        """
         if self.attainment is None:
             return False
         measured = [record for record in records if self.window.has(record.due)]
         missed = sum(self._has_missed(record, now) for record in measured)
-        return bool(measured) and (len(measured) - missed) / len(measured) < self.attainment
+        total = len(measured) + more
+        return bool(measured) and (total - missed) / total < self.attainment
 
     def _has_missed(self, record: Record, now: float) -> bool:
-        if record.sent is None or record.cancelled:
+        if record.cancelled:
             return False
         if record.failure is not None:
             return True
+        if record.sent is None:
+            return False
         if record.first is None:  # waiting
             bounds = [one.seconds for one in self.objectives if one.measure is TTFT]
             return any(now - record.due > seconds for seconds in bounds)

@@ -17,6 +17,7 @@ RUN_FIGURES = {
     "attainment": ("Attainment", "fraction", "more"),
     "failures": ("Failed requests", "fraction", "less"),
     "in_flight": ("Requests in flight", "", "less"),
+    "cached": ("Prompt tokens from the prefix cache", "fraction", "more"),
 }
 """Metrics of a whole run: title, unit, and ``less`` if smaller values are better, else ``more``."""
 _SHOWN_AS = {"s": "ms", "1/s": "per second", "fraction": "%"}
@@ -118,6 +119,9 @@ class Figure:
             goodput = summary["goodput"]
             which = "requests" if self.name == "goodput" else self.name
             return None if goodput is None else float(goodput[which])
+        if self.name == "cached":
+            cached = summary.get("cached")  # files of earlier versions have none
+            return None if cached is None else float(cached["fraction"])
         if self.name == "in_flight":
             return float(summary["in_flight"]["mean"])
         outcomes = summary["outcomes"]

@@ -26,11 +26,17 @@ def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) 
     with (folder / TABLE).open("w", newline="") as table:
         rows = csv.writer(table)
         names = [measure.name for measure in MEASURES]
-        rows.writerow(["number", "due", "outcome", "input_tokens", "output_tokens", *names])
+        rows.writerow(
+            [
+                *("number", "due", "outcome", "input_tokens", "output_tokens", *names),
+                *("chat", "turn", "cached_tokens"),
+            ]
+        )
         for record in records:
             rows.writerow([
                 record.number, record.due, _outcome(record), record.input_tokens,
                 record.output_tokens, *(_mean(measure.of(record)) for measure in MEASURES),
+                record.chat, record.turn, record.cached_tokens,
             ])  # fmt: skip
     (folder / SUMMARY).write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 

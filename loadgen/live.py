@@ -40,7 +40,7 @@ def progress(runner: Runner, now: float) -> Table:
     ttft = Distribution.of(firsts)
     failed = Counter(record.failure for record in ended if record.failure is not None)
     table = Table.grid(padding=(0, 2))
-    table.add_row("time", f"{now:.0f} s" + ("" if closed else f" of {records[-1].due:.0f} s"))
+    table.add_row("time", f"{now:.0f} s" + ("" if closed else f" of {runner.load_end:.0f} s"))
     table.add_row("sent", f"{len(sent):,}" + ("" if closed else f" of {len(records):,}"))
     table.add_row("in flight", f"{len(sent) - len(ended):,}")
     table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} per second")

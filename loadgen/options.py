@@ -40,13 +40,17 @@ def _arrival_options(
     arrivals: Annotated[
         Process | None, typer.Option(help="arrival process; default: poisson")
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="requests per second; with --turns, chats per second")
+    ] = None,
     to_rate: Annotated[float | None, typer.Option(help="final rate of a ramp")] = None,
     burstiness: Annotated[
         float, typer.Option(help="shape of gamma arrivals; 1 is Poisson, less is burstier")
     ] = 1,
     speed: Annotated[float, typer.Option(help="replay speed of a trace")] = 1,
-    requests: Annotated[int | None, typer.Option(min=1, help="maximum number of requests")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="maximum number of requests, or of chats")
+    ] = None,
     duration: Annotated[
         float | None, typer.Option(help="seconds during which requests arrive")
     ] = None,
@@ -79,8 +83,22 @@ def _workload_options(
     file_format: Annotated[
         FileFormat, typer.Option("--format", help="format of --file")
     ] = FileFormat.PROMPTS,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="length of a shared prefix")] = 0,
+    prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="length of a shared prefix; system prompt of chats")
+    ] = 0,
     prefix_groups: Annotated[int, typer.Option(min=1, help="number of shared prefixes")] = 1,
+    prefix_skew: Annotated[
+        float, typer.Option(help="exponent of Zipf's law for the prefixes; 0: equally often")
+    ] = 0,
+    turns: Annotated[
+        str | None, typer.Option(help="chats with so many turns, such as fixed:8 or uniform:2,12")
+    ] = None,
+    think: Annotated[
+        float, typer.Option(min=0, help="mean seconds from an answer to the next turn")
+    ] = 0,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="begin each prompt with unique words: no cached prefix")
+    ] = False,
     token_ids: Annotated[bool, typer.Option(help="send token ids instead of text")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder")] = None,
     tokenizer_url: Annotated[
@@ -88,7 +106,9 @@ def _workload_options(
     ] = None,
 ) -> dict[str, Any]:
     workload = WorkloadConfig(
-        preset, inputs, outputs, file, file_format, scale, prefix_tokens, prefix_groups, token_ids
+        *(preset, inputs, outputs, file, file_format, scale),
+        *(prefix_tokens, prefix_groups, token_ids, prefix_skew),
+        *(turns, think, cold),
     )
     return {"workload": workload, "tokenizer": tokenizer, "tokenizer_url": tokenizer_url}
 

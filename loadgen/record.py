@@ -25,6 +25,8 @@ class Failure(StrEnum):
     """An invalid answer: not HTTP, not an event stream, not JSON, or without a token."""
     NO_TEXT = "no_text"
     """An answer with tokens, but without text in a field that the load generator knows."""
+    NOT_SENT = "not_sent"
+    """A later turn of a chat, which was never sent because an earlier turn failed."""
 
     @property
     def words(self) -> str:
@@ -42,6 +44,7 @@ _WORDS = {
     Failure.SERVER_ERROR: "ended with a server error",
     Failure.MALFORMED: "got a malformed answer",
     Failure.NO_TEXT: "got no readable text",
+    Failure.NOT_SENT: "not sent after a failed turn",
 }
 
 
@@ -52,7 +55,8 @@ class Record:
     Attributes:
         number: index of the request in the schedule.
         due: scheduled send time, drawn before the run; in a closed loop the time when its slot
-            became free.
+            became free. A later turn of a chat is due when the turn before it has ended and the
+            user has read the answer.
         input_tokens: number of prompt tokens as counted by the target's tokenizer; replaced by the
             number in the target's answer if it reports one.
         wanted_tokens: output tokens requested as ``max_tokens``.
@@ -68,6 +72,10 @@ class Record:
         text: text of the answer, kept only for a comparison with a reference.
         token_ids: token ids of the answer, kept only for a comparison with a reference and if the
             target reports them.
+        chat: index of the chat to which the request belongs; None if it belongs to none.
+        turn: number of the turn in its chat, from 1.
+        cached_tokens: number of prompt tokens that the target found in its prefix cache; None if it
+            does not report it.
     """
 
     number: int
@@ -85,6 +93,9 @@ class Record:
     stages: dict[str, float] = field(default_factory=dict)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    chat: int | None = None
+    turn: int = 1
+    cached_tokens: int | None = None
 
     @property
     def succeeded(self) -> bool:

@@ -45,7 +45,8 @@ class Outcome:
     """Result of a run.
 
     Attributes:
-        records: all requests, in order of their scheduled times.
+        records: all requests, in order of their scheduled times. The later turns of chats follow in
+            the order in which they became due.
         document: content of ``summary.json``.
         stopped: whether the user interrupted the run.
         check: comparison with the reference; None if it was not requested or was interrupted.
@@ -85,7 +86,7 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
             config.timeout_s,
             config.temperature,
             ignore_eos=config.ignore_eos,
-            keep_answers=config.reference is not None,
+            keep_answers=config.reference is not None or config.workload.turns is not None,
             extra=config.extra,
         )
         if config.concurrency is not None:
@@ -157,7 +158,7 @@ def _run(
         if reference is not None and not runner.stopped.is_set():
             checked = loop.run(_check(config, reference, runner, options))
             stopped = checked is None
-    if isinstance(runner, ClosedLoop):
+    if isinstance(runner, ClosedLoop) or math.isinf(window.end):
         window = _until(window, runner.load_end - config.cool_down_s)
     summary = Summary.of(
         runner.records, window, config.objectives,
@@ -195,11 +196,14 @@ async def _send(
 ) -> tuple[str, Runner]:
     target = open_target(config.target, options, config.endpoint, config.api_key)
     clock = Clock()
+    duration_s, keep = config.limits.duration_s, config.reference is not None
     if isinstance(requests, Lookahead):
         assert config.concurrency is not None
-        runner: Runner = ClosedLoop(requests, target, config.concurrency, config.limits.duration_s)
+        runner: Runner = ClosedLoop(
+            requests, target, config.concurrency, duration_s, keep_answers=keep
+        )
     else:
-        runner = Runner(requests, target)
+        runner = Runner(requests, target, duration_s=duration_s, keep_answers=keep)
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
         async with _in_background(
@@ -256,11 +260,13 @@ async def _check(
 def _window(config: RunConfig, requests: list[ScheduledRequest] | Lookahead) -> Window:
     """Return the measured part of the run, from the end of warm-up to the start of cool-down.
 
-    The end is infinite for a closed loop without a duration.
+    The end is infinite for a closed loop and for chats, if they have no duration.
     """
     end = config.limits.duration_s
     if end is None:  # include a last request that is due exactly at the end
-        end = math.inf if isinstance(requests, Lookahead) else requests[-1].due + _INSTANT_S
+        end = math.inf
+        if isinstance(requests, list) and config.workload.turns is None:
+            end = requests[-1].due + _INSTANT_S
     begin, end = config.warm_up_s, end - config.cool_down_s
     if begin >= end:
         raise UsageError(

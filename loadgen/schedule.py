@@ -57,6 +57,10 @@ class Cancellations:
 class Limits:
     """Length of a run: a number of requests, a duration, or both; the first limit reached ends it.
 
+    Attributes:
+        requests: maximum number of requests; of chats, if requests are turns of chats.
+        duration_s: seconds after which nothing is sent.
+
     Raises:
         UsageError: if neither limit is given.
     """

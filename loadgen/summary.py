@@ -7,12 +7,15 @@ from typing import Any, Self
 from loadgen.measures import (
     LAG,
     MEASURES,
+    Cached,
     Goodput,
     InFlight,
     Objective,
     Outcomes,
     Throughput,
+    Turn,
     Window,
+    turns_of,
 )
 from loadgen.record import Record
 from loadgen.statistics import PERCENTILES, Distribution
@@ -28,7 +31,9 @@ class Summary:
         goodput: goodput and attainment; None without objectives.
         measures: distributions by measure name; None for a measure without values.
         invalid: why the run is invalid, or None.
-        concurrency: requests in flight of a closed loop; None for an open loop.
+        concurrency: requests or chats in flight of a closed loop; None for an open loop.
+        cached: prompt tokens from the target's prefix cache; None if it does not report them.
+        turns: requests of chats by turn; empty without chats.
     """
 
     window: Window
@@ -39,6 +44,8 @@ class Summary:
     measures: dict[str, Distribution | None]
     invalid: Invalid | None
     concurrency: int | None = None
+    cached: Cached | None = None
+    turns: tuple[Turn, ...] = ()
 
     @classmethod
     def of(
@@ -73,6 +80,8 @@ class Summary:
                 measures[LAG.name], max_lag_s, cores=cores, closed=concurrency is not None
             ),
             concurrency=concurrency,
+            cached=Cached.of(due),
+            turns=turns_of(records, window),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -93,7 +102,16 @@ class Summary:
             "in_flight": vars(self.in_flight),
             "goodput": None if self.goodput is None else vars(self.goodput),
             "measures": {name: found and _as_json(found) for name, found in self.measures.items()},
+            "cached": self.cached and vars(self.cached),
+            "turns": [_turn_as_json(turn) for turn in self.turns],
         }
+
+
+def _turn_as_json(turn: Turn) -> dict[str, Any]:
+    return vars(turn) | {
+        "ttft": turn.ttft and _as_json(turn.ttft),
+        "cached": turn.cached and vars(turn.cached),
+    }
 
 
 def _as_json(found: Distribution) -> dict[str, float]:

@@ -101,7 +101,8 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
     while waiting or (not given and load is not None):
         load = waiting.pop(0) if waiting else load
         assert load is not None
-        outcomes = _run_load(_at(config, axis, load), axis, load, plan.seeds, out, run, log)
+        at = _at(config, axis, load, len(measured))
+        outcomes = _run_load(at, axis, load, plan.seeds, out, run, log)
         if outcomes:
             point = _point(axis, load, outcomes)
             entry = _entry(config.seed, axis, load, outcomes)
@@ -136,7 +137,13 @@ def _given(config: RunConfig, plan: SweepConfig) -> list[float]:
     return list(plan.rates)
 
 
-def _at(config: RunConfig, axis: Axis, load: float) -> RunConfig:
+def _at(config: RunConfig, axis: Axis, load: float, variant: int) -> RunConfig:
+    """Return the configuration of one rate or concurrency.
+
+    Args:
+        variant: variant of the prompts, so that no prefix cache holds those of an earlier run.
+    """
+    config = replace(config, workload=replace(config.workload, variant=variant))
     if axis is CONCURRENCY:
         return replace(config, concurrency=int(load))
     return replace(config, arrivals=replace(config.arrivals, rate=load))

@@ -3,7 +3,7 @@
 They fit 80 columns. Margins of error are shown if the terminal is wide enough for them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ from loadgen.axis import Axis, axis_of
 from loadgen.compare import verdict_of
 from loadgen.figures import figure_format
 from loadgen.knee import knee_statement, saturation
-from loadgen.measures import E2E_SENT, MEASURES, TTFT_SENT, failures_in_words
+from loadgen.measures import E2E_SENT, MEASURES, TTFT_SENT, Cached, Turn, failures_in_words
 from loadgen.number import exact, ms, percent, plain
 from loadgen.statistics import PERCENTILES
 from loadgen.summary import Summary
@@ -43,7 +43,8 @@ def summary_table(summary: Summary) -> Group:
     window = summary.window
     rates.add_row("measured", f"{plain(window.begin)} s to {plain(window.end)} s")
     if summary.concurrency is not None:
-        rates.add_row("load", f"closed loop of {summary.concurrency:,}")
+        chats = " chats" if summary.turns else ""
+        rates.add_row("load", f"closed loop of {summary.concurrency:,}{chats}")
     sent = "offered" if summary.concurrency is None else "sent"
     offered, answered = plain(throughput.offered), plain(throughput.requests)
     rates.add_row("requests", f"{offered} per second {sent}, {answered} per second answered")
@@ -58,8 +59,11 @@ def summary_table(summary: Summary) -> Group:
     growth = in_flight.growth if summary.concurrency is None else 0.0
     if saturated := saturation(throughput.offered, growth):
         rates.add_row("saturated", Text(saturated, _CAUTION))
+    rates.add_row("prefix cache", cached_words(summary.cached))
     rates.add_row("outcomes", _outcomes(summary))
-    return Group(measures, "", rates)
+    if not summary.turns:
+        return Group(measures, "", rates)
+    return Group(measures, "", rates, "", _turns(summary.turns))
 
 
 def sweep_table(sweep: Mapping[str, Any], width: int) -> Group:
@@ -110,6 +114,29 @@ def _fitting(build: Callable[[bool], Table], width: int) -> tuple[Table, bool]:
     if Console(width=_ANY_WIDTH).measure(table).maximum <= width:
         return table, True
     return build(False), False
+
+
+def cached_words(cached: Cached | None) -> str:
+    """Return how many prompt tokens the target found in its prefix cache."""
+    if cached is None:
+        return "cached prompt tokens are not reported by the target"
+    share, mean = percent(cached.fraction), percent(cached.mean_fraction)
+    return f"{share} % of prompt tokens cached, mean per request {mean} %"
+
+
+def _turns(turns: Sequence[Turn]) -> Table:
+    """Return a table with the time to first token and the cached tokens of each turn."""
+    table = _table(
+        "turn", "requests", "first token, p50", "p99, ms", "prompt tokens", "cached, %", narrow=True
+    )
+    for turn in turns:
+        ttft, cached = turn.ttft, turn.cached
+        table.add_row(
+            exact(turn.turn), exact(turn.sent),
+            *(ms(None if ttft is None else ttft.percentile(which)) for which in (50.0, 99.0)),
+            plain(turn.input_tokens), percent(None if cached is None else cached.fraction),
+        )  # fmt: skip
+    return table
 
 
 def _outcomes(summary: Summary) -> Text:

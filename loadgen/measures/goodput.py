@@ -1,7 +1,8 @@
 """Goodput: rate of successful requests that met all objectives, per second.
 
 A request meets an objective if none of its values of the objective's measure exceeds the bound.
-Failed and unanswered requests count as not meeting the objectives. Cancelled requests are not
+Failed and unanswered requests count as not meeting the objectives, and so do turns of chats that
+were not sent after a failed turn. Cancelled requests are not
 counted. Attainment is the fraction of the counted requests that met all objectives.
 """
 
@@ -39,7 +40,13 @@ class Goodput:
 
     @classmethod
     def of(cls, records: Sequence[Record], window: Window, objectives: Sequence[Objective]) -> Self:
-        due = [record for record in window.due(records) if not record.cancelled]
+        due = [
+            record
+            for record in records
+            if window.has(record.due)
+            and (record.sent is not None or record.failure is not None)
+            and not record.cancelled
+        ]
         good = sum(
             record.succeeded and all(objective.met_by(record) for objective in objectives)
             for record in due

@@ -17,6 +17,7 @@ from loadgen.report.cdf import cdfs
 from loadgen.report.environment import lines, subtitle
 from loadgen.report.page import render
 from loadgen.report.timeline import timeline
+from loadgen.report.turns import turns_plot
 
 _STAGE_COLOURS = ("blue", "orange", "green", "purple", "ochre", "slate", "red")
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
@@ -90,6 +91,9 @@ def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
         saturation=_saturation(document),
         requirements=_requirements(document.get("requirements") or {}),
         cdfs=cdfs(due, bounds),
+        turns=document.get("turns") or (),
+        turns_plot=turns_plot(document.get("turns") or ()),
+        cached=document.get("cached"),
         timeline=timeline(records, window, document.get("faults") or (), bounds),
         stages=_stages(server.get("stages") or {}),
         kv_bytes=server.get("kv_bytes"),

@@ -43,6 +43,9 @@ def of_run(document: dict[str, Any]) -> list[Tile]:
     if (good := document["goodput"]) is not None:
         note = f"goodput {plain(good['requests'])} per second"
         tiles.append(Tile("Attainment", percent(good["attainment"]), "%", note))
+    if (cached := document.get("cached")) is not None:
+        note = f"mean per request {percent(cached['mean_fraction'])} %"
+        tiles.append(Tile("Prompt tokens cached", percent(cached["fraction"]), "%", note))
     tiles.append(_failed(document["outcomes"]))
     maximum = f"maximum {in_flight['most']:,}"
     tiles.append(Tile("Requests in flight", plain(in_flight["mean"]), "", maximum))

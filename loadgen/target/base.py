@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from loadgen.clock import Clock
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
+from loadgen.workload.base import Dialogue, Message, Role, Text
 
 
 class Endpoint(StrEnum):
@@ -82,6 +83,22 @@ async def until_cancelled(scheduled: ScheduledRequest) -> AsyncIterator[None]:
         if limit.expired():
             raise ClientCancelled from None
         raise
+
+
+def joined(prompt: Text | Dialogue) -> Text:
+    """Return a prompt for an endpoint without messages."""
+    return prompt.joined if isinstance(prompt, Dialogue) else prompt
+
+
+def messages(prompt: Text | Dialogue) -> list[tuple[Role, str]]:
+    """Return roles and texts of a prompt for an endpoint with messages.
+
+    Raises:
+        UsageError: if the prompt is token ids.
+    """
+    if not isinstance(prompt, Dialogue):
+        prompt = Dialogue((Message(Role.USER, prompt),))
+    return prompt.texts
 
 
 def add_chunk(record: Record, scheduled: ScheduledRequest, at: float, tokens: int) -> None:

@@ -27,7 +27,7 @@ def open_target(
     if len(urls := url.split(",")) > 1:
         return Replicas([open_target(one, options, endpoint, key) for one in urls])
     if is_rpc(url):
-        return RpcTarget(url.removeprefix(RPC), options, api_key=key)
+        return RpcTarget(url.removeprefix(RPC), options, endpoint=endpoint, api_key=key)
     return HttpTarget(url, options, endpoint=endpoint, api_key=key)
 
 

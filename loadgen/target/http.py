@@ -20,6 +20,8 @@ from loadgen.target.base import (
     RequestFailed,
     add_chunk,
     finish,
+    joined,
+    messages,
     until_cancelled,
 )
 from loadgen.target.events import EventError, Events
@@ -128,11 +130,9 @@ class HttpTarget:
         if options.ignore_eos:
             body["ignore_eos"] = True
         if self._endpoint is Endpoint.COMPLETIONS:
-            body["prompt"] = prompt
-        elif isinstance(prompt, str):
-            body["messages"] = [{"role": "user", "content": prompt}]
+            body["prompt"] = joined(prompt)
         else:
-            raise UsageError("chat requests cannot have prompts of token ids")
+            body["messages"] = [{"role": role, "content": text} for role, text in messages(prompt)]
         return body | options.extra
 
 
@@ -158,6 +158,7 @@ class _Answer:
             if usage := event.get("usage"):
                 self._record.reported_tokens = int(usage["completion_tokens"])
                 self._record.input_tokens = int(usage["prompt_tokens"])
+                self._record.cached_tokens = _cached_tokens(usage)
             for choice in event.get("choices", ()):
                 self._choice(choice, at)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,6 +192,13 @@ class _Answer:
                 f"no event has text in a known field, but the server reports {reported} tokens; "
                 f"unknown fields: {fields}"[:_MAX_DETAIL],
             )
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int | None:
+    """Return the number of prompt tokens from the prefix cache; None if it is not reported."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return None if cached is None else int(cached)
 
 
 @contextmanager

@@ -10,15 +10,19 @@ from loadgen.target.base import Target
 
 
 class Replicas:
-    """Distributes requests over targets in turn, so that each receives the same rate."""
+    """Distributes requests over targets in turn, so that each receives the same rate.
+
+    All turns of a chat are sent to the target of its first one, whose prefix cache has its history.
+    """
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
         self.name = ", ".join(target.name for target in targets)
 
     async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
-        """Send the request to the target with the index ``record.number`` modulo their number."""
-        target = self._targets[record.number % len(self._targets)]
+        """Send the request to the target with its chat's index, or its own, modulo their number."""
+        index = record.number if record.chat is None else record.chat
+        target = self._targets[index % len(self._targets)]
         await target.send(scheduled, record, clock)
 
     async def close(self) -> None:

@@ -11,7 +11,16 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from loadgen.clock import Clock
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import Options, RequestFailed, add_chunk, finish, until_cancelled
+from loadgen.target.base import (
+    Endpoint,
+    Options,
+    RequestFailed,
+    add_chunk,
+    finish,
+    joined,
+    messages,
+    until_cancelled,
+)
 
 _CLIENT_ERRORS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,9 +42,18 @@ class RpcTarget:
 
     Args:
         address: ``host:port``.
+        endpoint: whether prompts are sent as they are, or as messages of a chat.
     """
 
-    def __init__(self, address: str, options: Options, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: Options,
+        *,
+        endpoint: Endpoint = Endpoint.COMPLETIONS,
+        api_key: str | None = None,
+    ) -> None:
+        self._endpoint = endpoint
         self.name = f"grpc://{address}"
         self._options = options
         self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
@@ -97,10 +115,14 @@ class RpcTarget:
             temperature=options.temperature,
             ignore_eos=options.ignore_eos,
         )
-        if isinstance(prompt, str):
-            request.text = prompt
+        if self._endpoint is Endpoint.CHAT:
+            request.chat.messages.extend(
+                pb.ChatMessage(role=role, content=text) for role, text in messages(prompt)
+            )
+        elif isinstance(whole := joined(prompt), str):
+            request.text = whole
         else:
-            request.tokens.ids.extend(prompt)
+            request.tokens.ids.extend(whole)
         return request
 
 

@@ -1,15 +1,15 @@
-"""Generated prompts with exact lengths, made of random words."""
+"""Writing of prompts with exact lengths, made of random words."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 
-from loadgen.errors import UsageError
-from loadgen.workload.base import RequestSpec, Tokenizer
-from loadgen.workload.lengths import IntArray, Lengths
+from loadgen.workload.base import Text, Tokenizer
+from loadgen.workload.lengths import IntArray
+from loadgen.workload.prefix import salt_tokens
 from loadgen.workload.tokenizer import map_concurrently
 from loadgen.workload.vocabulary import Passage, Vocabulary
 
@@ -35,9 +35,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt and its actual length in tokens."""
+    """Prompt, or a part of one, and its actual length in tokens."""
 
-    prompt: str | tuple[int, ...]
+    prompt: Text
     tokens: int
 
 
@@ -80,6 +80,26 @@ class PromptWriter:
             return [self._ids(draft) for draft in drafts]
         return map_concurrently(self._text, drafts)
 
+    def write_parts(self, parts: Sequence[tuple[IntArray, int]]) -> list[Prompt]:
+        """Return parts of prompts, such as messages of a chat, without special tokens.
+
+        Args:
+            parts: words from `Vocabulary.draw` and the intended length of each part, at least 1.
+
+        Raises:
+            UsageError: if the tokenizer is unreachable.
+        """
+        passages = [self.vocabulary.passage(drawn, tokens) for drawn, tokens in parts]
+        if self._token_ids:
+            return [Prompt(passage.ids, len(passage.ids)) for passage in passages]
+        special = self.vocabulary.special
+        drafts = [
+            Draft((passage,), tokens + special)
+            for passage, (_, tokens) in zip(passages, parts, strict=True)
+        ]
+        written = map_concurrently(self._text, drafts)
+        return [replace(prompt, tokens=prompt.tokens - special) for prompt in written]
+
     def _ids(self, draft: Draft) -> Prompt:
         body = chain.from_iterable(passage.ids for passage in draft.passages)
         return Prompt((*self.vocabulary.lead, *body)[: draft.tokens], draft.tokens)
@@ -101,63 +121,23 @@ class PromptWriter:
         return Prompt(text, len(tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Prefixes shared by prompts.
+def draft_of(
+    writer: PromptWriter, parts: Sequence[IntArray], salts: np.random.Generator | None = None
+) -> Draft:
+    """Return a draft of several parts, each as many tokens as words are drawn for it.
 
-    Attributes:
-        tokens: length of each prefix, in addition to the length drawn for a prompt.
-        groups: number of different prefixes; each prompt uses a random one.
+    Args:
+        salts: if given, a salt of its draws replaces the first tokens. The length is the same.
     """
-
-    tokens: int
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.groups < 1:
-            raise UsageError(
-                f"a shared prefix needs at least 1 token and 1 group, not {self.tokens} and "
-                f"{self.groups}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Synthetic:
-    """Endless random prompts.
-
-    Lengths, words and prefixes are drawn from separate random generators. The lengths drawn for a
-    seed are the same for text and token ids, and with and without prefixes.
-    """
-
-    inputs: Lengths
-    outputs: Lengths
-    writer: PromptWriter
-    prefix: SharedPrefix | None = None
-
-    def requests(self, seed: int) -> Iterator[RequestSpec]:
-        """Yield requests endlessly. ``seed`` must not be negative."""
-        children = np.random.SeedSequence(seed).spawn(5)
-        inputs, outputs, words, groups, prefixes = map(np.random.default_rng, children)
-        shared = self._prefixes(prefixes)
-        while True:
-            lengths = self.inputs.draw(inputs, BLOCK).tolist()
-            answers = self.outputs.draw(outputs, BLOCK).tolist()
-            chosen = groups.integers(len(shared), size=BLOCK).tolist()
-            drafts = [
-                self._extend(shared[group], words, length)
-                for group, length in zip(chosen, lengths, strict=True)
-            ]
-            for written, answer in zip(self.writer.write(drafts), answers, strict=True):
-                yield RequestSpec(written.prompt, written.tokens, answer)
-
-    def _prefixes(self, rng: np.random.Generator) -> list[Draft]:
-        if self.prefix is None:
-            return [Draft()]
-        length = self.prefix.tokens
-        return [self._extend(Draft(), rng, length) for _ in range(self.prefix.groups)]
-
-    def _extend(self, draft: Draft, rng: np.random.Generator, tokens: int) -> Draft:
-        return self.writer.extend(draft, self.writer.vocabulary.draw(rng, tokens), tokens)
+    draft, end = Draft(), 0
+    salt = 0 if salts is None else salt_tokens(sum(map(len, parts)))
+    if salts is not None and salt:
+        draft = writer.extend(draft, writer.vocabulary.draw(salts, salt), salt)
+    for drawn in parts:
+        end += len(drawn)
+        if end > draft.tokens:
+            draft = writer.extend(draft, drawn, end - draft.tokens)
+    return draft
 
 
 def in_blocks(items: Sequence[_T]) -> Iterator[Sequence[_T]]:

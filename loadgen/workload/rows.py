@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import yaml
 
 from loadgen.errors import UsageError
 
@@ -74,6 +75,18 @@ def read_list(path: Path) -> Iterator[Row]:
         raise UsageError(f"{path}: not a list")
     for number, entry in enumerate(entries):
         yield _row(f"{path}, entry {number}", entry)
+
+
+def read_settings(path: Path) -> Row:
+    """Return the object in a YAML or JSON file.
+
+    Raises:
+        UsageError: if the file cannot be read or is not an object.
+    """
+    try:
+        return _row(str(path), yaml.safe_load(_read(path)))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not YAML: {error}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -14,16 +14,17 @@ from typing import TypeVar
 import numpy as np
 
 from loadgen.errors import UsageError
-from loadgen.workload.base import RequestSpec, Tokenizer
-from loadgen.workload.lengths import Lengths
-from loadgen.workload.prompts import Draft, PromptWriter, in_blocks
+from loadgen.workload.base import RequestSpec, Text, Tokenizer
+from loadgen.workload.lengths import IntArray, Lengths
+from loadgen.workload.prefix import salts
+from loadgen.workload.prompts import PromptWriter, draft_of, in_blocks
 from loadgen.workload.rows import Row, read_lines
 from loadgen.workload.tokenizer import map_concurrently
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    prompt: str | tuple[int, ...]
+    prompt: Text
     output_tokens: int | None
     at: float | None
 
@@ -79,7 +80,7 @@ class PromptFile:
             raise row.error("has neither output_tokens nor max_tokens")
         return None
 
-    def _count(self, prompt: str | tuple[int, ...]) -> int:
+    def _count(self, prompt: Text) -> int:
         return len(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
@@ -92,22 +93,38 @@ class MooncakeTrace:
 
     Args:
         block_tokens: tokens per block; 512 in the published traces.
+        cold: whether the first words of each prompt are unique, so that no prefix cache holds any
+            part of it. Lengths do not change.
+        variant: runs of one seed with different variants have different words.
 
     Raises:
         UsageError: if the file or a line is invalid.
     """
 
-    def __init__(self, path: Path, writer: PromptWriter, block_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        path: Path,
+        writer: PromptWriter,
+        block_tokens: int = 512,
+        *,
+        cold: bool = False,
+        variant: int = 0,
+    ) -> None:
         self._writer = writer
+        self._cold, self._variant = cold, variant
         self._block_tokens = block_tokens
         self._requests = _by_time(path, [self._request(row) for row in read_lines(path)])
 
     def requests(self, seed: int) -> Iterator[RequestSpec]:
         """Yield one request per line."""
-        unique, blocks = np.random.SeedSequence(seed).spawn(2)
-        words = np.random.default_rng(unique)
+        entropy = (seed, self._variant) if self._variant else seed
+        own, blocks = np.random.SeedSequence(entropy).spawn(2)
+        words, unique = np.random.default_rng(own), salts() if self._cold else None
         for some in in_blocks(_ordered(self._requests, seed)):
-            drafts = [self._draft(request, words, blocks) for request in some]
+            drafts = [
+                draft_of(self._writer, self._parts(request, words, blocks), unique)
+                for request in some
+            ]
             for request, written in zip(some, self._writer.write(drafts), strict=True):
                 yield RequestSpec(written.prompt, written.tokens, request.output_tokens, request.at)
 
@@ -123,20 +140,19 @@ class MooncakeTrace:
             )
         return _Request(tokens, answer, hashes, row.seconds("timestamp"))
 
-    def _draft(
+    def _parts(
         self, request: _Request, words: np.random.Generator, blocks: np.random.SeedSequence
-    ) -> Draft:
-        vocabulary, size = self._writer.vocabulary, self._block_tokens
+    ) -> list[IntArray]:
+        """Return the words of the blocks of a prompt, or of the whole prompt without hash ids."""
+        draw, left = self._writer.vocabulary.draw, request.input_tokens
         if not request.hashes:
-            drawn = vocabulary.draw(words, request.input_tokens)
-            return self._writer.extend(Draft(), drawn, request.input_tokens)
-        draft = Draft()
+            return [draw(words, left)]
+        parts = []
         for hash_id in request.hashes:
             own = np.random.SeedSequence(blocks.entropy, spawn_key=(*blocks.spawn_key, hash_id))
-            drawn = vocabulary.draw(np.random.default_rng(own), size)
-            left = request.input_tokens - draft.tokens
-            draft = self._writer.extend(draft, drawn, min(size, left))
-        return draft
+            parts.append(draw(np.random.default_rng(own), self._block_tokens)[:left])
+            left -= len(parts[-1])
+        return parts
 
 
 _R = TypeVar("_R", _Line, _Request)
@@ -165,7 +181,7 @@ def _ordered(rows: list[_R], seed: int) -> list[_R]:
     return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows)).tolist()]
 
 
-def _prompt(row: Row) -> str | tuple[int, ...]:
+def _prompt(row: Row) -> Text:
     prompt = row.values.get("prompt")
     if isinstance(prompt, list):
         return row.integer_list("prompt")

@@ -69,6 +69,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.lead, self._trail = special_tokens(tokenizer)
+        self.special = len(self.lead) + len(self._trail)
+        """Number of special tokens that the tokenizer adds to a text."""
         self._anchor = len(self.body(tokenizer.encode(_ANCHOR)))
         stop = self._following(".")
         measured = [

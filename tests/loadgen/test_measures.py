@@ -14,6 +14,7 @@ from loadgen.measures import (
     TPOT,
     TTFT,
     TTFT_SENT,
+    Cached,
     Goodput,
     InFlight,
     Measure,
@@ -21,6 +22,7 @@ from loadgen.measures import (
     Outcomes,
     Throughput,
     Window,
+    turns_of,
 )
 from loadgen.record import Failure, Record
 
@@ -164,3 +166,42 @@ def test_littles_law_holds() -> None:
     mean = sum(next(iter(E2E_SENT.of(record))) for record in records) / len(records)
     rate = len(records) / window.seconds
     assert math.isclose(InFlight.of(records, window).mean, rate * mean)
+
+
+def turn_of(chat: int, turn: int, *, cached: int | None = None, due: float = 12.0) -> Record:
+    record = answered(due=due)
+    record.chat, record.turn, record.cached_tokens = chat, turn, cached
+    record.input_tokens = 100 * turn
+    return record
+
+
+def test_cached_tokens_are_a_fraction_of_the_prompts_that_report_them() -> None:
+    records = [turn_of(0, 1, cached=0), turn_of(0, 2, cached=150), turn_of(1, 1), cancelled()]
+    assert Cached.of(records) == Cached(2, 150, 300, 0.5, (0 + 0.75) / 2)
+    assert Cached.of(records[2:]) is None
+    assert Cached.of([]) is None
+
+
+def test_requests_of_chats_are_grouped_by_turn() -> None:
+    lost = Record(5, 13.0, 200, 4, ended=13.0, failure=Failure.NOT_SENT, chat=2, turn=2)
+    refused = failed(Failure.REJECTED)
+    refused.chat = 2
+    others = [answered(), turn_of(3, 1, due=30.0)]
+    chats = [turn_of(0, 1, cached=0), turn_of(0, 2, cached=150), turn_of(1, 1), refused, lost]
+    first, second = turns_of([*chats, *others], WINDOW)
+    assert (first.turn, first.sent, first.failed, first.not_sent) == (1, 3, 1, 0)
+    assert (second.turn, second.sent, second.failed, second.not_sent) == (2, 1, 0, 1)
+    assert (first.input_tokens, second.input_tokens) == (100, 200)
+    assert first.ttft is not None
+    assert (first.ttft.count, first.ttft.mean) == (2, 1.0)
+    assert first.cached == Cached(1, 0, 100, 0.0, 0.0)
+    assert second.cached == Cached(1, 150, 200, 0.75, 0.75)
+    assert turns_of([answered()], WINDOW) == ()
+
+
+def test_turns_that_were_not_sent_miss_the_objectives() -> None:
+    lost = Record(5, 13.0, 200, 4, ended=13.0, failure=Failure.NOT_SENT, chat=2, turn=2)
+    records = [turn_of(0, 1), lost]
+    assert Goodput.of(records, WINDOW, [Objective(TTFT, 5.0)]) == Goodput(0.1, 0.5)
+    outcomes = Outcomes.of(records, WINDOW)
+    assert (outcomes.total, outcomes.failed) == (2, {Failure.NOT_SENT: 1})

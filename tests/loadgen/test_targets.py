@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -15,9 +16,9 @@ from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.choice import open_target
-from loadgen.target.http import HttpTarget, _reason
+from loadgen.target.http import HttpTarget, _cached_tokens, _reason
 from loadgen.target.rpc import RpcTarget, _failed
-from loadgen.workload.base import RequestSpec
+from loadgen.workload.base import Dialogue, Message, RequestSpec, Role, Turn
 from tests.loadgen.synthetic import (
     MODEL,
     Behaviour,
@@ -236,6 +237,56 @@ async def test_replicas_receive_requests_in_turn() -> None:
             assert record.succeeded
         await target.close()
         assert [len(one.log()), len(other.log())] == [3, 2]
+
+
+async def test_turns_of_a_chat_are_sent_to_one_replica() -> None:
+    with serving(Behaviour()) as one, serving(Behaviour()) as other:
+        target = open_target(f"{one.url}/v1,{other.url}/v1", OPTIONS)
+        for number, chat in enumerate((0, 1, 0, 0, 1, 2)):
+            record = Record(number, 0.0, 3, TOKENS, chat=chat)
+            await target.send(request_of(), record, Clock())
+            assert record.succeeded
+        await target.close()
+        assert [len(one.log()), len(other.log())] == [4, 2]
+
+
+DIALOGUE = Dialogue(
+    (Message(Role.SYSTEM, "w1 w2"), Message(Role.USER, "w3")),
+    salt="w0",
+).continued(" w4", Turn("w5", 1, 4, salt="w9"))
+
+
+async def test_messages_of_a_chat_are_sent_as_such_or_as_one_prompt() -> None:
+    scheduled = ScheduledRequest(RequestSpec(DIALOGUE, 6, 4), 0.0)
+    expected = [("system", "w9 w1 w2"), ("user", "w3"), ("assistant", " w4"), ("user", "w5")]
+    for endpoint in Endpoint:
+        http = HttpTarget("http://127.0.0.1:9/v1", OPTIONS, endpoint=endpoint)
+        rpc = RpcTarget("127.0.0.1:9", OPTIONS, endpoint=endpoint)
+        body, request = http._body(scheduled), rpc._request(scheduled)
+        if endpoint is Endpoint.CHAT:
+            assert [(one["role"], one["content"]) for one in body["messages"]] == expected
+            assert [(one.role, one.content) for one in request.chat.messages] == expected
+        else:
+            assert body["prompt"] == request.text == "w9 w1 w2 w3 w4 w5"
+        await http.close()
+        await rpc.close()
+
+
+@pytest.mark.parametrize(
+    ("usage", "cached"),
+    [
+        ({}, None),
+        ({"prompt_tokens_details": None}, None),
+        ({"prompt_tokens_details": {"audio_tokens": 0}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": None}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 0}}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": 512}}, 512),
+    ],
+)
+def test_cached_tokens_are_read_if_they_are_reported(
+    usage: dict[str, Any], cached: int | None
+) -> None:
+    assert _cached_tokens(usage) == cached
 
 
 async def test_options_are_sent_with_the_request() -> None:

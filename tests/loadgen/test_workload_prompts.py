@@ -18,11 +18,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from loadgen.errors import UsageError
 from loadgen.workload.base import RequestSpec, Tokenizer
 from loadgen.workload.lengths import Fixed, Lengths, Uniform
-from loadgen.workload.prompts import PromptWriter, SharedPrefix, Synthetic
+from loadgen.workload.prefix import SharedPrefix
+from loadgen.workload.prompts import PromptWriter
+from loadgen.workload.synthetic import Synthetic
 from loadgen.workload.tokenizer import LocalTokenizer, RemoteTokenizer
 from loadgen.workload.vocabulary import Vocabulary
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
+from tests.loadgen.workloads import single
 
 
 def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:
@@ -102,7 +105,7 @@ def test_text_has_the_drawn_length(tokenizer: Tokenizer) -> None:
     for text, exact in zip(texts, ids, strict=True):
         assert isinstance(text.prompt, str)
         assert len(tokenizer.encode(text.prompt)) == text.input_tokens == exact.input_tokens
-        assert len(exact.prompt) == exact.input_tokens
+        assert len(single(exact)) == exact.input_tokens
     assert len({ask.input_tokens for ask in texts}) > 20
 
 
@@ -111,7 +114,7 @@ def test_text_has_the_drawn_length(tokenizer: Tokenizer) -> None:
 def test_any_length_is_exact(smollm2: LocalTokenizer, tokens: int, seed: int) -> None:
     for token_ids in (True, False):
         (ask,) = some(smollm2, 1, token_ids=token_ids, seed=seed, inputs=Fixed(tokens))
-        encoded = smollm2.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        encoded = smollm2.encode(ask.prompt) if isinstance(ask.prompt, str) else single(ask)
         assert len(encoded) == ask.input_tokens == tokens
 
 
@@ -145,7 +148,7 @@ def test_same_seed_makes_the_same_requests(smollm2: LocalTokenizer, token_ids: b
 
 def test_prompts_share_no_long_prefix(smollm2: LocalTokenizer) -> None:
     asks = some(smollm2, 300, token_ids=True)
-    longest = max(common(a.prompt, b.prompt) for a, b in combinations(asks, 2))
+    longest = max(common(single(a), single(b)) for a, b in combinations(asks, 2))
     assert longest < 8, (
         "with 428 words, eight equal ones among 45,000 pairs have a probability of 10^-16"
     )
@@ -158,14 +161,14 @@ def test_groups_share_exactly_their_prefix(
     tokenizer = saved(with_bos(tmp_path), tmp_path) if bos else smollm2
     prefix = SharedPrefix(tokens=50, groups=3)
     asks = some(tokenizer, 60, token_ids=True, prefix=prefix)
-    assert len({ask.prompt[:50] for ask in asks}) == 3
+    assert len({single(ask)[:50] for ask in asks}) == 3
     plain = some(tokenizer, 60, token_ids=True)
     assert [ask.input_tokens - 50 for ask in asks] == [ask.input_tokens for ask in plain]
     within: set[int] = set()
     between: set[int] = set()
     for a, b in combinations(asks, 2):
-        same = a.prompt[:50] == b.prompt[:50]
-        (within if same else between).add(common(a.prompt, b.prompt))
+        same = single(a)[:50] == single(b)[:50]
+        (within if same else between).add(common(single(a), single(b)))
     assert min(within) == 50
     assert max(within) < 58
     assert max(between) < 8
@@ -193,6 +196,50 @@ def test_texts_share_their_prefix_as_tokens(tokenizer: Tokenizer) -> None:
 def test_empty_prefix_is_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="at least 1 token and 1 group"):
         SharedPrefix(*wrong)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0, 2.0])
+def test_popularity_of_prefixes_follows_zipfs_law(skew: float) -> None:
+    prefix = SharedPrefix(10, groups=4, skew=skew)
+    chosen = prefix.choose(np.random.default_rng(0), 20_000)
+    weights = [rank**-skew for rank in range(1, 5)]
+    for group, weight in enumerate(weights):
+        assert chosen.count(group) / 20_000 == pytest.approx(weight / sum(weights), abs=0.02)
+
+
+@pytest.mark.parametrize("skew", [-1.0, 11.0, float("nan")])
+def test_impossible_skew_is_refused(skew: float) -> None:
+    with pytest.raises(UsageError, match="0 to 10"):
+        SharedPrefix(10, skew=skew)
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+def test_cold_prompts_have_unique_beginnings_and_the_same_lengths(
+    smollm2: LocalTokenizer, token_ids: bool
+) -> None:
+    writer, prefix = PromptWriter(smollm2, token_ids=token_ids), SharedPrefix(50)
+    plain, cold, again = (
+        list(islice(Synthetic(Fixed(30), Fixed(1), writer, prefix, cold).requests(0), 20))
+        for cold in (False, True, True)
+    )
+    starts = set()
+    for one in cold + again:
+        ids = smollm2.encode(one.prompt) if isinstance(one.prompt, str) else single(one)
+        assert len(ids) == one.input_tokens == 80
+        starts.add(tuple(ids[:8]))
+    assert len(starts) == 40, "each run has others, whatever the seed"
+    assert [one.input_tokens for one in plain] == [one.input_tokens for one in cold]
+
+
+def test_variants_share_lengths_and_prefixes_alone(smollm2: LocalTokenizer) -> None:
+    writer, prefix = PromptWriter(smollm2, token_ids=True), SharedPrefix(50)
+    first, other = (
+        list(islice(Synthetic(Uniform(20, 90), Fixed(1), writer, prefix, variant=n).requests(0), 9))
+        for n in (0, 1)
+    )
+    for a, b in zip(first, other, strict=True):
+        assert a.input_tokens == b.input_tokens
+        assert 50 <= common(single(a), single(b)) < 58
 
 
 def test_tokenizer_without_english_words_is_refused() -> None:

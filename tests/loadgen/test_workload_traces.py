@@ -18,6 +18,7 @@ from loadgen.workload.tokenizer import LocalTokenizer
 from loadgen.workload.traces import MooncakeTrace, PromptFile
 from services.common.model_source import resolve_model
 from services.tokenizer.loading import load_tokenizer
+from tests.loadgen.workloads import single
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,22 @@ def test_another_seed_gives_blocks_other_words(
 ) -> None:
     trace = MooncakeTrace(write(*MOONCAKE), ids)
     assert requests_of(trace, 1) == requests_of(trace, 1)
-    assert requests_of(trace, 1)[0].prompt[:9] != requests_of(trace, 2)[0].prompt[:9]
+    assert single(requests_of(trace, 1)[0])[:9] != single(requests_of(trace, 2)[0])[:9]
+
+
+def test_cold_trace_and_its_variants_share_no_beginning(
+    write: Callable[..., Path], ids: PromptWriter
+) -> None:
+    path = write(*MOONCAKE)
+    plain = requests_of(MooncakeTrace(path, ids))
+    cold = requests_of(MooncakeTrace(path, ids, cold=True))
+    other = requests_of(MooncakeTrace(path, ids, variant=1))
+    for changed in (cold, other):
+        assert [one.input_tokens for one in changed] == [one.input_tokens for one in plain]
+        starts = [{single(one)[:8] for one in requests} for requests in (changed, plain)]
+        assert not starts[0] & starts[1]
+    assert len({single(one)[:8] for one in cold}) == len(cold)
+    assert single(cold[0])[512:] == single(plain[0])[512:], "other blocks are unchanged"
 
 
 def test_prompts_without_hash_ids_share_no_blocks(
@@ -169,7 +185,7 @@ def test_prompts_without_hash_ids_share_no_blocks(
 ) -> None:
     rows = [{"timestamp": 0, "input_length": 20, "output_length": 1} for _ in range(30)]
     made = requests_of(MooncakeTrace(write(*rows), ids))
-    assert len({ask.prompt[:8] for ask in made}) == 30
+    assert len({single(ask)[:8] for ask in made}) == 30
 
 
 def talk(*messages: tuple[str, str]) -> dict[str, object]:

@@ -146,7 +146,8 @@ def _distinct(requests: list[RequestSpec]) -> Iterator[RequestSpec]:
     """Yield requests endlessly, each with another prompt, so that no prefix cache has it."""
     for by in count():
         for request in requests:
-            ids = list(map(int, request.prompt))
+            ids = request.prompt
+            assert isinstance(ids, tuple)
             shift = by % len(ids)
             yield replace(request, prompt=(*ids[shift:], *ids[:shift]))
 
