@@ -9,7 +9,15 @@ from rich.console import Console
 from tests.loadgen.synthetic import Behaviour, Outcome, serving
 from tests.programs.serving_bench.arguments import cases_of, parser, systems_of
 from tests.programs.serving_bench.bench import Bench, Limits
-from tests.programs.serving_bench.cases import Case, HangUps, Interference, Load, Mixes, Single
+from tests.programs.serving_bench.cases import (
+    Cached,
+    Case,
+    HangUps,
+    Interference,
+    Load,
+    Mixes,
+    Single,
+)
 from tests.programs.serving_bench.cases.load import Traffic
 from tests.programs.serving_bench.cases.mixes import scale_of
 from tests.programs.serving_bench.cases.search import Search
@@ -39,6 +47,38 @@ def test_single_requests_have_the_latencies_of_the_server(tmp_path: Path) -> Non
         assert row["first"] >= TTFT_S
         assert row["second"] >= TTFT_S + ITL_S
         assert [len(times) for times in row["times"]] == [5, 5, 5]
+
+
+@pytest.mark.slow
+def test_cached_prompts_are_faster_than_cold_ones(tmp_path: Path) -> None:
+    """Each token that is not cached takes a millisecond."""
+    with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S, prefix_cache=16, prefill_s=1e-3)) as server:
+        case = Cached(lengths=(200,), shared=160, repeats=3, warm_up=1, answer=3)
+        (entry,) = measured(tmp_path, case, Peer("peer", (server.url,)))
+        truths = [one for one in server.log() if one.prompt_tokens == 200]
+    (row,) = entry["cases"]["cached"]
+    assert [one.cached_tokens for one in truths] == [0] * 5 + [160] * 3
+    assert (row["cold"]["cached_tokens"], row["warm"]["cached_tokens"]) == (0, 160)
+    assert row["cold"]["first"] >= TTFT_S + 0.2
+    assert TTFT_S + 0.04 <= row["warm"]["first"] < row["cold"]["first"]
+    assert row["warm"]["second"] >= TTFT_S + 0.04 + ITL_S
+    assert row["ratio"]["first"] == row["warm"]["first"] / row["cold"]["first"]
+
+
+@pytest.mark.slow
+def test_load_of_chats_shares_system_prompts_between_rates(tmp_path: Path) -> None:
+    traffic = Traffic(
+        *("fixed:16", 1.5, 0.2, 10, 10), turns="fixed:2", prefix_tokens=32, prefix_groups=1
+    )
+    with serving(Behaviour(ttft_s=TTFT_S, prefix_cache=16)) as server:
+        case = Load(rates=(4.0, 5.0), answers=(4,), traffic=traffic)
+        (entry,) = measured(tmp_path, case, Peer("peer", (server.url,)))
+        cached = [one.cached_tokens for one in server.log() if one.prompt_tokens == 48]
+    first, second = entry["cases"]["load"]
+    assert [turn["turn"] for turn in first["summary"]["turns"]] == [1, 2]
+    assert set(cached[1:]) == {32}, "first turns share the system prompt alone, at both rates"
+    assert second["summary"]["turns"][1]["cached"]["fraction"] == 48 / 68
+    assert second["shape"] == "chats of fixed:2 turns, 1 system prompts of 32 tokens"
 
 
 @pytest.mark.slow
@@ -243,6 +283,28 @@ def test_each_kv_format_is_a_system() -> None:
     systems = [system for system in systems_of(own) if isinstance(system, HeadraceSystem)]
     assert [system.name.split(" ", 1)[1] for system in systems] == ["1+1 int4", "1+1 fdc:b.fdc"]
     assert systems[1].describe()["flags"][-2:] == ["--kv-format", "fdc:/a/b.fdc"]
+
+
+def test_arguments_of_chats_and_cached_prompts() -> None:
+    own = parser().parse_args([
+        *("--cases", "cached,search", "--lengths", "7900", "--shared", "7424"),
+        *("--turns", "fixed:8", "--prefix-tokens", "2000", "--answers", "128", "--think", "1"),
+        *("--input", "fixed:200"),
+    ])  # fmt: skip
+    cached, search = cases_of(own)
+    assert isinstance(cached, Cached)
+    assert isinstance(search, Search)
+    assert (cached.lengths, cached.shared) == ((7900,), 7424)
+    workload = search.traffic.workload(128, variant=3)
+    assert (workload.turns, workload.prefix_tokens, workload.think_s) == ("fixed:8", 2000, 1)
+    assert (workload.inputs, workload.outputs, workload.variant) == ("fixed:200", "fixed:128", 3)
+    assert not workload.token_ids
+    assert Traffic().workload(128, variant=1).token_ids
+
+
+def test_shared_tokens_beyond_the_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match="--shared 7424"):
+        cases_of(parser().parse_args(["--cases", "cached", "--lengths", "512"]))
 
 
 def test_unknown_mix_is_refused() -> None:

@@ -33,7 +33,14 @@ def test_baseline_can_be_chosen() -> None:
 def test_search_shows_the_last_bracket_and_all_rates() -> None:
     groups = tables(results_of("one", "two", "none"))["Highest rate within objectives"].groups
     (rows,) = groups.values()
-    assert rows[0] == ["one", "11.3", "16", "", "8: 95.0, 16: 50.0 (ended early), 11.3: 95.0"]
+    assert rows[0] == [
+        "one",
+        "11.3",
+        "16",
+        "",
+        "10.7",
+        "8: 95.0, 16: 50.0 (ended early), 11.3: 95.0",
+    ]
     assert rows[1][3] == "1.00"
     assert rows[2][1:4] == ["–", "16", "–"]
 
@@ -118,3 +125,26 @@ def test_printed_tables_have_every_system() -> None:
     output = io.StringIO()
     print_tables(results_of("one", "two"), Console(file=output, width=160))
     assert output.getvalue().count("two ") >= 6
+
+
+def test_cached_prompts_are_compared_with_cold_ones_and_with_the_baseline() -> None:
+    table = tables(results_of("a", "b"))["Cached prompts"]
+    rows = table.groups["7,900 tokens, the first 7,424 cached"]
+    assert rows[0][1:6] == ["400 / 40.0", "500 / 100", "0.100", "0.200", "7,424"]
+    assert rows[0][6:8] == ["", ""]
+    assert rows[1][6:8] == ["2.00", "2.00"]
+    (first, _) = table.groups["32,000 tokens, the first 7,424 cached"]
+    assert first[-1] == "too long"
+    assert all(len(row) == len(table.columns) for row in (*rows, first))
+
+
+def test_chats_are_named_in_titles() -> None:
+    document = results_of("a", "b")
+    for system in document["systems"]:
+        for case in ("load", "search"):
+            for row in system["cases"][case]:
+                row["shape"] = "chats of fixed:8 turns, 1 system prompts of 2,000 tokens"
+    made = tables(document)
+    shape = "answers of 128 tokens, chats of fixed:8 turns, 1 system prompts of 2,000 tokens"
+    assert shape in made["Highest rate within objectives"].groups
+    assert f"4 chats/s, {shape}" in made["Poisson load"].groups

@@ -40,10 +40,12 @@ def _system(name: str, slower: float, rates: tuple[float, ...]) -> dict[str, Any
         "settings": {"HEADRACE_X": "1"},
         "cases": {
             "single": [*singles, {"tokens": 32_000, "error": "too long"}],
+            "cached": [_cached(slower), {"tokens": 32_000, "shared": 7424, "error": "too long"}],
             "load": [_load(rate, int(24 / slower)) for rate in rates],
             "search": [
                 {"answer": 128, "rate": rate, "attainment": 0.95 if ok else 0.5}
                 | {"passed": passed, "failed": failed, "gave_up": not ok}
+                | {"passed_goodput": None if passed is None else 10.7}
                 for rate, ok in probes
             ],
             "hang-ups": [
@@ -62,3 +64,10 @@ def _system(name: str, slower: float, rates: tuple[float, ...]) -> dict[str, Any
 def _load(rate: float, slots: int) -> dict[str, Any]:
     summary = document_of(records_of(rate, 30, slots=slots, failing=0.05), Window(5, 25))
     return {"answer": 128, "rate": rate, "seed": 0, "summary": summary, "stages": STAGES}
+
+
+def _cached(slower: float) -> dict[str, Any]:
+    cold = {"first": 0.4 * slower, "second": 0.5 * slower, "cached_tokens": None}
+    warm = {"first": 0.04 * slower, "second": 0.1 * slower, "cached_tokens": 7424}
+    ratios = {"first": 0.1, "second": 0.2}
+    return {"tokens": 7900, "shared": 7424, "cold": cold, "warm": warm, "ratio": ratios}

@@ -9,6 +9,7 @@ from typing import TypeVar
 from services.common.model_source import DEFAULT_MODEL
 from tests.harness.random_model import RandomModel
 from tests.programs.serving_bench.cases import (
+    Cached,
     Case,
     HangUps,
     Interference,
@@ -22,7 +23,7 @@ from tests.programs.serving_bench.cases.mixes import MIXES
 from tests.programs.serving_bench.systems import HeadraceSystem, Layout, Peer, System
 
 _T = TypeVar("_T")
-CASES = ("single", "load", "search", "hang-ups", "interference", "mixes")
+CASES = ("single", "cached", "load", "search", "hang-ups", "interference", "mixes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,9 +70,14 @@ def _add_cases(made: argparse.ArgumentParser) -> None:
     add("--cases", type=listed(str), default=("single", "load"), help=",".join(CASES))
     add("--lengths", type=listed(int), default=Single.lengths, help="prompts of single requests")
     add("--repeats", type=int, default=Single.repeats, help="single requests of each length")
+    add("--shared", type=int, default=Cached.shared, help="equal first tokens of `cached` prompts")
     add("--rates", type=listed(float), default=Load.rates, help="requests/s")
     add("--answers", type=listed(int), default=Load.answers, help="answer lengths under load")
     add("--input", default=Traffic.inputs, help="prompt lengths under load")
+    add("--turns", help="chats under load, such as fixed:8; rates are chats/s")
+    add("--think", type=float, default=Traffic.think_s, help="mean seconds between turns")
+    add("--prefix-tokens", type=int, default=0, help="shared prefix, or system prompt of chats")
+    add("--prefix-groups", type=int, default=1, help="number of shared prefixes")
     add("--seconds", type=float, default=Traffic.seconds, help="measured seconds of each run")
     add("--warm-up", type=float, default=Traffic.warm_up_s, help="further seconds before them")
     add("--seeds", type=listed(int), default=Load.seeds, help="one run for each seed and rate")
@@ -198,10 +204,17 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: if a case does not exist.
     """
-    traffic = Traffic(own.input, own.seconds, own.warm_up, own.ttft, own.tpot)
+    traffic = Traffic(
+        *(own.input, own.seconds, own.warm_up, own.ttft, own.tpot),
+        turns=own.turns,
+        think_s=own.think,
+        prefix_tokens=own.prefix_tokens,
+        prefix_groups=own.prefix_groups,
+    )
     search = Search(own.answers, own.start_rate, own.tolerance, own.attain, own.seeds, traffic)
     cases: dict[str, Case] = {
         "single": Single(own.lengths, own.repeats),
+        "cached": Cached(own.lengths, own.shared, own.repeats),
         "load": Load(own.rates, own.answers, own.seeds, traffic),
         "search": search,
         "hang-ups": HangUps(search),
@@ -210,6 +223,8 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
         ),
         "mixes": Mixes(own.mixes, own.mix_tokens, own.concurrency, own.mix_requests),
     }
+    if "cached" in own.cases and not 0 < own.shared < min(own.lengths):
+        raise ValueError(f"--shared {own.shared}: expected less than each of --lengths")
     if unknown := set(own.mixes) - set(MIXES):
         raise ValueError(f"--mixes {','.join(unknown)}: expected some of {','.join(MIXES)}")
     if unknown := set(own.cases) - cases.keys():

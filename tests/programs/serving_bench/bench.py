@@ -22,6 +22,8 @@ from tests.programs.serving_bench.results import Results
 from tests.programs.serving_bench.systems import Server, System
 
 REPORT = "report.html"
+_WARM_UP_SEED = 2_000_003
+"""Seed of prompts that are not measured, which differ from those of cases."""
 _MAX_SHOWN = 2000
 """Characters of an error that are printed."""
 _FAILURES = (
@@ -137,7 +139,7 @@ class Bench:
         requests = [
             request
             for tokens in (64, 512)
-            for request in prompts(server, tokens, 16, tokens, self._warm_up)
+            for request in prompts(server, tokens, 16, _WARM_UP_SEED + tokens, self._warm_up)
         ]
 
         async def send() -> None:

@@ -27,6 +27,7 @@ def tables(document: Document) -> dict[str, Table]:
     """Return the tables that have rows, by title."""
     made = {
         "Single requests": single(document),
+        "Cached prompts": cached(document),
         "Poisson load": load(document),
         "Highest rate within objectives": search(document),
         "Rate after all clients hung up": hang_ups(document),
@@ -61,6 +62,40 @@ def single(document: Document) -> Table:
     )
 
 
+def cached(document: Document) -> Table:
+    """Return times to the first tokens without and with a warm prefix cache."""
+
+    def cells(row: Row, base: Row) -> list[str]:
+        if "error" in row:
+            return [*("–",) * 7, row["error"][:120]]
+        cold, warm = row["cold"], row["warm"]
+        return [
+            *(f"{ms(cold[name])} / {ms(warm[name])}" for name in ("first", "second")),
+            *(f"{row['ratio'][name]:.3f}" for name in ("first", "second")),
+            plain(warm["cached_tokens"]),
+            ratio(row, base, lambda one: one["warm"]["first"]),
+            ratio(row, base, lambda one: one["warm"]["second"]),
+            "",
+        ]
+
+    return Table(
+        [
+            ("system", ""),
+            *((name, "cold / cached, ms, p50") for name in ("first token", "second token")),
+            *((name, "cached / cold") for name in ("first token", "second token")),
+            ("cached", "tokens, reported"),
+            *((name, "ratio, cached") for name in ("first token", "second token")),
+            ("remarks", ""),
+        ],
+        groups_of(
+            document,
+            "cached",
+            lambda row: f"{row['tokens']:,} tokens, the first {row['shared']:,} cached",
+            cells,
+        ),
+    )
+
+
 def load(document: Document) -> Table:
     def cells(row: Row, base: Row) -> list[str]:
         summary = row["summary"]
@@ -92,7 +127,8 @@ def load(document: Document) -> Table:
 def load_title(row: Row) -> str:
     """Return the title of the group of a load row."""
     seed = f", seed {row['seed']}" if row["seed"] else ""
-    return f"{row['rate']:g} requests/s, answers of {row['answer']} tokens{seed}"
+    unit = "chats/s" if row.get("shape", "").startswith("chats") else "requests/s"
+    return f"{row['rate']:g} {unit}, {answers_title(row)}{seed}"
 
 
 def search(document: Document) -> Table:
@@ -101,19 +137,27 @@ def search(document: Document) -> Table:
             plain(row["passed"]),
             plain(row["failed"]),
             ratio(row, base, lambda one: one["passed"]),
+            plain(row.get("passed_goodput")),
             ", ".join(row["probes"]),
         ]
 
     return Table(
         [
             ("system", ""),
-            ("highest passing", "requests/s"),
-            ("lowest failing", "requests/s"),
+            ("highest passing", "per second"),
+            ("lowest failing", "per second"),
             ("highest passing", "ratio"),
+            ("goodput there", "requests/s"),
             ("attained at each rate", "%"),
         ],
-        groups_of(document, "search", lambda row: f"answers of {row['answer']} tokens", cells),
+        groups_of(document, "search", answers_title, cells),
     )
+
+
+def answers_title(row: Row) -> str:
+    """Return the lengths of answers, and the chats or prefixes of a row if there are any."""
+    shape = f", {row['shape']}" if row.get("shape") else ""
+    return f"answers of {row['answer']} tokens{shape}"
 
 
 def hang_ups(document: Document) -> Table:

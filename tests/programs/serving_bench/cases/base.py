@@ -1,7 +1,8 @@
 """Interface of cases."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ class Context:
         records: folder for the records of single requests; None to keep none.
         limit_s: time limit of one run, in seconds.
         max_lag_s: p99 dispatch lag above which a run of the load generator is invalid.
+        variants: variants of the prompts of runs. Each run takes another one.
     """
 
     server: Server
@@ -29,6 +31,7 @@ class Context:
     records: Path | None = None
     limit_s: float = 120.0
     max_lag_s: float = 0.01
+    variants: Iterator[int] = field(default_factory=lambda: count(1))
 
 
 class Case(Protocol):

@@ -21,6 +21,10 @@ class Traffic:
         seconds: duration of arrivals.
         warm_up_s: seconds at the start that are not measured, in addition to ``seconds``.
         ttft_s, tpot_s: objectives of each request.
+        turns: distribution of the turns of chats, whose rate is that of chats; None for single
+            requests.
+        think_s: mean seconds from the end of an answer to the next turn.
+        prefix_tokens, prefix_groups: length and number of shared prefixes or system prompts.
     """
 
     inputs: str = "lognormal:1000,0.6"
@@ -28,11 +32,49 @@ class Traffic:
     warm_up_s: float = 3.0
     ttft_s: float = 0.4
     tpot_s: float = 0.008
+    turns: str | None = None
+    think_s: float = 0.0
+    prefix_tokens: int = 0
+    prefix_groups: int = 1
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
         bounds = {"ttft": self.ttft_s, "tpot": self.tpot_s}
         return tuple(Objective(BY_NAME[name], seconds) for name, seconds in bounds.items())
+
+    @property
+    def shape(self) -> str:
+        """Chats and shared prefixes, in words for titles; "" without them."""
+        system = "system prompts" if self.turns else "prefixes"
+        parts = [f"chats of {self.turns} turns"] if self.turns else []
+        if self.prefix_tokens:
+            parts.append(f"{self.prefix_groups} {system} of {self.prefix_tokens:,} tokens")
+        return ", ".join(parts)
+
+    @property
+    def unit(self) -> str:
+        """Unit of rates."""
+        return "chats/s" if self.turns else "requests/s"
+
+    def workload(self, answer: int, variant: int) -> WorkloadConfig:
+        """Return the workload of one run.
+
+        Chats are texts, because answers over HTTP have no token ids.
+
+        Args:
+            answer: answer length in tokens.
+            variant: number of the run, so that no prefix cache holds prompts of an earlier one.
+        """
+        return WorkloadConfig(
+            inputs=self.inputs,
+            outputs=f"fixed:{answer}",
+            token_ids=self.turns is None,
+            prefix_tokens=self.prefix_tokens,
+            prefix_groups=self.prefix_groups,
+            turns=self.turns,
+            think_s=self.think_s,
+            variant=variant,
+        )
 
 
 def run_at(
@@ -47,7 +89,7 @@ def run_at(
     """Run the load generator and return the row of one run.
 
     Args:
-        rate: requests per second, over all replicas.
+        rate: requests or chats per second, over all replicas.
         answer: answer length in tokens.
         give_up: attainment without which the run may end early.
         hang_up: whether all clients hang up when the arrivals end.
@@ -59,7 +101,7 @@ def run_at(
     duration_s = traffic.warm_up_s + traffic.seconds
     config = RunConfig(
         context.server.target,
-        WorkloadConfig(inputs=traffic.inputs, outputs=f"fixed:{answer}", token_ids=True),
+        traffic.workload(answer, next(context.variants)),
         ArrivalConfig(rate=rate),
         Limits(duration_s=duration_s),
         model=context.server.model,
@@ -85,6 +127,7 @@ def run_at(
         "answer": answer,
         "rate": rate,
         "seed": seed,
+        "shape": traffic.shape,
         "gave_up": outcome.gave_up,
         "summary": summary,
         "stages": stages(collected),
@@ -94,7 +137,7 @@ def run_at(
 
 KEPT = (
     *("invalid", "window", "throughput", "outcomes", "in_flight", "goodput", "measures"),
-    *("objectives", "generator", "lengths"),
+    *("objectives", "generator", "lengths", "cached", "turns"),
 )
 """Parts of the load generator's summary that a row has."""
 
@@ -120,6 +163,7 @@ class Load:
             for rate in self.rates:
                 for seed in self.seeds:
                     context.console.print(
-                        f"  load of {rate:g} requests/s, answers of {answer} tokens, seed {seed}"
+                        f"  load of {rate:g} {self.traffic.unit}, answers of {answer} tokens, "
+                        f"seed {seed}"
                     )
                     yield run_at(context, self.traffic, rate, answer, seed)

@@ -53,7 +53,7 @@ class Mixes:
         scale = scale_of(mix, self.tokens)
         config = RunConfig(
             context.server.target,
-            WorkloadConfig(preset=mix, scale=scale, token_ids=True),
+            WorkloadConfig(preset=mix, scale=scale, token_ids=True, variant=next(context.variants)),
             ArrivalConfig(),
             Limits(requests=self.requests * concurrency),
             concurrency=concurrency,

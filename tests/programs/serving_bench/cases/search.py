@@ -102,13 +102,18 @@ class Search:
             measured.append(row)
             early = ", ended early" if row["gave_up"] else ""
             context.console.print(
-                f"  search, answers of {answer} tokens: {rate:g} requests/s, "
+                f"  search, answers of {answer} tokens: {rate:g} {self.traffic.unit}, "
                 f"{row['attainment']:.1%} within objectives{early}"
             )
             return not row["gave_up"] and bool(row["attainment"] >= self.attain)
 
         for _, bracket in search(passes, self.start, self.tolerance):
-            yield measured[-1] | {"passed": bracket.passed, "failed": bracket.failed}
+            best = [row["goodput"] for row in measured if row["rate"] == bracket.passed]
+            yield measured[-1] | {
+                "passed": bracket.passed,
+                "failed": bracket.failed,
+                "passed_goodput": best[-1] if best else None,
+            }
 
     def _probe(self, context: Context, rate: float, answer: int) -> Row:
         """Measure one rate. A run ends early if too many of its requests have missed.
@@ -121,12 +126,15 @@ class Search:
             if runs[-1]["gave_up"]:
                 time.sleep(SETTLE_S)
                 break
-        attained = sum(one["summary"]["goodput"]["attainment"] for one in runs) / len(runs)
+        goodputs = [one["summary"]["goodput"] for one in runs]
+        attained = sum(one["attainment"] for one in goodputs) / len(runs)
         gave_up = any(one["gave_up"] for one in runs)
         return {
             "answer": answer,
             "rate": rate,
+            "shape": self.traffic.shape,
             "attainment": attained,
+            "goodput": sum(one["requests"] for one in goodputs) / len(runs),
             "gave_up": gave_up,
             "runs": runs,
         }
