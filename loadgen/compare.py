@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadgen.axis import CONCURRENCY, RATE, Axis, axis_of
+from loadgen.axis import Axis, axis_of, axis_with
 from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, read_run, read_sweep
@@ -53,8 +53,10 @@ class Side:
     @property
     def axis(self) -> Axis:
         summaries = (summary for runs in self.runs.values() for summary in runs.summaries)
-        closed = any(one.get("concurrency") is not None for one in summaries)
-        return CONCURRENCY if closed else RATE
+        found = [(one.get("concurrency") is not None, bool(one.get("turns"))) for one in summaries]
+        return axis_with(
+            closed=any(closed for closed, _ in found), chats=any(chats for _, chats in found)
+        )
 
     @classmethod
     def read(cls, folder: Path, name: str | None = None) -> "Side":
@@ -93,18 +95,17 @@ def compare(a: Side, b: Side) -> dict[str, Any]:
 
     Raises:
         UsageError: if the sides have no rate or concurrency in common, or only one is a closed
-            loop.
+            loop, or plays chats.
     """
     axis = a.axis
-    if b.axis is not axis:
-        raise UsageError(
-            f"{a.name} and {b.name} cannot be compared: only one of them is a closed loop"
-        )
+    if b.axis != axis:
+        what = "plays chats" if b.axis.is_closed == axis.is_closed else "is a closed loop"
+        raise UsageError(f"{a.name} and {b.name} cannot be compared: only one of them {what}")
     loads = [load for load in a.runs if load in b.runs]
     if not loads:
         raise UsageError(f"{a.name} and {b.name} have no {axis.name} in common")
     rows = [
-        {axis.name: load, **row}
+        {axis.name: load, "chats": axis.counts_chats, **row}
         for load in loads
         for figure in REPORTED
         if (row := _row(figure, a.runs[load], b.runs[load])) is not None

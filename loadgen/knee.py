@@ -31,7 +31,7 @@ class Point:
     """One rate or concurrency of a sweep, with means over its runs.
 
     Attributes:
-        load: offered rate in requests per second, or concurrency.
+        load: offered rate in requests or chats per second, or concurrency.
         growth: growth of requests in flight, per second; 0 in a closed loop.
         latency: mean end-to-end latency in seconds; None if no request was answered.
         attainment: fraction of requests that met all objectives; None without objectives.
@@ -60,7 +60,7 @@ def saturation(load: float, growth: float, failures: float = 0.0) -> str | None:
     """Return why a server is saturated, or None if it is not.
 
     Args:
-        load: offered rate in requests per second, or concurrency.
+        load: offered rate in requests or chats per second, or concurrency.
         growth: growth of requests in flight, per second; 0 in a closed loop.
         failures: fraction of failed requests.
     """

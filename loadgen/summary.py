@@ -84,6 +84,13 @@ class Summary:
             turns=turns_of(records, window),
         )
 
+    @property
+    def arrivals(self) -> float:
+        """Requests per second that were due; with chats, their first turns per second."""
+        if not self.turns:
+            return self.throughput.offered
+        return sum(one.sent for one in self.turns if one.turn == 1) / self.window.seconds
+
     def as_json(self) -> dict[str, Any]:
         """Return the summary document. Units are seconds, and requests or tokens per second."""
         return {
@@ -102,6 +109,7 @@ class Summary:
             "in_flight": vars(self.in_flight),
             "goodput": None if self.goodput is None else vars(self.goodput),
             "measures": {name: found and _as_json(found) for name, found in self.measures.items()},
+            "arrivals": self.arrivals,
             "cached": self.cached and vars(self.cached),
             "turns": [_turn_as_json(turn) for turn in self.turns],
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from loadgen.axis import CONCURRENCY, RATE, Axis, axis_of
+from loadgen.axis import Axis, axis_of, axis_with
 from loadgen.config import Process, RunConfig
 from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
@@ -45,9 +45,10 @@ class SweepConfig:
     attainment: float = 0.9
     concurrencies: tuple[int, ...] = ()
 
-    @property
-    def axis(self) -> Axis:
-        return CONCURRENCY if self.concurrencies else RATE
+    def axis(self, config: RunConfig) -> Axis:
+        """Return the axis of the sweep."""
+        chats = config.workload.turns is not None
+        return axis_with(closed=bool(self.concurrencies), chats=chats)
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -91,7 +92,7 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
             combined with concurrencies.
     """
     given: list[float] = _given(config, plan)
-    axis = plan.axis
+    axis = plan.axis(config)
     waiting = list(given)
     load = config.arrivals.rate
     measured: list[dict[str, Any]] = []
@@ -108,7 +109,7 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
             entry = _entry(config.seed, axis, load, outcomes)
             points.append(point)
             measured.append(entry | {"saturated": point.saturated, "saturation": point.saturation})
-            document = _document(measured, points, plan, outcomes[0])
+            document = _document(measured, points, plan.attainment, axis, outcomes[0])
         stopped = len(outcomes) < plan.seeds
         if document:
             document["stopped"] = stopped
@@ -144,7 +145,7 @@ def _at(config: RunConfig, axis: Axis, load: float, variant: int) -> RunConfig:
         variant: variant of the prompts, so that no prefix cache holds those of an earlier run.
     """
     config = replace(config, workload=replace(config.workload, variant=variant))
-    if axis is CONCURRENCY:
+    if axis.is_closed:
         return replace(config, concurrency=int(load))
     return replace(config, arrivals=replace(config.arrivals, rate=load))
 
@@ -182,7 +183,7 @@ def _point(axis: Axis, load: float, outcomes: Sequence[Outcome]) -> Point:
     return Point(
         load=load,
         throughput=mean(Figure("throughput")) or 0.0,
-        growth=0.0 if axis is CONCURRENCY else growth,
+        growth=0.0 if axis.is_closed else growth,
         failures=mean(Figure("failures")) or 0.0,
         latency=mean(Figure("e2e", "mean")),
         attainment=mean(Figure("attainment")),
@@ -205,6 +206,7 @@ def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> d
         failed.update(outcome.document["outcomes"]["failed"])
     return {
         axis.name: load,
+        "chats": axis.counts_chats,
         "seeds": list(seeds),
         "folders": [_folder(axis, load, one) for one in seeds],
         "figures": figures,
@@ -217,13 +219,17 @@ def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> d
 
 
 def _document(
-    measured: Sequence[dict[str, Any]], points: Sequence[Point], plan: SweepConfig, first: Outcome
+    measured: Sequence[dict[str, Any]],
+    points: Sequence[Point],
+    attainment: float,
+    axis: Axis,
+    first: Outcome,
 ) -> dict[str, Any]:
-    found = knee(points, plan.attainment, plan.axis)
+    found = knee(points, attainment, axis)
     return {
         "manifest": first.document["manifest"],
-        "points": sorted(measured, key=lambda point: float(point[plan.axis.name])),
-        "knee": None if found.load is None else found.as_json(plan.axis),
+        "points": sorted(measured, key=lambda point: float(point[axis.name])),
+        "knee": None if found.load is None else found.as_json(axis),
         "no_knee": found.why if found.load is None else None,
     }
 

@@ -57,7 +57,7 @@ def summary_table(summary: Summary) -> Group:
     in_flight = summary.in_flight
     rates.add_row("in flight", f"mean {plain(in_flight.mean)}, maximum {in_flight.most:,}")
     growth = in_flight.growth if summary.concurrency is None else 0.0
-    if saturated := saturation(throughput.offered, growth):
+    if saturated := saturation(summary.arrivals, growth):
         rates.add_row("saturated", Text(saturated, _CAUTION))
     rates.add_row("prefix cache", cached_words(summary.cached))
     rates.add_row("outcomes", _outcomes(summary))

@@ -126,7 +126,8 @@ def _saturation(document: dict[str, Any]) -> str | None:
     """Return how requests in flight grew if the server did not keep up with an open loop."""
     if document.get("concurrency") is not None:
         return None
-    return saturation(document["throughput"]["offered"], document["in_flight"]["growth"])
+    arrivals = document.get("arrivals", document["throughput"]["offered"])
+    return saturation(arrivals, document["in_flight"]["growth"])
 
 
 def _requirements(verdicts: dict[str, dict[str, Any]]) -> list[RequirementRow]:

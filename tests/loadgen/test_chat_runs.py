@@ -52,6 +52,8 @@ def test_prompts_grow_by_answers_and_are_cached(
     firsts = sorted(one.cached_tokens or 0 for one in records if one.turn == 1)
     assert firsts == [0, *(SYSTEM,) * 4]
     assert summary["lengths"]["input"]["asked"] == summary["lengths"]["input"]["counted"]
+    window = summary["window"]
+    assert summary["arrivals"] == pytest.approx(5 / (window["end"] - window["begin"]))
     assert [turn["turn"] for turn in summary["turns"]] == [1, 2, 3]
     assert [turn["sent"] for turn in summary["turns"]] == [5, 5, 5]
     assert [turn["input_tokens"] for turn in summary["turns"]] == lengths
@@ -137,14 +139,23 @@ def test_cold_run_finds_nothing_in_the_cache(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rates_of_a_sweep_share_only_system_prompts(tmp_path: Path) -> None:
     with serving(Behaviour(prefix_cache=BLOCK)) as server:
-        code, output = loadgen(
-            "sweep", server.url + "/v1", *CHATS, "--rates", "10,11", "--requests", "4",
-            "--seeds", "1", "--out", tmp_path,
-        )  # fmt: skip
-    assert code == 0, output
+        sweep = ("--rates", "10,11", "--requests", "4", "--seeds", "1")
+        code, output = loadgen("sweep", server.url + "/v1", *CHATS, *sweep, "--out", tmp_path)
+        assert code == 0, output
+        single = ("--input", "fixed:5", "--output", "fixed:2", *ANY_LAG)
+        loadgen("sweep", server.url + "/v1", *single, *sweep, "--out", tmp_path / "single")
     for record in read_run(tmp_path / "rate-11" / "seed-0")[0]:
         if record.turn == 1:
             assert record.cached_tokens == SYSTEM
+    assert "11 chats per second" in output
+    page = (tmp_path / "report.html").read_text()
+    assert "offered, chats per second" in page
+    assert "equal to offered" not in page, "throughput counts turns"
+    code, output = loadgen("compare", tmp_path, tmp_path / "single")
+    assert code == 2
+    assert "only one of them plays chats" in output
+    code, output = loadgen("compare", tmp_path, tmp_path)
+    assert "11 chats per second" in output
 
 
 @pytest.mark.slow
