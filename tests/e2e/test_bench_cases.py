@@ -78,7 +78,7 @@ def test_load_of_chats_shares_system_prompts_between_rates(tmp_path: Path) -> No
     assert [turn["turn"] for turn in first["summary"]["turns"]] == [1, 2]
     assert set(cached[1:]) == {32}, "first turns share the system prompt alone, at both rates"
     assert second["summary"]["turns"][1]["cached"]["fraction"] == 48 / 68
-    assert second["shape"] == "chats of fixed:2 turns, 1 system prompts of 32 tokens"
+    assert second["shape"] == "chats of fixed:2 turns, 32 shared tokens"
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_arguments_of_chats_and_cached_prompts() -> None:
     own = parser().parse_args([
         *("--cases", "cached,search", "--lengths", "7900", "--shared", "7424"),
         *("--turns", "fixed:8", "--prefix-tokens", "2000", "--answers", "128", "--think", "1"),
-        *("--input", "fixed:200"),
+        *("--input", "fixed:200", "--cold"),
     ])  # fmt: skip
     cached, search = cases_of(own)
     assert isinstance(cached, Cached)
@@ -298,6 +298,8 @@ def test_arguments_of_chats_and_cached_prompts() -> None:
     workload = search.traffic.workload(128, variant=3)
     assert (workload.turns, workload.prefix_tokens, workload.think_s) == ("fixed:8", 2000, 1)
     assert (workload.inputs, workload.outputs, workload.variant) == ("fixed:200", "fixed:128", 3)
+    assert workload.cold
+    assert search.traffic.shape.endswith("2,000 shared tokens, cold")
     assert not workload.token_ids
     assert Traffic().workload(128, variant=1).token_ids
 

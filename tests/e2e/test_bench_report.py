@@ -143,8 +143,8 @@ def test_chats_are_named_in_titles() -> None:
     for system in document["systems"]:
         for case in ("load", "search"):
             for row in system["cases"][case]:
-                row["shape"] = "chats of fixed:8 turns, 1 system prompts of 2,000 tokens"
+                row["shape"] = "chats of fixed:8 turns, 2,000 shared tokens"
     made = tables(document)
-    shape = "answers of 128 tokens, chats of fixed:8 turns, 1 system prompts of 2,000 tokens"
+    shape = "answers of 128 tokens, chats of fixed:8 turns, 2,000 shared tokens"
     assert shape in made["Highest rate within objectives"].groups
     assert f"4 chats/s, {shape}" in made["Poisson load"].groups

@@ -78,6 +78,7 @@ def _add_cases(made: argparse.ArgumentParser) -> None:
     add("--think", type=float, default=Traffic.think_s, help="mean seconds between turns")
     add("--prefix-tokens", type=int, default=0, help="shared prefix, or system prompt of chats")
     add("--prefix-groups", type=int, default=1, help="number of shared prefixes")
+    add("--cold", action="store_true", help="begin each prompt under load with unique words")
     add("--seconds", type=float, default=Traffic.seconds, help="measured seconds of each run")
     add("--warm-up", type=float, default=Traffic.warm_up_s, help="further seconds before them")
     add("--seeds", type=listed(int), default=Load.seeds, help="one run for each seed and rate")
@@ -210,6 +211,7 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
         think_s=own.think,
         prefix_tokens=own.prefix_tokens,
         prefix_groups=own.prefix_groups,
+        cold=own.cold,
     )
     search = Search(own.answers, own.start_rate, own.tolerance, own.attain, own.seeds, traffic)
     cases: dict[str, Case] = {

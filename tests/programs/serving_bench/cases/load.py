@@ -25,6 +25,7 @@ class Traffic:
             requests.
         think_s: mean seconds from the end of an answer to the next turn.
         prefix_tokens, prefix_groups: length and number of shared prefixes or system prompts.
+        cold: whether each prompt begins with unique words, so that no prefix cache holds a part.
     """
 
     inputs: str = "lognormal:1000,0.6"
@@ -36,6 +37,7 @@ class Traffic:
     think_s: float = 0.0
     prefix_tokens: int = 0
     prefix_groups: int = 1
+    cold: bool = False
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
@@ -45,10 +47,11 @@ class Traffic:
     @property
     def shape(self) -> str:
         """Chats and shared prefixes, in words for titles; "" without them."""
-        system = "system prompts" if self.turns else "prefixes"
         parts = [f"chats of {self.turns} turns"] if self.turns else []
         if self.prefix_tokens:
-            parts.append(f"{self.prefix_groups} {system} of {self.prefix_tokens:,} tokens")
+            groups = f" in {self.prefix_groups} groups" if self.prefix_groups > 1 else ""
+            parts.append(f"{self.prefix_tokens:,} shared tokens{groups}")
+        parts += ["cold"] if self.cold else []
         return ", ".join(parts)
 
     @property
@@ -73,6 +76,7 @@ class Traffic:
             prefix_groups=self.prefix_groups,
             turns=self.turns,
             think_s=self.think_s,
+            cold=self.cold,
             variant=variant,
         )
 
