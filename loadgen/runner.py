@@ -1,4 +1,4 @@
-"""Runner: sends each request at its scheduled time, independent of all others."""
+"""Runner: sends each request at its scheduled time, and later turns of chats after the answers."""
 
 import asyncio
 import gc
@@ -112,7 +112,7 @@ class Runner:
             record = self._add(scheduled, record)
 
     def _end_chat(self, scheduled: ScheduledRequest, last: Record) -> None:
-        """Record the turns after the last one, which has failed, as not sent."""
+        """Record the turns after the last one as not sent; there are some only if it failed."""
         self._forget(last)
         detail = f"turn {last.turn} of its chat {last.failure and last.failure.words}"
         due = last.due if last.ended is None else last.ended

@@ -63,8 +63,8 @@ class Dialogue:
     def joined(self) -> Text:
         """The messages as one prompt, for endpoints without messages.
 
-        An answer follows the text before it unchanged, so that the tokens up to its end are those
-        of the previous turn. Other messages follow a space.
+        An answer follows the text before it unchanged, as it was generated, so that a tokenizer can
+        find the tokens of the previous turn again. Other messages follow a space.
         """
         contents = [self.salt, *(message.content for message in self.messages)]
         if ids := [one for one in contents if isinstance(one, tuple)]:
