@@ -17,6 +17,9 @@ token>``. With mutual TLS, every connection needs a certificate.
 ``GET /metrics``, ``/health``, ``/ready``         the last two need no token
 ==========================  ====================  =============================================
 
+A placement request may have the header `services.common.prefix_hashes.HEADER` with hashes of the
+beginning of its prompt.
+
 The body of an error is a `services.common.router_errors.RouterError`. If the status is 400, its
 message names the invalid field.
 Responses with status 429 or 503 have a ``Retry-After`` header in seconds.

@@ -134,7 +134,7 @@ class Placer:
                 wait_s=max(0.0, until - time.monotonic()),
             )
             try:
-                routed = await self._router.place(call, trace)
+                routed = await self._router.place(call, trace, request.prefix)
             except (Overloaded, TooLarge, Unavailable) as error:
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()

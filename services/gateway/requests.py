@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_PRIORITY, MAX_TOKENS
+from services.common.prefix_hashes import prefix_hashes
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
@@ -193,6 +195,7 @@ class GenerationRequest:
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
         chat: whether the prompt is a conversation.
+        prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
     """
 
     context: RequestContext
@@ -201,6 +204,11 @@ class GenerationRequest:
     seed: int
     options: GenerationOptions
     chat: bool = False
+
+    @cached_property
+    def prefix(self) -> tuple[bytes, ...]:
+        # Requests have no salt (`cache_salt`) yet.
+        return prefix_hashes(self.prompt, salt=b"")
 
     @property
     def required_tokens(self) -> int | None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from services.common.errors import ServiceError, Unavailable
 from services.common.listings import ModelReadiness, ReadinessList, WorkerList
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, new_placement_id
+from services.common.prefix_hashes import HEADER, encode_hashes
 from services.common.tls import MutualTls
 from services.gateway.router_answers import NoRouter, parse_answer
 from services.gateway.router_connections import RouterConnector
@@ -94,7 +95,10 @@ class RouterClient:
         self._answered: dict[str, float] = {}
 
     async def place(
-        self, request: PlaceRequest, trace: Mapping[str, str] | None = None
+        self,
+        request: PlaceRequest,
+        trace: Mapping[str, str] | None = None,
+        prefix: Sequence[bytes] = (),
     ) -> RoutedPlacement:
         """Place a request. The router may queue it for up to ``request.wait_s`` seconds.
 
@@ -105,19 +109,23 @@ class RouterClient:
 
         Args:
             trace: headers of the span whose child the router's span will be.
+            prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
 
         Raises:
             NoRouter: if every router is unreachable, has just started or shuts down.
             Overloaded, QueueTimeout, TooLarge, Unavailable: if no router places the request.
             InternalFault: if a router rejects the call as invalid.
         """
+        headers = dict(trace or {})
+        if prefix:
+            headers[HEADER] = encode_hashes(prefix)
         until = _now() + request.wait_s
         refusal: ServiceError = NoRouter("no router is reachable")
         for router in tuple(self._routers):
             left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
                 call = request.model_copy(update={"wait_s": left_s})
-                placement = await _twice(partial(self._place, router, call, trace))
+                placement = await _twice(partial(self._place, router, call, headers))
             except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
@@ -203,7 +211,7 @@ class RouterClient:
                 return
 
     async def _place(
-        self, router: str, request: PlaceRequest, trace: Mapping[str, str] | None
+        self, router: str, request: PlaceRequest, headers: Mapping[str, str]
     ) -> Placement:
         """Call one router, under a new placement id.
 
@@ -218,7 +226,7 @@ class RouterClient:
                 f"{router}/v1/place",
                 request.model_dump_json().encode(),
                 timeout_s=self._timeout_s + request.wait_s,
-                headers=trace,
+                headers=headers,
             )
         )
         try:

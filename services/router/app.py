@@ -23,7 +23,9 @@ from services.common.placement import (
     Registration,
     Release,
 )
+from services.common.prefix_hashes import HEADER, decode_hashes
 from services.common.probes import health_answer, ready_answer
+from services.common.router_errors import ErrorCode
 from services.common.tracing import Attributes, Span, resume
 from services.router.access import Access
 from services.router.admission import Admission
@@ -183,7 +185,7 @@ def _add_calls_of_gateways(
 ) -> None:
     @calls.post("/v1/place", PlaceRequest)
     async def place(body: PlaceRequest, call: Call) -> Placement:
-        pending = router.submit(body, clock())
+        pending = router.submit(body, clock(), _prefix(call))
         span = _place_span(body, call)
         outcome = "abandoned"
         try:
@@ -191,6 +193,7 @@ def _add_calls_of_gateways(
             if not isinstance(pending.answer, Placement):
                 raise pending.answer or RuntimeError("a placement request ended without an answer")
             outcome = "placed"
+            metrics.count_expected(pending.expected)
             return pending.answer
         except (Disconnected, asyncio.CancelledError):
             router.cancel(pending, clock())
@@ -232,6 +235,18 @@ def _add_listings(app: Quart, router: Dispatcher, clock: Callable[[], float]) ->
     @app.get("/v1/models")
     async def models() -> Response:
         return _response(answer(ModelList(models=router.fleet.models())))
+
+
+def _prefix(call: Call) -> tuple[bytes, ...]:
+    """Return the hashes of the beginning of the prompt that the gateway sent.
+
+    Raises:
+        Refusal: if the header is not valid.
+    """
+    try:
+        return decode_hashes(next(iter(call.headers(HEADER)), ""))
+    except ValueError as error:
+        raise Refusal(ErrorCode.INVALID, f"header {HEADER}: {error}") from None
 
 
 def _place_span(body: PlaceRequest, call: Call) -> Span:

@@ -10,6 +10,10 @@ from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import Compatibility, ModelInfo, PlaceRequest, Role
 
+REUSE = 1.5
+"""Number of queued tokens that a cached prompt token outweighs. Tokens that are computed again on
+another worker also delay the requests behind, and evict other KV. Measured in BENCHMARKS.md."""
+
 
 class WorkerHealth(StrEnum):
     """State of a worker as the router sees it. Workers in `USABLE` take requests now or soon.
@@ -49,6 +53,8 @@ class Demand:
         max_tokens: maximum output tokens of each choice.
         required_tokens: output tokens of each choice that must fit; None: ``max_tokens``.
         may_wait: whether the request may wait in the router's queue.
+        prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`; empty if
+            they are unknown.
     """
 
     prompt_tokens: int
@@ -60,9 +66,17 @@ class Demand:
     required_tokens: int | None = None
     may_wait: bool = False
     replayed_tokens: int = 0
+    prefix: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, request: PlaceRequest, *, output_reserve: int, may_wait: bool) -> Self:
+    def of(
+        cls,
+        request: PlaceRequest,
+        *,
+        output_reserve: int,
+        may_wait: bool,
+        prefix: tuple[bytes, ...] = (),
+    ) -> Self:
         """Return the demand of a request to place."""
         return cls(
             prompt_tokens=request.prompt_tokens,
@@ -74,6 +88,7 @@ class Demand:
             required_tokens=request.required_tokens,
             may_wait=may_wait,
             replayed_tokens=request.replayed_tokens,
+            prefix=prefix,
         )
 
     @property
@@ -96,14 +111,15 @@ class Demand:
         """Tokens that fair queueing counts: the prompt, and the expected output of all choices."""
         return self.prompt_tokens + self.choices * min(self.max_tokens, self.output_reserve)
 
-    def tokens(self, role: Role, max_tokens: int | None = None) -> int:
+    def tokens(self, role: Role, max_tokens: int | None = None, *, cached: int = 0) -> int:
         """Return the tokens that the request adds to ``queue_tokens`` of a worker in this role.
 
         Args:
             max_tokens: maximum output tokens of each choice; default: those of the request.
+            cached: prompt tokens that a prefill worker need not compute.
         """
         if role is Role.PREFILL:
-            return self.prompt_tokens
+            return self.prompt_tokens - cached
         return self.choices * self.choice_tokens(max_tokens)
 
     def slots(self, role: Role) -> int:
@@ -191,20 +207,26 @@ class WorkerSnapshot:
     max_pending_prompt_tokens: float | None = None
     slowdown: float = 1.0
 
-    def delay(self, demand: Demand, role: Role) -> float:
+    def delay(self, demand: Demand, role: Role, cached: int = 0) -> float:
         """Return the delay of a request on this worker, in tokens that a fast worker computes.
 
-        On a worker at full speed, the delay is the number of queued tokens. A slow worker takes
-        longer to compute them and the request itself.
+        On a worker at full speed, the delay is the number of queued tokens, less `REUSE` times the
+        tokens of the prompt that the worker has cached. It may be negative. A slow worker takes
+        longer to compute the queued tokens and the request itself.
 
         The time of decode depends less on the queue. All sequences of a batch advance together, and
         a step takes as long for one sequence as for a partly filled batch. A slow worker therefore
         decodes only if the batches of the other workers are full.
+
+        Args:
+            cached: prompt tokens that the worker has cached.
         """
+        delay = self.queue_tokens - REUSE * cached
         if self.slowdown == 1.0:
-            return self.queue_tokens
-        alone = demand.tokens(role) * (1 if role is Role.PREFILL else self.max_running)
-        return self.queue_tokens + (self.slowdown - 1) * (self.queue_tokens + alone)
+            return delay
+        tokens = demand.tokens(role, cached=cached)
+        alone = tokens * (1 if role is Role.PREFILL else self.max_running)
+        return delay + (self.slowdown - 1) * (self.queue_tokens + alone)
 
     @property
     def roles(self) -> tuple[Role, ...]:

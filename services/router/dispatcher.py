@@ -72,15 +72,21 @@ class Dispatcher:
         """Return whether all live workers have registered."""
         return now >= self._settled_at
 
-    def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
+    def submit(
+        self, request: PlaceRequest, now: float, prefix: tuple[bytes, ...] = ()
+    ) -> PendingPlacement:
         """Submit a placement request; it is answered at once, or queued until its deadline.
 
         It is refused if it would wait too long in the queue. If the queue is full, a call of the
         tenant with the most queued tokens for its weight is refused.
+
+        Args:
+            prefix: hashes of the beginning of the prompt; see `services.common.prefix_hashes`.
         """
         self.admission.elapse(self.queue, now)
         may_wait = min(request.wait_s, self._max_wait_s) > 0
-        demand = Demand.of(request, output_reserve=self._output_reserve, may_wait=may_wait)
+        reserve = self._output_reserve
+        demand = Demand.of(request, output_reserve=reserve, may_wait=may_wait, prefix=prefix)
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
             call.resolve(Refusal(ErrorCode.CLOSING, "this router is shutting down"))
@@ -264,6 +270,7 @@ class Dispatcher:
             needs=call.needs,
             reserved=reserved,
             queued=queued,
+            cached=self.fleet.cached(call.demand),
         )
 
     def _refusal(self, reason: Reason, request: PlaceRequest, now: float) -> Refusal:
@@ -295,6 +302,7 @@ class Dispatcher:
                 return Refusal(ErrorCode.NO_WORKERS, "no pair of compatible workers is ready")
 
     def _promise(self, pair: Pair, call: PendingPlacement, now: float) -> Placement:
+        call.expected = {role: pair.expected(worker) for worker, role in pair.roles}
         return self.fleet.promise(pair, call.demand, call.request.placement_id, now)
 
     def _answer(self, call: PendingPlacement, answer: Placement | Refusal) -> None:

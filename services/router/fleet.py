@@ -35,6 +35,7 @@ from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import Refusal
 from services.router.matching import unmatched
 from services.router.policy import Pair
+from services.router.prefix_memory import PrefixMemory
 from services.router.roster import Roster
 from services.router.speed import slowdown
 from services.router.tracked_worker import TrackedWorker
@@ -61,6 +62,7 @@ class FleetLimits:
     max_workers: int = 1024
     backlog: float = 1.25
     prompt_backlog_s: float = 0.25
+    remembered_blocks: int = 4096
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ class Fleet:
         if last != epoch:
             _store(self._retired, (worker_id, last), None)
         _store(self._epochs, worker_id, epoch)
-        self._workers[worker_id] = TrackedWorker(registration, last_heartbeat_at=now)
+        plan, pages = registration.compatibility.page_plan, registration.page_count
+        prefixes = PrefixMemory(self._limits.remembered_blocks, plan.max_tokens(pages))
+        self._workers[worker_id] = TrackedWorker(registration, now, prefixes)
         self._registrations_changed(worker_id)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
@@ -186,13 +190,29 @@ class Fleet:
         )
         for worker, role in pair.roles:
             known = self._workers[worker.worker_id]
-            known.promise(placement_id, demand, role, max_tokens, self._placements, now)
+            cached = pair.expected(worker)
+            known.promise(placement_id, demand, role, max_tokens, self._placements, now, cached)
             self._changed[worker.worker_id] = None
         self._records[placement_id] = _PlacementRecord(placement, now)
         self._expiries[placement_id] = now + self._limits.placement_ttl_s
         if len(self._records) > self._limits.max_placements:
             self._forget_promises(self._records.popitem(last=False)[1])
         return placement
+
+    def cached(self, demand: Demand) -> dict[str, int]:
+        """Return the prompt tokens that each worker is expected to have cached, by its id.
+
+        Workers without any are left out. At least one token of a prompt must be computed.
+        """
+        prefix, most = demand.prefix, demand.prompt_tokens - 1
+        if not prefix:
+            return {}
+        first = prefix[0]
+        return {
+            worker_id: min(worker.prefixes.known_tokens(prefix), most)
+            for worker_id, worker in self._workers.items()
+            if first in worker.prefixes
+        }
 
     def has_seen(self, placement_id: str) -> bool:
         """Return whether this placement is in progress, or was released before it was made."""

@@ -1,6 +1,7 @@
 """Prometheus metrics of the router."""
 
 from collections import Counter as Tally
+from collections.abc import Mapping
 from itertools import product
 
 from prometheus_client import generate_latest
@@ -35,6 +36,18 @@ class RouterMetrics:
         self.placements = make.counter(
             "router_placements", "Placement requests by outcome.", "outcome", values=OUTCOMES
         )
+        self._reuses = make.counter(
+            "router_placements_with_reuse",
+            "Placements on a worker that is expected to have tokens of the prompt in its cache.",
+            "role",
+            values=tuple(Role),
+        )
+        self._expected_tokens = make.counter(
+            "router_expected_cached_tokens",
+            "Prompt tokens that the workers of placements are expected to have in their caches.",
+            "role",
+            values=tuple(Role),
+        )
         self._workers = make.gauge(
             "router_workers", "Workers registered with this router.", "role", "state"
         )
@@ -55,6 +68,13 @@ class RouterMetrics:
     def count(self, endpoint: str, status: int) -> None:
         """Count the answer to a request."""
         self.requests.labels(endpoint, str(status)).inc()
+
+    def count_expected(self, expected: Mapping[Role, int]) -> None:
+        """Count a placement, given `PendingPlacement.expected`."""
+        for role, tokens in expected.items():
+            if tokens:
+                self._reuses.labels(role).inc()
+                self._expected_tokens.labels(role).inc(tokens)
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
         """Update the gauges and return all metrics as text, without series of removed workers."""

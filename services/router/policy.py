@@ -7,6 +7,11 @@ a worker are those in its last heartbeat plus those of promised placements
 token (`WorkerSnapshot.delay`). A prompt waits in the queue if a fast worker will compute it before
 a free slow worker would. Among workers of equal speed, only the numbers of tokens are compared.
 
+The prompt tokens that a worker is expected to have cached are subtracted from its queued tokens,
+times `capacity.REUSE` (affinity, default policy only). A worker is therefore preferred to one with
+a shorter queue only if the difference is at most this number of tokens. The limit on pending prompt
+tokens does not apply to it while another worker is below the limit.
+
 A prefill worker with ``decodes`` can serve a request alone, as a colocated worker does:
 
 - Overflow, default policy only. The excess of a decode worker is its delay minus its
@@ -22,25 +27,31 @@ worker.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from math import inf
 from operator import attrgetter
 from random import Random
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from services.common.placement import Role
-from services.router.capacity import Demand, WorkerSnapshot, with_space
+from services.router.capacity import REUSE, Demand, WorkerSnapshot, with_space
 from services.router.roster import Needs, Pool, Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Workers of one request. If ``decode`` serves it alone, ``prefill`` is None."""
+    """Workers of one request. If ``decode`` serves it alone, ``prefill`` is None.
+
+    Attributes:
+        cached: prompt tokens that workers are expected to have cached, by worker id.
+    """
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
+    cached: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def roles(self) -> list[tuple[WorkerSnapshot, Role]]:
@@ -55,11 +66,18 @@ class Pair:
 
     def delay(self, demand: Demand) -> float:
         """Return the sum of the delays on both workers, see `WorkerSnapshot.delay`."""
-        return sum(worker.delay(demand, role) for worker, role in self.roles)
+        return sum(worker.delay(demand, role, self.expected(worker)) for worker, role in self.roles)
+
+    def expected(self, worker: WorkerSnapshot) -> int:
+        """Return the prompt tokens that one of the workers is expected to have cached."""
+        return self.cached.get(worker.worker_id, 0)
 
 
 C = TypeVar("C", WorkerSnapshot, Pair)
 """Choices of a policy: workers, or pairs of workers."""
+
+
+NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
 class PolicyName(StrEnum):
@@ -80,6 +98,7 @@ def place(
     needs: Needs | None = None,
     reserved: Collection[str] = (),
     queued: int = 0,
+    cached: Mapping[str, int] = NOTHING_CACHED,
 ) -> Pair | None:
     """Choose a compatible pair with capacity; return None if there is none.
 
@@ -89,10 +108,14 @@ def place(
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
         queued: prompt tokens of the other requests in the router's queue.
+        cached: prompt tokens that workers are expected to have cached, by worker id. Only the
+            default policy uses them.
     """
-    offers = _Offers(demand, pools, needs or Needs(demand), reserved, queued)
+    if policy is not PolicyName.SHORTEST_QUEUE:
+        cached = NOTHING_CACHED
+    offers = _Offers(demand, pools, needs or Needs(demand), reserved, queued, cached)
     groups = offers.groups()
-    return _choose(demand, _larger(demand, groups), policy, rng) if groups else None
+    return _choose(demand, _larger(demand, groups), policy, rng, cached) if groups else None
 
 
 def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
@@ -166,6 +189,7 @@ class _Offers:
     needs: Needs
     reserved: Collection[str]
     queued: int
+    cached: Mapping[str, int]
 
     def groups(self) -> list[_Group]:
         """Return the groups of workers that can serve the request."""
@@ -193,8 +217,18 @@ class _Offers:
                         if worker.slowdown == 1.0 or not self._is_worth_waiting(worker, role)
                     ]
                 if workers:
+                    workers += self._backlogged(shape, role)
                     by_output.setdefault(output, []).extend(workers)
         return by_output
+
+    def _backlogged(self, shape: Shape, role: Role) -> list[WorkerSnapshot]:
+        """Return the workers that have cached tokens of the prompt, but too many prompts now."""
+        found = {
+            name: shape.open[name]
+            for name in (self.cached if role is not Role.DECODE else ())
+            if name in shape.open and name not in shape.ready
+        }
+        return self._with_space(shape, role, found)[1] if found else []
 
     def _with_space(
         self, shape: Shape, role: Role, workers: Mapping[str, WorkerSnapshot]
@@ -222,8 +256,9 @@ class _Offers:
             for worker in self._with_space(shape, role, shape.open)[1]
             if worker.slowdown == 1.0
         ]
-        shortest = min((worker.delay(self.demand, role) for worker in fast), default=inf)
-        return shortest + self.queued / max(1, len(fast)) < slow.delay(self.demand, role)
+        delays = _delays_as(role, self.demand, self.cached)
+        shortest = min(delays(fast), default=inf)
+        return shortest + self.queued / max(1, len(fast)) < delays([slow])[0]
 
 
 def _all(by_output: Mapping[int, list[WorkerSnapshot]]) -> list[WorkerSnapshot]:
@@ -243,27 +278,34 @@ def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
     return [group for group in larger if group.can_serve]
 
 
-def _choose(demand: Demand, groups: Iterable[_Group], policy: PolicyName, rng: Random) -> Pair:
+def _choose(
+    demand: Demand,
+    groups: Iterable[_Group],
+    policy: PolicyName,
+    rng: Random,
+    cached: Mapping[str, int],
+) -> Pair:
     """Apply the policy to each role within each group, then to the resulting pairs.
 
     Each colocated worker is an alternative to the pairs of all groups.
     """
     choose = _BY_NAME[policy]
-    prefill, decode, alone = (_delays_as(role, demand) for role in _ROLES)
+    prefill, decode, alone = (_delays_as(role, demand, cached) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
     for group in groups:
         colocated = _all(group.colocated)
         if group.alone:
-            pairs += [Pair(None, worker) for worker in colocated]
+            pairs += [Pair(None, worker, cached) for worker in colocated]
         elif group.prefill and group.decode:
             decoders = _all(group.decode)
-            pair = Pair(choose(group.prefill, prefill, rng), choose(decoders, decode, rng))
+            chosen = choose(group.prefill, prefill, rng), choose(decoders, decode, rng)
+            pair = Pair(*chosen, cached)
             if policy is PolicyName.SHORTEST_QUEUE:
                 pair = _overflow(demand, pair, colocated, rng)
             pairs.append(pair)
         else:
-            pair = Pair(None, choose(colocated, alone, rng))
+            pair = Pair(None, choose(colocated, alone, rng), cached)
             (fallbacks if group.is_fallback else pairs).append(pair)
     return choose(pairs or fallbacks, lambda of: [pair.delay(demand) for pair in of], rng)
 
@@ -275,11 +317,13 @@ _queue_tokens = attrgetter("queue_tokens")
 _slowdown = attrgetter("slowdown")
 
 
-def _delays_as(role: Role, demand: Demand) -> "_Delays[WorkerSnapshot]":
+def _delays_as(role: Role, demand: Demand, cached: Mapping[str, int]) -> "_Delays[WorkerSnapshot]":
     def delays(workers: Sequence[WorkerSnapshot]) -> list[float]:
-        if max(map(_slowdown, workers)) == 1.0:  # without a Python call for each worker
-            return list(map(_queue_tokens, workers))
-        return [worker.delay(demand, role) for worker in workers]
+        if max(map(_slowdown, workers), default=1.0) == 1.0:  # no Python call for each worker
+            if not cached:
+                return list(map(_queue_tokens, workers))
+            return [w.queue_tokens - REUSE * cached.get(w.worker_id, 0) for w in workers]
+        return [w.delay(demand, role, cached.get(w.worker_id, 0)) for w in workers]
 
     return delays
 
@@ -293,9 +337,10 @@ def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng
     bound = pair.decode.overflow_tokens
     if bound is None or not prefill:
         return pair
-    shortest = _shortest_queue(prefill, _delays_as(Role.COLOCATED, demand), rng)
-    excess = pair.decode.delay(demand, Role.DECODE) - bound
-    return Pair(None, shortest) if shortest.delay(demand, Role.COLOCATED) < excess else pair
+    shortest = _shortest_queue(prefill, _delays_as(Role.COLOCATED, demand, pair.cached), rng)
+    alone = Pair(None, shortest, pair.cached)
+    excess = pair.decode.delay(demand, Role.DECODE, pair.expected(pair.decode)) - bound
+    return alone if alone.delay(demand) < excess else pair
 
 
 _Delays = Callable[[Sequence[C]], list[float]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from services.common.fair_queue import FairQueue
-from services.common.placement import Placement, PlaceRequest
+from services.common.placement import Placement, PlaceRequest, Role
 from services.router.capacity import Demand
 from services.router.errors import Refusal
 from services.router.roster import Claim, Needs
@@ -25,6 +25,8 @@ class PendingPlacement:
     Attributes:
         claim: shapes of the workers that can serve the request; see `services.router.roster`.
             Outdated as soon as `Roster.version` changes.
+        expected: prompt tokens that each worker of the placement is expected to have cached, by the
+            role in which it serves the request; empty before the placement.
         needs: pages that the request needs on the workers of each shape.
         cost: cost of the request, tokens.
         urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
@@ -37,6 +39,7 @@ class PendingPlacement:
     answer: Placement | Refusal | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     claim: Claim | None = None
+    expected: dict[Role, int] = field(default_factory=dict)
     needs: Needs = field(init=False)
     tenant: str | None = field(init=False)
     weight: int = field(init=False)

@@ -109,6 +109,13 @@ class RouterSettings(ServiceSettings):
         le=1 << 22,
         description="maximum placements to track; beyond this number, the oldest is dropped",
     )
+    remembered_blocks: int = Field(
+        4096,
+        ge=0,
+        le=1 << 20,
+        description="maximum blocks of prompts that the router remembers for each worker, to place "
+        "prompts where their beginning is cached; 0: it does not. A prompt of 4,000 tokens has 28",
+    )
     max_workers: int = Field(
         256, ge=1, le=4096, description="maximum registered workers; further ones get 429"
     )
@@ -141,4 +148,5 @@ class RouterSettings(ServiceSettings):
             max_workers=self.max_workers,
             backlog=self.backlog,
             prompt_backlog_s=self.prompt_backlog_s,
+            remembered_blocks=self.remembered_blocks,
         )

@@ -1,8 +1,8 @@
 """Simulated prefill and decode workers; see `services.router.simulation`."""
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -21,6 +21,7 @@ from services.common.placement import (
     StepPace,
     WorkerState,
 )
+from services.router.simulated_cache import PageKey, SimulatedCache
 
 PREFILL_TOKENS_PER_S = 600.0
 """Prompt tokens per second of a prefill worker with speed 1."""
@@ -30,10 +31,45 @@ RESIDENT_S = 1e-6
 """Additional duration of a decode step for each resident token, seconds."""
 MAX_RUNNING = 32
 """Maximum number of sequences in the batch of a decode worker."""
-HEARTBEAT_S = 0.25
 PAGE_PLAN = PagePlan(PAGE_SIZE)
 PAGES = 1 << 15
-"""Number of pages of each worker. It is large enough that pages are never the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Size of the simulated workers, and the durations of their steps at speed 1, in seconds.
+
+    Attributes:
+        token_s: time to compute a prompt token.
+        square_s: additional time for each token, times the tokens that it attends to, times two.
+        least_s: minimum time to compute a prompt.
+        latency_s: time from the end of a prompt to its first token, in which the worker computes
+            other prompts.
+        step_s: time of a decode step without resident tokens.
+        resident_s: additional time of a decode step for each resident token.
+        pages: number of pages of a worker. By default, pages are never the limit.
+        caches: whether workers have a prefix cache, of as many pages.
+    """
+
+    token_s: float = 1 / PREFILL_TOKENS_PER_S
+    square_s: float = 0.0
+    least_s: float = 0.0
+    latency_s: float = 0.0
+    step_s: float = STEP_S
+    resident_s: float = RESIDENT_S
+    max_running: int = MAX_RUNNING
+    pages: int = PAGES
+    caches: bool = False
+
+    def prompt_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the time to compute ``tokens`` prompt tokens after ``cached`` ones, seconds."""
+        squares = (cached + tokens) ** 2 - cached**2
+        return max(self.least_s, tokens * self.token_s + squares * self.square_s)
+
+
+ASSUMED = Machine()
+"""Workers whose times are assumed, not measured, to compare policies."""
+HEARTBEAT_S = 0.25
 EPOCH = "1"
 
 
@@ -44,6 +80,10 @@ class Job:
     Attributes:
         output: number of output tokens that the request produces; unknown to the router.
         max_tokens: maximum output tokens that the client allows; known to the router.
+        pages: pages of the prompt, for the prefix caches of the workers; empty: nothing is cached.
+        prefix: hashes that the router gets.
+        cached: prompt tokens that the prefill and the decode worker had cached.
+        first: time of the first token.
         workers: names of the prefill and the decode worker, once it is placed.
         refused: whether the router refused the job.
     """
@@ -53,6 +93,10 @@ class Job:
     output: int
     max_tokens: int
     tenant: str | None = None
+    pages: Sequence[PageKey] = ()
+    prefix: tuple[bytes, ...] = ()
+    cached: tuple[int, int] = (0, 0)
+    first: float = inf
     placement_id: str = ""
     workers: tuple[str, str] | None = None
     refused: bool = False
@@ -76,9 +120,11 @@ class SimulatedWorker:
         speed: speed of prompts and steps that begin from now on.
     """
 
-    def __init__(self, simulation: Events, speed: float) -> None:
+    def __init__(self, simulation: Events, speed: float, machine: Machine = ASSUMED) -> None:
         self._simulation = simulation
         self.speed = speed
+        self._machine = machine
+        self._cache = SimulatedCache(machine.pages if machine.caches else 0)
         self._meter = PaceMeter()
         self._busy_until = 0.0
         self.admitted: list[str] = []
@@ -98,6 +144,10 @@ class SimulatedWorker:
         """Return the step in progress, with its duration so far; None if steps are short."""
         return None
 
+    def _cached(self, job: Job) -> int:
+        """Return the prompt tokens of a job that are cached; at least one must be computed."""
+        return min(self._cache.match(job.pages) * PAGE_SIZE, job.prompt - 1)
+
     def load(self) -> tuple[int, int, int]:
         """Return the numbers of running sequences, waiting sequences and queued tokens."""
         raise NotImplementedError
@@ -106,44 +156,54 @@ class SimulatedWorker:
 class PrefillWorker(SimulatedWorker):
     """A prefill worker: one prompt at a time, in order of arrival."""
 
-    def __init__(self, simulation: Events, speed: float) -> None:
-        super().__init__(simulation, speed)
-        self._queue: deque[tuple[Job, DecodeWorker]] = deque()
+    def __init__(self, simulation: Events, speed: float, machine: Machine = ASSUMED) -> None:
+        super().__init__(simulation, speed, machine)
+        # Each job with its decode worker, and its tokens to compute when it was accepted.
+        self._queue: deque[tuple[Job, DecodeWorker, int]] = deque()
+        self._queued = 0
+        self._step = MeasuredStep(0.0, 0, 0, decoded=0)
         self._ends = 0.0
 
     def accept(self, job: Job, decode: "DecodeWorker") -> None:
         self.admitted.append(job.placement_id)
-        self._queue.append((job, decode))
+        tokens = job.prompt - self._cached(job)
+        self._queue.append((job, decode, tokens))
+        self._queued += tokens
         if len(self._queue) == 1:
             self._start()
 
     def load(self) -> tuple[int, int, int]:
         if not self._queue:
             return 0, 0, 0
-        waiting = sum(job.prompt for job, _ in self._queue) - self._queue[0][0].prompt
         left = round((self._ends - self._simulation.now) * self.prompt_tokens_per_s)
-        return 1, len(self._queue) - 1, waiting + max(0, left)
+        return 1, len(self._queue) - 1, self._queued + max(0, left)
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        return self.speed * PREFILL_TOKENS_PER_S
+        return self.speed / self._machine.token_s
 
     def _current(self) -> MeasuredStep | None:
         if not self._queue:
             return None
-        prompt, left_s = self._queue[0][0].prompt, self._ends - self._simulation.now
-        elapsed_s = prompt / self.prompt_tokens_per_s - left_s
-        return MeasuredStep(elapsed_s, prompt, prompt, decoded=0)
+        left_s = self._ends - self._simulation.now
+        return replace(self._step, seconds=self._step.seconds - left_s)
 
     def _start(self) -> None:
-        duration_s = self._queue[0][0].prompt / self.prompt_tokens_per_s
+        job, _, counted = self._queue[0]
+        self._queued -= counted
+        cached = self._cached(job)
+        job.cached = cached, job.cached[1]
+        tokens = job.prompt - cached
+        duration_s = self._machine.prompt_s(tokens, cached) / self.speed
+        self._step = MeasuredStep(duration_s, tokens, tokens * (1 + cached), decoded=0)
         self._ends = self._busy_until = self._simulation.now + duration_s
-        self._simulation.at(self._ends, partial(self._finish, duration_s))
+        self._simulation.at(self._ends, self._finish)
 
-    def _finish(self, duration_s: float) -> None:
-        job, decode = self._queue.popleft()
-        step = MeasuredStep(duration_s, job.prompt, job.prompt, decoded=0)
-        self._meter.add(step, self._simulation.now)
+    def _finish(self) -> None:
+        job, decode, _ = self._queue.popleft()
+        self._meter.add(self._step, self._simulation.now)
+        self._cache.insert(job.pages)
+        job.first = self._simulation.now + self._machine.latency_s
         decode.arrive(job)
         if self._queue:
             self._start()
@@ -152,8 +212,8 @@ class PrefillWorker(SimulatedWorker):
 class DecodeWorker(SimulatedWorker):
     """A decode worker. Sequences advance together; ``_clock`` is the number of decode steps."""
 
-    def __init__(self, simulation: Events, speed: float) -> None:
-        super().__init__(simulation, speed)
+    def __init__(self, simulation: Events, speed: float, machine: Machine = ASSUMED) -> None:
+        super().__init__(simulation, speed, machine)
         self._incoming: set[str] = set()
         self._incoming_tokens = 0
         self._waiting: deque[Job] = deque()
@@ -169,6 +229,7 @@ class DecodeWorker(SimulatedWorker):
         self.admitted.append(job.placement_id)
         self._incoming.add(job.placement_id)
         self._incoming_tokens += job.prompt
+        job.cached = job.cached[0], self._cached(job)
 
     def arrive(self, job: Job) -> None:
         """Add a job, after its KV has arrived, to the batch or to the queue for the batch."""
@@ -176,6 +237,7 @@ class DecodeWorker(SimulatedWorker):
         self._incoming.remove(job.placement_id)
         self._incoming_tokens -= job.prompt
         self._resident += job.prompt
+        self._cache.insert(job.pages)
         self._waiting.append(job)
         self._refill()
 
@@ -186,7 +248,7 @@ class DecodeWorker(SimulatedWorker):
         return len(self._batch), waiting, self._incoming_tokens + round(self._resident)
 
     def _step_s(self) -> float:
-        return (STEP_S + RESIDENT_S * self._resident) / self.speed
+        return (self._machine.step_s + self._machine.resident_s * self._resident) / self.speed
 
     def _advance(self) -> None:
         now = self._simulation.now
@@ -203,7 +265,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _refill(self) -> None:
         """Fill the batch and schedule the next end of a job at the current step time."""
-        while self._waiting and len(self._batch) < MAX_RUNNING:
+        while self._waiting and len(self._batch) < self._machine.max_running:
             job = self._waiting.popleft()
             heappush(self._batch, (self._clock + job.output, next(self._entries), job))
         self._plan += 1
@@ -230,6 +292,7 @@ def heartbeat(
     *,
     prompt_tokens_per_s: float = 0.0,
     pace: StepPace | None = None,
+    pages: int = PAGES,
 ) -> Heartbeat:
     """Return the heartbeat of a simulated worker.
 
@@ -243,14 +306,14 @@ def heartbeat(
         pending_prompt_tokens=queue_tokens if prompt_tokens_per_s else 0,
         prompt_tokens_per_s=prompt_tokens_per_s,
         pace=pace,
-        pages_free=PAGE_PLAN.by_name(PageCount(max(0, PAGES - PAGE_PLAN.pages(queue_tokens)))),
+        pages_free=PAGE_PLAN.by_name(PageCount(max(0, pages - PAGE_PLAN.pages(queue_tokens)))),
         running=running,
         waiting=waiting,
         admitted=admitted,
     )
 
 
-def registration(name: str, role: Role) -> Registration:
+def registration(name: str, role: Role, machine: Machine = ASSUMED) -> Registration:
     """Return the registration of a simulated worker."""
     return Registration(
         protocol=PROTOCOL,
@@ -275,9 +338,9 @@ def registration(name: str, role: Role) -> Registration:
             kernel_plan_hash="",
             chunk_tokens=512,
         ),
-        pages_total=PAGE_PLAN.by_name(PageCount(PAGES)),
+        pages_total=PAGE_PLAN.by_name(PageCount(machine.pages)),
         page_bytes={group.name: 2 << 20 for group in PAGE_PLAN.groups},
-        max_running=MAX_RUNNING,
+        max_running=machine.max_running,
         max_waiting=256,
         heartbeat_s=HEARTBEAT_S,
     )

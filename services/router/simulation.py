@@ -24,6 +24,7 @@ from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.simulated_workers import (
+    ASSUMED,
     HEARTBEAT_S,
     MAX_RUNNING,
     PREFILL_TOKENS_PER_S,
@@ -31,6 +32,7 @@ from services.router.simulated_workers import (
     STEP_S,
     DecodeWorker,
     Job,
+    Machine,
     PrefillWorker,
     SimulatedWorker,
     heartbeat,
@@ -129,6 +131,7 @@ class Simulation:
     Args:
         speeds: the workers.
         reports_pace: whether workers report their pace, so that the policy knows slow ones.
+        machine: size and step times of the workers.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Simulation:
         admission: AdmissionLimits = NEVER_SHED,
         speeds: Speeds = DEFAULT_SPEEDS,
         reports_pace: bool = True,
+        machine: Machine = ASSUMED,
     ) -> None:
         self.now = 0.0
         self.router = Dispatcher(
@@ -158,15 +162,18 @@ class Simulation:
         self._order = count()
         self._pending: dict[PendingPlacement, Job] = {}
         self._reports_pace = reports_pace
-        self.prefill = {f"p{i}": PrefillWorker(self, s) for i, s in enumerate(speeds.prefill)}
-        self.decode = {f"d{i}": DecodeWorker(self, s) for i, s in enumerate(speeds.decode)}
+        self._machine = machine
+        self.prefill = {
+            f"p{i}": PrefillWorker(self, s, machine) for i, s in enumerate(speeds.prefill)
+        }
+        self.decode = {f"d{i}": DecodeWorker(self, s, machine) for i, s in enumerate(speeds.decode)}
 
     def run(self) -> None:
         """Run until every job has finished or was refused, and set ``done`` of each."""
         workers: dict[str, SimulatedWorker] = {**self.prefill, **self.decode}
         for index, (name, worker) in enumerate(workers.items()):
             role = Role.PREFILL if name in self.prefill else Role.DECODE
-            self.router.register(registration(name, role), 0.0)
+            self.router.register(registration(name, role, self._machine), 0.0)
             self._report(name, worker)
             phase = HEARTBEAT_S * (index + 1) / len(workers)
             self.at(phase, partial(self._beat, name, worker))
@@ -194,7 +201,7 @@ class Simulation:
             tenant=job.tenant,
             wait_s=3600.0,
         )
-        self._pending[self.router.submit(request, self.now)] = job
+        self._pending[self.router.submit(request, self.now, job.prefix)] = job
 
     def _dispatch(self) -> None:
         """Start the jobs that were placed during the last event; end those that were refused."""
@@ -229,6 +236,7 @@ class Simulation:
             worker.admitted,
             prompt_tokens_per_s=rate,
             pace=worker.pace if self._reports_pace else None,
+            pages=self._machine.pages,
         )
         worker.admitted = []
         self.router.heartbeat(report, self.now)

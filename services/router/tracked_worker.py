@@ -7,6 +7,7 @@ from runtime.pages.plan import PageCount, PagePlan
 from services.common.listings import WorkerView
 from services.common.placement import Heartbeat, Registration, Role, WorkerState
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.router.prefix_memory import PrefixMemory
 from services.router.speed import noticeable
 
 _AVERAGED = 16
@@ -29,6 +30,7 @@ class TrackedWorker:
     """One epoch of a worker. Times are in seconds of a monotonic clock.
 
     Attributes:
+        prefixes: beginnings of the prompts that were placed on the worker.
         load: last heartbeat; None before the first.
         promises: placements that no heartbeat has listed yet, by id.
         pages_free: free pages at the last heartbeat; 0 before the first.
@@ -42,6 +44,7 @@ class TrackedWorker:
 
     registration: Registration
     last_heartbeat_at: float
+    prefixes: PrefixMemory
     load: Heartbeat | None = None
     promises: dict[str, Promise] = field(default_factory=dict)
     promised_tokens: int = 0
@@ -90,16 +93,18 @@ class TrackedWorker:
         max_tokens: int,
         number: int,
         now: float,
+        cached: int = 0,
     ) -> None:
         """Add the load of a new placement with this number.
 
         Args:
             max_tokens: maximum output tokens of each choice.
+            cached: prompt tokens that the worker is expected to have cached.
         """
         share = self.registration.compatibility.kv_eviction
         pages = demand.pages(role, self.page_plan, max_tokens, kv_eviction=share)
-        prompt = 0 if role is Role.DECODE else demand.prompt_tokens
-        tokens, slots = demand.tokens(role, max_tokens), demand.slots(role)
+        prompt = 0 if role is Role.DECODE else demand.prompt_tokens - cached
+        tokens, slots = demand.tokens(role, max_tokens, cached=cached), demand.slots(role)
         promise = Promise(now, tokens, prompt, pages, slots)
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
@@ -107,6 +112,7 @@ class TrackedWorker:
         self.promised_pages = self.promised_pages.plus(pages)
         self.promised_slots += promise.slots
         self.last_placement = number
+        self.prefixes.remember(demand.prefix)
         self.snapshot = None
 
     def admit(self, placement_id: str, now: float) -> None:

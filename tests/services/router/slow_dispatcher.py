@@ -92,12 +92,16 @@ class SlowQueue(PlacementQueue):
 class SlowDispatcher(Dispatcher):
     """Dispatcher that examines every queued call on every worker in every event."""
 
-    def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
+    def submit(
+        self, request: PlaceRequest, now: float, prefix: tuple[bytes, ...] = ()
+    ) -> PendingPlacement:
         self.admission.elapse(self.queue, now)
         may_wait = min(request.wait_s, self._max_wait_s) > 0
-        demand = Demand.of(request, output_reserve=self._output_reserve, may_wait=may_wait)
+        reserve = self._output_reserve
+        demand = Demand.of(request, output_reserve=reserve, may_wait=may_wait, prefix=prefix)
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
-        result = place(demand, self.fleet.snapshots(now), self._policy, self._rng)
+        workers, cached = self.fleet.snapshots(now), self.fleet.cached(demand)
+        result = place(demand, workers, self._policy, self._rng, cached=cached)
         if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
             call.resolve(self._refusal(result.reason, request, now))
         elif isinstance(result, Pair) and not len(self.queue):
@@ -119,7 +123,13 @@ class SlowDispatcher(Dispatcher):
                 continue
             rest = queued - call.demand.prompt_tokens
             result = place(
-                call.demand, workers, self._policy, self._rng, reserved=reserved, queued=rest
+                call.demand,
+                workers,
+                self._policy,
+                self._rng,
+                reserved=reserved,
+                queued=rest,
+                cached=self.fleet.cached(call.demand),
             )
             if isinstance(result, Pair):
                 self.admission.placed(call)

@@ -5,7 +5,7 @@ same answers in the same order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -14,7 +14,7 @@ from zlib import crc32
 
 from services.common.placement import Compatibility, Role
 from services.router.capacity import READY, USABLE, Demand, WorkerSnapshot
-from services.router.policy import Pair, PolicyName
+from services.router.policy import NOTHING_CACHED, Pair, PolicyName
 from services.router.roster import Reason
 
 
@@ -73,6 +73,7 @@ def place(
     *,
     reserved: frozenset[str] = frozenset(),
     queued: int = 0,
+    cached: Mapping[str, int] = NOTHING_CACHED,
 ) -> Pair | NoPlacement:
     """Choose a compatible pair with capacity.
 
@@ -80,7 +81,10 @@ def place(
         reserved: ids of workers that must not decode the request, because earlier requests wait
             for their capacity. They may still compute its prompt.
         queued: prompt tokens of the other requests in the router's queue.
+        cached: prompt tokens that workers are expected to have cached, by worker id.
     """
+    if policy is not PolicyName.SHORTEST_QUEUE:
+        cached = NOTHING_CACHED
     named = {worker.model.name for worker in workers}
     if demand.model is None and len(named) > 1:
         return NoPlacement(Reason.AMBIGUOUS_MODEL)
@@ -93,18 +97,44 @@ def place(
         and (role is Role.PREFILL or w.worker_id not in reserved)
         and _has_space(w, demand, role)
     ]
-    ready = _compatible_groups(
+    ready = [
         (w, role)
         for w, role in offers
-        if _has_capacity(w, demand, role) and not _is_worth_waiting(demand, w, role, offers, queued)
-    )
-    if not ready:
+        if _has_capacity(w, demand, role)
+        and not _is_worth_waiting(demand, w, role, offers, queued, cached)
+    ]
+    groups = _compatible_groups([*ready, *_backlogged(offers, ready, cached)])
+    if not groups:
         return _explain(demand, workers)
-    return _choose(demand, _larger(demand, ready), policy, rng)
+    return _choose(demand, _larger(demand, groups), policy, rng, cached)
+
+
+def _backlogged(
+    offers: "list[Offer]", ready: "list[Offer]", cached: Mapping[str, int]
+) -> "list[Offer]":
+    """Return the workers with cached tokens that have too many prompts, unlike an equal worker."""
+    equal = [(role, _shape(w)) for w, role in ready]
+    return [
+        (w, role)
+        for w, role in offers
+        if w.worker_id in cached
+        and role is not Role.DECODE
+        and w.has_prompt_backlog
+        and (role, _shape(w)) in equal
+    ]
+
+
+def _shape(w: WorkerSnapshot) -> tuple[object, ...]:
+    return w.model.name, w.compatibility, w.role, w.decodes, w.pages_total, w.max_running
 
 
 def _is_worth_waiting(
-    demand: Demand, slow: WorkerSnapshot, role: Role, offers: "list[Offer]", queued: int
+    demand: Demand,
+    slow: WorkerSnapshot,
+    role: Role,
+    offers: "list[Offer]",
+    queued: int,
+    cached: Mapping[str, int],
 ) -> bool:
     """Return whether a prompt would be computed earlier after a wait than now on a slow worker.
 
@@ -118,8 +148,9 @@ def _is_worth_waiting(
         for w, other in offers
         if other is role and w.slowdown == 1.0 and w.compatibility == slow.compatibility
     ]
-    wait = min((w.delay(demand, role) for w in fast), default=inf) + queued / max(1, len(fast))
-    return wait < slow.delay(demand, role)
+    delay = _delay_as(role, demand, cached)
+    wait = min(map(delay, fast), default=inf) + queued / max(1, len(fast))
+    return wait < delay(slow)
 
 
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
@@ -225,20 +256,27 @@ def _larger(demand: Demand, groups: list[_Group]) -> list[_Group]:
     return [group for group in larger if group.decoders]
 
 
-def _choose(demand: Demand, groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
+def _choose(
+    demand: Demand,
+    groups: Sequence[_Group],
+    policy: PolicyName,
+    rng: Random,
+    cached: Mapping[str, int],
+) -> Pair:
     """Apply the policy to each role within each group, then to the resulting pairs."""
     choose = _BY_NAME[policy]
-    prefill, decode, alone = (_delay_as(role, demand) for role in _ROLES)
+    prefill, decode, alone = (_delay_as(role, demand, cached) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
     for group in groups:
         if group.prefill and group.decode:
-            pair = Pair(choose(group.prefill, prefill, rng), choose(group.decode, decode, rng))
+            chosen = choose(group.prefill, prefill, rng), choose(group.decode, decode, rng)
+            pair = Pair(*chosen, cached)
             if policy is PolicyName.SHORTEST_QUEUE:
                 pair = _overflow(demand, pair, group.colocated, rng)
             pairs.append(pair)
         else:
-            pair = Pair(None, choose(group.colocated, alone, rng))
+            pair = Pair(None, choose(group.colocated, alone, rng), cached)
             (fallbacks if group.is_fallback else pairs).append(pair)
     return choose(pairs or fallbacks, lambda pair: pair.delay(demand), rng)
 
@@ -246,8 +284,10 @@ def _choose(demand: Demand, groups: Sequence[_Group], policy: PolicyName, rng: R
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
-def _delay_as(role: Role, demand: Demand) -> Callable[[WorkerSnapshot], float]:
-    return lambda worker: worker.delay(demand, role)
+def _delay_as(
+    role: Role, demand: Demand, cached: Mapping[str, int]
+) -> Callable[[WorkerSnapshot], float]:
+    return lambda worker: worker.delay(demand, role, cached.get(worker.worker_id, 0))
 
 
 def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
@@ -259,10 +299,10 @@ def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng
     bound = pair.decode.overflow_tokens
     if bound is None or not prefill:
         return pair
-    delay = _delay_as(Role.COLOCATED, demand)
+    delay = _delay_as(Role.COLOCATED, demand, pair.cached)
     shortest = _shortest_queue(prefill, delay, rng)
-    excess = pair.decode.delay(demand, Role.DECODE) - bound
-    return Pair(None, shortest) if delay(shortest) < excess else pair
+    excess = _delay_as(Role.DECODE, demand, pair.cached)(pair.decode) - bound
+    return Pair(None, shortest, pair.cached) if delay(shortest) < excess else pair
 
 
 def _least(candidates: Sequence[C], key: Callable[[C], float], rng: Random) -> C:

@@ -122,8 +122,11 @@ class Both:
         rng = self.rng
         self.number += 1
         tenant, most = rng.choice("aaabc"), rng.choice([1, 16, 64, 300])
+        length = rng.choice([1, 15, 16, 17, 17, 33, 63, 100, 180])
+        text = rng.choice([b"a", b"b", b"c"])
+        prefix = tuple(text + bytes([end]) for end in (64, 128) if end <= length)
         request = place_request(
-            rng.choice([1, 15, 16, 17, 17, 33, 63, 100, 180]),
+            length,
             most,
             placement_id=f"p{self.number}",
             required_tokens=rng.choice([None, 1, most]),
@@ -136,7 +139,9 @@ class Both:
             exclude=rng.sample(sorted(self.roles), 3) if rng.random() < 0.2 else [],
             wait_s=rng.choice([0, 0.5, 2, *[60] * 9]),
         )
-        self.calls.append(tuple(router.submit(request, self.now) for router in self.routers))
+        self.calls.append(
+            tuple(router.submit(request, self.now, prefix) for router in self.routers)
+        )
 
     def release(self) -> None:
         if not self.open:

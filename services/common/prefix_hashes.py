@@ -1,0 +1,82 @@
+"""Hashes of the first tokens of a prompt, by which routers recognize prompts with equal beginnings.
+
+The hash of a block covers all tokens up to its end, and a salt: it is equal for two prompts only if
+they have the same salt and the same tokens up to there. Blocks have at least `BLOCK_TOKENS` tokens,
+and later blocks an eighth of the tokens before them. `MAX_BLOCKS` hashes thus describe prompts of
+up to `ENDS[-1]` tokens, with an error of at most an eighth of the common beginning, and cost less
+than one hash for each KV page. They have 64 bits: a collision makes a placement worse, not wrong,
+since workers look up their KV by hashes of their own.
+
+Gateways send the hashes in the header `HEADER` of a placement request. Bodies of requests have no
+unknown fields, but routers ignore headers that they do not know, and gateways need not send it:
+both work with releases that do not have it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import pairwise
+
+from services.common.token_ids import pack_tokens
+
+HEADER = "x-headrace-prefix"
+BLOCK_TOKENS = 64
+"""Minimum number of tokens in a block."""
+MAX_BLOCKS = 64
+"""Maximum number of hashes of a prompt."""
+HASH_BYTES = 8
+_GROWTH = 8
+_SALT_BYTES = 4
+"""Size of the length of the salt, which is hashed before it."""
+
+
+def _ends() -> tuple[int, ...]:
+    ends = [0]
+    while len(ends) <= MAX_BLOCKS:
+        grown = ends[-1] // _GROWTH // BLOCK_TOKENS * BLOCK_TOKENS
+        ends.append(ends[-1] + max(BLOCK_TOKENS, grown))
+    return tuple(ends[1:])
+
+
+ENDS = _ends()
+"""Number of tokens up to the end of each block."""
+LENGTHS = tuple(end - begin for begin, end in pairwise((0, *ENDS)))
+"""Number of tokens in each block."""
+
+
+def prefix_hashes(tokens: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
+    """Return the hash of each whole block of a prompt, the first block first.
+
+    Args:
+        tokens: token ids of the prompt.
+        salt: prompts with different salts share no KV.
+    """
+    number = bisect_right(ENDS, len(tokens))
+    if not number:
+        return ()
+    packed = memoryview(pack_tokens(tokens[: ENDS[number - 1]]))
+    width = len(packed) // ENDS[number - 1]
+    chain = blake2b(len(salt).to_bytes(_SALT_BYTES, "little") + salt, digest_size=HASH_BYTES)
+    hashes = []
+    for begin, end in pairwise((0, *ENDS[:number])):
+        chain.update(packed[begin * width : end * width])
+        hashes.append(chain.copy().digest())
+    return tuple(hashes)
+
+
+def encode_hashes(hashes: Sequence[bytes]) -> str:
+    """Return hashes as the value of `HEADER`."""
+    return b"".join(hashes).hex()
+
+
+def decode_hashes(value: str) -> tuple[bytes, ...]:
+    """Return the hashes in the value of `HEADER`, at most `MAX_BLOCKS`.
+
+    Raises:
+        ValueError: the value does not consist of whole hashes in hexadecimal digits.
+    """
+    packed = bytes.fromhex(value)
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not a sequence of hashes")
+    packed = packed[: MAX_BLOCKS * HASH_BYTES]
+    return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))

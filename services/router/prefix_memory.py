@@ -1,0 +1,66 @@
+"""The beginnings of prompts that a router has placed on a worker, by hash."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from services.common.prefix_hashes import ENDS, LENGTHS
+
+
+class PrefixMemory:
+    """Blocks of prompts whose KV a worker is expected to have cached.
+
+    The least recently placed blocks are forgotten first, and of one prompt the last block before
+    the blocks that precede it. If a block is known, so are all blocks before it.
+
+    Args:
+        max_blocks: maximum number of blocks; 0: nothing is remembered.
+        max_tokens: maximum number of tokens of all blocks, those that the worker has pages for.
+    """
+
+    def __init__(self, max_blocks: int, max_tokens: int) -> None:
+        self._max_blocks = max_blocks
+        self._max_tokens = max_tokens
+        # Hashes with the number of tokens in their blocks, the next ones to forget first.
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._blocks
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the remembered blocks."""
+        return self._tokens
+
+    def known_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return how many tokens at the beginning of a prompt are remembered.
+
+        Args:
+            hashes: see `services.common.prefix_hashes.prefix_hashes`.
+        """
+        blocks = self._blocks
+        if not hashes or hashes[0] not in blocks:
+            return 0
+        least, most = 1, len(hashes)  # known blocks, and blocks that may be known
+        while least < most:
+            middle = (least + most + 1) // 2
+            if hashes[middle - 1] in blocks:
+                least = middle
+            else:
+                most = middle - 1
+        return ENDS[least - 1]
+
+    def remember(self, hashes: Sequence[bytes]) -> None:
+        """Remember the blocks of a prompt that is placed on the worker."""
+        blocks = self._blocks
+        for block, length in reversed(list(zip(hashes, LENGTHS, strict=False))):
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = length
+                self._tokens += length
+        while len(blocks) > self._max_blocks or self._tokens > self._max_tokens:
+            self._tokens -= blocks.popitem(last=False)[1]

@@ -1,0 +1,42 @@
+"""The prefix cache of a simulated worker: pages of KV, the last used of which are kept."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+PageKey = tuple[int, int]
+"""Id of the text that a page belongs to, and its number in it."""
+
+
+class SimulatedCache:
+    """Pages of prompts that a worker has computed or received.
+
+    If the cache is full, the least recently used pages are evicted, and of one prompt the last page
+    first. Pages that running sequences use are evicted as well: there are few of them.
+
+    Args:
+        pages: maximum number of pages; 0: no cache.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._limit = pages
+        self._pages: OrderedDict[PageKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def match(self, prompt: Sequence[PageKey]) -> int:
+        """Return how many pages at the beginning of a prompt are cached."""
+        for number, page in enumerate(prompt):
+            if page not in self._pages:
+                return number
+        return len(prompt)
+
+    def insert(self, prompt: Sequence[PageKey]) -> None:
+        """Add the pages of a prompt, or mark them as used now."""
+        if not self._limit:
+            return
+        for page in reversed(prompt):
+            self._pages[page] = None
+            self._pages.move_to_end(page)
+        while len(self._pages) > self._limit:
+            self._pages.popitem(last=False)
