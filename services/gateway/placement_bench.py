@@ -26,6 +26,7 @@ import uvloop
 
 from services.common.logging import configure_logging
 from services.common.placement import Outcome, PlaceRequest, Release
+from services.common.prefix_hashes import HASH_BYTES
 from services.gateway.router_client import RouterClient
 
 WARM_UP_S = 0.5
@@ -95,13 +96,22 @@ async def _run(place: Place, rate: float, seconds: float) -> list[float]:
     return results
 
 
-async def measure_router(url: str, process: int, rate: float, seconds: float) -> Cost:
-    """Return the cost of placements by a router in another process."""
+async def measure_router(
+    url: str, process: int, rate: float, seconds: float, hashes: int = 0
+) -> Cost:
+    """Return the cost of placements by a router in another process.
+
+    Args:
+        hashes: number of hashes of each prompt. Only the last one differs between prompts.
+    """
+    blocks = [number.to_bytes(HASH_BYTES, "big") for number in range(hashes)]
+    numbers = count(hashes)
     client = RouterClient([url], token=None, timeout_s=5.0)
 
     async def place() -> float:
         began = time.perf_counter()
-        with await client.place(_REQUEST) as routed:
+        own = [next(numbers).to_bytes(HASH_BYTES, "big")] if hashes else []
+        with await client.place(_REQUEST, prefix=blocks[:-1] + own) as routed:
             routed.outcome = Outcome.OK
             return time.perf_counter() - began
 
@@ -166,6 +176,9 @@ def main() -> None:
         "--rate", type=float, default=300.0, help="placements per second; 0: as many as possible"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time")
+    parser.add_argument(
+        "--hashes", type=int, default=0, help="hashes of each prompt that are sent to a router"
+    )
     options = parser.parse_args()
     configure_logging("gateway", level="error")
     url = urlsplit(options.url)
@@ -173,7 +186,7 @@ def main() -> None:
     if url.scheme == "tcp":
         run = measure_echo(url.hostname or "", url.port or 0, *load)
     else:
-        run = measure_router(options.url, *load)
+        run = measure_router(options.url, *load, options.hashes)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         print(json.dumps(asdict(runner.run(run))))
 

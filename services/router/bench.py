@@ -23,6 +23,7 @@ from random import Random
 from statistics import fmean, quantiles
 
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
+from services.common.prefix_hashes import ENDS, HASH_BYTES, MAX_BLOCKS
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.http_bench import WORKERS, HttpCost
@@ -79,10 +80,16 @@ def main() -> None:
                 flush=True,
             )
     costs = [_print_cost(load, options.seconds) for load in options.loads]
-    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (WORKERS, 64, 256)}
+    decisions = {
+        workers: min(decision_s(workers, hashes=options.hashes) for _ in range(5)) * 1e6
+        for workers in (WORKERS, 64, 256)
+    }
     for workers, cost_us in decisions.items():
         print(f"place and release among {workers} workers: {cost_us:.0f} µs")
-    calls = [_print_http(rate, options.seconds, decisions[WORKERS]) for rate in options.http]
+    calls = [
+        _print_http(rate, options.seconds, decisions[WORKERS], options.hashes)
+        for rate in options.http
+    ]
     if options.json:
         report = {
             "options": {k: v for k, v in vars(options).items() if k not in ("json", "loads")},
@@ -111,9 +118,9 @@ def _print_cost(load: Load, seconds: float) -> Cost:
     return cost
 
 
-def _print_http(rate: float, seconds: float, decision_us: float) -> HttpCost:
+def _print_http(rate: float, seconds: float, decision_us: float, hashes: int) -> HttpCost:
     """Measure and print the cost of placements over HTTP, with its floor."""
-    cost = measure_http(rate, seconds)
+    cost = measure_http(rate, seconds, hashes)
     floor_us = decision_us + cost.echo_us
     print(
         f"{cost.placements_per_s:.0f} placements/s over HTTP: router {cost.router_us:.0f} µs of "
@@ -166,10 +173,14 @@ def percentile(values: Sequence[float], rank: int) -> float:
     return quantiles(values, n=100, method="inclusive")[rank - 1]
 
 
-def decision_s(workers: int, calls: int = 500) -> float:
+def decision_s(workers: int, calls: int = 500, *, hashes: int = 0) -> float:
     """Return the CPU time to place and release one request, in seconds, without HTTP.
 
     Half of the ``workers`` are prefill workers. The result is the mean over ``calls`` requests.
+
+    Args:
+        hashes: number of hashes of each prompt. The prompts are equal, but for the last block, and
+            nearly all workers have got some of them.
     """
     router = Dispatcher(
         Fleet(FleetLimits()),
@@ -183,14 +194,32 @@ def decision_s(workers: int, calls: int = 500) -> float:
         role = Role.PREFILL if index % 2 else Role.DECODE
         router.register(registration(f"w{index}", role), 0.0)
         router.heartbeat(heartbeat(f"w{index}", 0, 0, 0, []), 0.0)
-    request = PlaceRequest(request_id="r", prompt_tokens=1000, max_tokens=100)
-    began = time.process_time()
-    for _ in range(calls):
-        answer = router.submit(request, 0.0).answer
+    length = ENDS[hashes - 1] if hashes else 1000
+    prompts = [_prompt(hashes, number) for number in range(calls)]
+
+    def place(prefix: tuple[bytes, ...]) -> Placement:
+        request = PlaceRequest(request_id="r", prompt_tokens=length, max_tokens=100)
+        answer = router.submit(request, 0.0, prefix).answer
         if not isinstance(answer, Placement):
             raise RuntimeError(f"not placed: {answer!r}")
-        router.release(Release(placement_id=answer.placement_id, outcome=Outcome.OK), 0.0)
+        return answer
+
+    def release(placement: Placement) -> None:
+        end = Release(placement_id=placement.placement_id, outcome=Outcome.OK)
+        router.release(end, 0.0)
+
+    for placement in [place(prefix) for prefix in prompts[: 2 * workers]]:
+        release(placement)
+    began = time.process_time()
+    for prefix in prompts:
+        release(place(prefix))
     return (time.process_time() - began) / calls
+
+
+def _prompt(hashes: int, number: int) -> tuple[bytes, ...]:
+    """Return hashes of a prompt; only the last one depends on ``number``."""
+    blocks = [block.to_bytes(HASH_BYTES, "big") for block in range(hashes)]
+    return (*blocks[:-1], (hashes + number).to_bytes(HASH_BYTES, "big")) if hashes else ()
 
 
 def _options() -> argparse.Namespace:
@@ -214,6 +243,14 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="simulated or measured seconds of a load"
+    )
+    parser.add_argument(
+        "--hashes",
+        type=int,
+        default=0,
+        choices=range(MAX_BLOCKS + 1),
+        metavar="NUMBER",
+        help="hashes of each prompt of which the placement is measured; default: none",
     )
     parser.add_argument("--jobs", type=int, default=1500, help="number of requests in a run")
     parser.add_argument(

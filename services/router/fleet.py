@@ -207,12 +207,14 @@ class Fleet:
         prefix, most = demand.prefix, demand.prompt_tokens - 1
         if not prefix:
             return {}
-        first = prefix[0]
-        return {
-            worker_id: min(worker.prefixes.known_tokens(prefix), most)
+        known = {
+            worker_id: tokens
             for worker_id, worker in self._workers.items()
-            if first in worker.prefixes
+            if (tokens := worker.prefixes.known_tokens(prefix))
         }
+        if max(known.values(), default=0) > most:
+            return {worker_id: min(tokens, most) for worker_id, tokens in known.items()}
+        return known
 
     def has_seen(self, placement_id: str) -> bool:
         """Return whether this placement is in progress, or was released before it was made."""

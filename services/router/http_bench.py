@@ -52,13 +52,14 @@ class HttpCost:
     echo_p50_us: float
 
 
-def measure(placements_per_s: float, seconds: float) -> HttpCost:
+def measure(placements_per_s: float, seconds: float, hashes: int = 0) -> HttpCost:
     """Return the cost at a constant rate of placements, measured for ``seconds`` seconds.
 
     Args:
         placements_per_s: placements per second; 0: as many as possible.
+        hashes: number of hashes of each prompt that the client sends.
     """
-    load = ["--rate", f"{placements_per_s}", "--seconds", f"{seconds}"]
+    load = ["--rate", f"{placements_per_s}", "--seconds", f"{seconds}", "--hashes", f"{hashes}"]
     with _running(_run_router) as (port, process):
         _join(f"http://{_HOST}:{port}")
         router = _client(f"http://{_HOST}:{port}", process, load)

@@ -223,12 +223,11 @@ class _Offers:
 
     def _backlogged(self, shape: Shape, role: Role) -> list[WorkerSnapshot]:
         """Return the workers that have cached tokens of the prompt, but too many prompts now."""
-        found = {
-            name: shape.open[name]
-            for name in (self.cached if role is not Role.DECODE else ())
-            if name in shape.open and name not in shape.ready
-        }
-        return self._with_space(shape, role, found)[1] if found else []
+        if not self.cached or role is Role.DECODE or len(shape.open) == len(shape.ready):
+            return []
+        names = self.cached.keys() & (shape.open.keys() - shape.ready.keys())
+        found = {name: shape.open[name] for name in sorted(names)}
+        return self._with_space(shape, role, found)[1]
 
     def _with_space(
         self, shape: Shape, role: Role, workers: Mapping[str, WorkerSnapshot]

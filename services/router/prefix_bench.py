@@ -59,7 +59,7 @@ class Workload(StrEnum):
     Attributes:
         UNIFORM: all prefixes are equally frequent.
         ZIPF: the frequency of the n-th prefix is proportional to 1 / n.
-        SMALL: as ``UNIFORM``, with `SMALL_PAGES` on each worker. Its cache has space for 16 prefixes.
+        SMALL: as ``UNIFORM``, with `SMALL_PAGES` on each worker, in which 16 prefixes fit.
         NONE: each request has a prefix of its own.
     """
 
@@ -112,13 +112,20 @@ def draw_jobs(workload: Workload, number: int, load: float, seed: int) -> list[J
             length,
             output=rng.randint(*OUTPUT_TOKENS),
             max_tokens=OUTPUT_TOKENS[1],
-            pages=[(prefix if n < _SHARED_PAGES else own, n) for n in range(length // PAGE_SIZE)],
+            pages=(
+                _pages(prefix, 0, _SHARED_PAGES),
+                _pages(own, _SHARED_PAGES, length // PAGE_SIZE),
+            ),
             prefix=tuple(
                 _hash(prefix if end <= PREFIX_TOKENS else own, end) for end in ENDS if end <= length
             ),
         )
         jobs.append(job)
     return jobs
+
+
+def _pages(text: int, begin: int, end: int) -> range:
+    return range(text << 32 | begin, text << 32 | end)
 
 
 def _hash(text: int, end: int) -> bytes:
@@ -192,7 +199,7 @@ def _options() -> argparse.Namespace:
     names = [workload.value for workload in Workload]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
-    parser.add_argument("--jobs", type=int, default=40_000, help="number of requests in a run")
+    parser.add_argument("--jobs", type=int, default=30_000, help="number of requests in a run")
     parser.add_argument("--seeds", type=int, default=3)
     return parser.parse_args()
 

@@ -1,5 +1,6 @@
 """The beginnings of prompts that a router has placed on a worker, by hash."""
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -27,9 +28,6 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, block: bytes) -> bool:
-        return block in self._blocks
-
     @property
     def tokens(self) -> int:
         """Number of tokens of the remembered blocks."""
@@ -44,14 +42,9 @@ class PrefixMemory:
         blocks = self._blocks
         if not hashes or hashes[0] not in blocks:
             return 0
-        least, most = 1, len(hashes)  # known blocks, and blocks that may be known
-        while least < most:
-            middle = (least + most + 1) // 2
-            if hashes[middle - 1] in blocks:
-                least = middle
-            else:
-                most = middle - 1
-        return ENDS[least - 1]
+        # The last blocks are unknown, and all blocks before them are known.
+        unknown = bisect_left(hashes[::-1], True, key=blocks.__contains__)
+        return ENDS[len(hashes) - unknown - 1]
 
     def remember(self, hashes: Sequence[bytes]) -> None:
         """Remember the blocks of a prompt that is placed on the worker."""

@@ -2,9 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 
-PageKey = tuple[int, int]
-"""Id of the text that a page belongs to, and its number in it."""
+Pages = Sequence[range]
+"""Ids of the pages of a prompt, in order."""
 
 
 class SimulatedCache:
@@ -19,24 +20,27 @@ class SimulatedCache:
 
     def __init__(self, pages: int) -> None:
         self._limit = pages
-        self._pages: OrderedDict[PageKey, None] = OrderedDict()
+        self._pages: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def match(self, prompt: Sequence[PageKey]) -> int:
+    def match(self, prompt: Pages) -> int:
         """Return how many pages at the beginning of a prompt are cached."""
-        for number, page in enumerate(prompt):
+        number = 0
+        for page in chain.from_iterable(prompt):
             if page not in self._pages:
-                return number
-        return len(prompt)
+                break
+            number += 1
+        return number
 
-    def insert(self, prompt: Sequence[PageKey]) -> None:
+    def insert(self, prompt: Pages) -> None:
         """Add the pages of a prompt, or mark them as used now."""
         if not self._limit:
             return
-        for page in reversed(prompt):
-            self._pages[page] = None
-            self._pages.move_to_end(page)
+        for part in reversed(prompt):
+            for page in reversed(part):
+                self._pages[page] = None
+                self._pages.move_to_end(page)
         while len(self._pages) > self._limit:
             self._pages.popitem(last=False)

@@ -1,7 +1,7 @@
 """Simulated prefill and decode workers; see `services.router.simulation`."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -21,7 +21,7 @@ from services.common.placement import (
     StepPace,
     WorkerState,
 )
-from services.router.simulated_cache import PageKey, SimulatedCache
+from services.router.simulated_cache import Pages, SimulatedCache
 
 PREFILL_TOKENS_PER_S = 600.0
 """Prompt tokens per second of a prefill worker with speed 1."""
@@ -93,7 +93,7 @@ class Job:
     output: int
     max_tokens: int
     tenant: str | None = None
-    pages: Sequence[PageKey] = ()
+    pages: Pages = ()
     prefix: tuple[bytes, ...] = ()
     cached: tuple[int, int] = (0, 0)
     first: float = inf

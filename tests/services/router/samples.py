@@ -1,6 +1,6 @@
 """Sample workers and requests for the tests of the router."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, TypeGuard
 
@@ -152,6 +152,7 @@ def place(
     *,
     reserved: frozenset[str] = frozenset(),
     queued: int = 0,
+    cached: Mapping[str, int] = policies.NOTHING_CACHED,
 ) -> Pair | Claim:
     """Return the pair that is chosen among workers, or the claim that says why there is none."""
     roster = Roster()
@@ -160,5 +161,7 @@ def place(
     claim = roster.claim(demand)
     if claim.reason is not Reason.BUSY:
         return claim
-    pair = policies.place(demand, claim.pools, policy, rng, reserved=reserved, queued=queued)
+    pair = policies.place(
+        demand, claim.pools, policy, rng, reserved=reserved, queued=queued, cached=cached
+    )
     return pair or claim
