@@ -3,8 +3,9 @@
 Only the workers and the time are simulated. A prefill worker computes one prompt at a time, at a
 rate in tokens/s. A decode worker runs a continuous batch: each step produces one token of every
 sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. All workers send
-heartbeats with the same period, at different times. The rates are assumed, not measured, because
-the simulation only compares policies. Transfer, preemption and failures are not simulated.
+heartbeats with the same period, at different times. By default, the rates are assumed, not
+measured, because the simulation only compares policies (`simulated_workers.Machine`). Transfer,
+preemption and failures are not simulated.
 """
 
 from collections.abc import Callable, Sequence
