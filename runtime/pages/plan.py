@@ -174,6 +174,43 @@ class PagePlan:
         """Return which pages of a prompt are sent in a group, as indices within the sequence."""
         return self.groups[group].held(tokens, self.page_size)
 
+    def slides(self, group: int) -> bool:
+        """Return whether prompts are computed over a window of a group, not over all its pages."""
+        return self.groups[group].part is Part.ENDS and not self.encodes
+
+    def reused(
+        self, pages: int, group: int, tokens: int, *, received: bool = False
+    ) -> tuple[range, ...]:
+        """Return which pages of a group a prompt needs if its first ``pages`` pages are reused.
+
+        A prompt that is computed needs all pages to which its other tokens attend, and the encoded
+        pages, because each chunk encodes its own pages alone. A prompt that is received needs the
+        pages that would otherwise be sent.
+
+        Args:
+            pages: number of full pages whose tokens are neither computed nor sent.
+            tokens: number of prompt tokens, none of which will be evicted.
+            received: whether another worker sends the rest of the KV.
+
+        Returns:
+            Indices within the sequence, in ascending order.
+        """
+        if received:
+            ranges = self.sent(tokens, group)
+        elif self.slides(group):
+            ranges = self.groups[group].held(pages * self.page_size, self.page_size)
+        else:
+            ranges = (self.prompt(tokens, group),)
+        return tuple(range(min(found.start, pages), min(found.stop, pages)) for found in ranges)
+
+    def reusable(self, tokens: int, prompt_tokens: int) -> int:
+        """Return how many of the computed tokens of a sequence have KV that others may reuse.
+
+        If pages are encoded, output tokens attend to other KV than a prompt does. A prompt with
+        these tokens would have other KV, so only that of the prompt may be reused.
+        """
+        return min(tokens, prompt_tokens) if self.encodes else tokens
+
     def admission(
         self,
         tokens: int,
