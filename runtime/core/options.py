@@ -19,6 +19,8 @@ class EngineOptions:
             they are reported one step later.
         decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
             passes that decode.
+        prefix_root: hash of the model and the KV format, by which computed pages are found again
+            (`runtime.pages.prefix`); None: no sequence reuses the pages of another one.
         by_layer: whether to capture a decode graph for each layer, as FlashSVD v1.5 does, instead
             of one for the whole pass. The decode megakernel is then not used.
     """
@@ -29,3 +31,4 @@ class EngineOptions:
     replay: bool = False
     decodes: bool = True
     by_layer: bool = False
+    prefix_root: bytes | None = None

@@ -128,6 +128,7 @@ class Request:
         max_tokens: maximum output tokens of each choice, including those already delivered.
         stop_token_ids: tokens that end a choice; the stop token itself is part of the output.
         choices: number of sequences to generate (``n`` in OpenAI's API).
+        salt: only requests with the same salt reuse the KV of one another.
     """
 
     id: str
@@ -137,6 +138,7 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     choices: int = 1
+    salt: bytes = b""
 
     def limit(self, context_length: int) -> int:
         """Return the maximum number of tokens of a choice, including the prompt."""

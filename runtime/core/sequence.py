@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Self
 
 from runtime.core.request import FinishReason, Request
+from runtime.pages.prefix import PageHashes
 
 
 class Purpose(Enum):
@@ -51,6 +52,7 @@ class SequenceState:
             host.
         cancelled: whether the choice was cancelled before its prompt was computed or its KV
             received. It ends when it would otherwise start to run.
+        hashes: hashes by which others find the pages of the sequence; None if they must not.
         resolved: False if the device could not sample the last token. The host must then complete
             the sampling, and read the step before it launches the next one.
     """
@@ -68,6 +70,7 @@ class SequenceState:
     lookahead: int = 0
     cancelled: bool = False
     resolved: bool = True
+    hashes: PageHashes | None = None
 
     @property
     def length(self) -> int:
@@ -119,7 +122,9 @@ class SequenceGroup:
         position: number of prompt tokens that were admitted to prefill before this group, or None
             until it is admitted. Preempted prompts keep it; preempted running sequences have 0.
         reused: number of prompt tokens whose KV was in the pages when the group was admitted, so
-            that its first chunk starts after them; a multiple of the page size. So far always 0.
+            that its first chunk starts after them, or another worker sends the KV that follows
+            them; a multiple of the page size.
+        may_reuse: maximum of ``reused``; None for no limit.
     """
 
     purpose: Purpose
@@ -127,6 +132,7 @@ class SequenceGroup:
     computed: int = 0
     position: int | None = None
     reused: int = 0
+    may_reuse: int | None = None
 
     @classmethod
     def of(

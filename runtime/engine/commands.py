@@ -27,9 +27,14 @@ class Reserve:
     for pages or batch slots, in `StepOutput.deferred`. A later step then reports it as reserved.
 
     Tokens of the prompt that the other worker evicts get no pages.
+
+    Attributes:
+        may_reuse: maximum number of prompt tokens whose KV is taken from cached pages, so that it
+            need not be sent; None for no limit.
     """
 
     request: Request
+    may_reuse: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class StepOutput:
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request
             is reported again when its prefill restarts.
+        reused: pairs of id and number of reused prompt tokens of requests in ``started`` that reuse
+            some.
         ended: ids of requests whose choices have all finished. Their pages are released, except
             those of held requests.
     """
@@ -146,4 +153,5 @@ class StepOutput:
     deferred: list[str] = field(default_factory=list)
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    reused: list[tuple[str, int]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

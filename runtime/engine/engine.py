@@ -74,6 +74,7 @@ class Engine:
             total=options.pages,
             context_length=shape.config.context_length,
             kv_eviction=options.kv_eviction,
+            prefix_root=options.prefix_root,
         )
         self.planned: StepPlan | None = None
         self._in_flight: _InFlightStep | None = None
@@ -116,7 +117,9 @@ class Engine:
             for group in plan.reserved:
                 tables = tuple(map(tuple, group.sequences[0].page_tables))
                 output.reserved.append(Reserved(group.request.id, tables, ready, group.reused))
-        output.started += [chunk.group.request.id for chunk in plan.chunks if chunk.starts]
+        starting = [chunk.group for chunk in plan.chunks if chunk.starts]
+        output.started += [group.request.id for group in starting]
+        output.reused += [(group.request.id, group.reused) for group in starting if group.reused]
         return output
 
     def compute(self) -> StepOutput:
@@ -152,8 +155,8 @@ class Engine:
         match command:
             case Add(request, hold):
                 self._submit(request, Purpose.HOLD if hold else Purpose.GENERATE, output)
-            case Reserve(request):
-                self._submit(request, Purpose.RECEIVE, output)
+            case Reserve(request, may_reuse):
+                self._submit(request, Purpose.RECEIVE, output, may_reuse)
             case Arrived(request_id, first):
                 if request_id in self.scheduler:
                     self._start_received(self.scheduler.arrived(request_id), first, output)
@@ -163,10 +166,16 @@ class Engine:
             case Cancel(request_id):
                 self.scheduler.drop(request_id)
 
-    def _submit(self, request: Request, purpose: Purpose, output: StepOutput) -> None:
+    def _submit(
+        self,
+        request: Request,
+        purpose: Purpose,
+        output: StepOutput,
+        may_reuse: int | None = None,
+    ) -> None:
         try:
             request.validate(self.executor.shape.config)
-            self.scheduler.submit(request, purpose)
+            self.scheduler.submit(request, purpose, may_reuse)
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
 
@@ -269,7 +278,7 @@ class Engine:
         if draw is None:
             fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")
             output.refused.append((request.id, fault))
-            self.scheduler.drop(request.id)
+            self.scheduler.discard(request.id)
             return
         index = len(sequence.tokens) - request.prompt_tokens
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)

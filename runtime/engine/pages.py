@@ -4,17 +4,34 @@ There is a pool for each page group. All pages of a prompt are allocated before 
 Pages that have left the window of their group are freed after each decode step. While a prompt is
 computed, they are freed after each chunk, or after the last chunk if the cache encodes pages.
 
-A page released while steps are in flight becomes free when the latest of them has completed.
+A page released while steps are in flight becomes free when the latest of them has completed. The
+first pages of a prompt may be those of another sequence, see `runtime.engine.prefixes`.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
+from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
+from runtime.engine.prefixes import ComputedPages, Prefixes
 from runtime.errors import OutOfPages
 from runtime.pages.groups import Part
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.pool import PagePool
+
+
+@dataclass
+class _InFlight:
+    """Pages of one step in flight.
+
+    Attributes:
+        released: pages of each group that were released since its launch.
+        computed: pages whose KV the step computes.
+    """
+
+    released: list[list[int]]
+    computed: list[ComputedPages] = field(default_factory=list)
 
 
 class SequencePages:
@@ -22,10 +39,12 @@ class SequencePages:
 
     Args:
         total: number of pages of each group.
+        prefix_root: see `EngineOptions`.
 
     Attributes:
         plan: computes the numbers of pages that sequences need.
         pools: pool of each group.
+        prefixes: finds the pages of prompts in the pools.
         total: number of pages of each group, without null pages.
         windows: whether any group has a window, so that pages leave it.
 
@@ -33,15 +52,15 @@ class SequencePages:
         ValueError: a group has no pages.
     """
 
-    def __init__(self, plan: PagePlan, total: PageCount) -> None:
+    def __init__(self, plan: PagePlan, total: PageCount, prefix_root: bytes | None = None) -> None:
         self.plan = plan
         self.total = total
         self.pools = tuple(PagePool(pages) for pages in total)
+        self.prefixes = Prefixes(plan, self.pools, prefix_root)
         groups = enumerate(plan.groups)
         self._windows = [(at, group) for at, group in groups if group.part is Part.ENDS]
         self.windows = bool(self._windows)
-        # Pages released while steps are in flight, by group; one item for each of these steps.
-        self._deferred: deque[list[list[int]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
 
     @property
     def free(self) -> PageCount:
@@ -61,6 +80,14 @@ class SequencePages:
             choices=len(group.sequences),
             received=group.purpose is Purpose.RECEIVE,
         )
+
+    def suffice_for(self, group: SequenceGroup) -> bool:
+        """Return whether the free pages suffice to admit a group and run one decode step.
+
+        Pages of its prefix that other sequences use need not be free.
+        """
+        need, free = self.need(group), self.free
+        return need.fits(free) or need.minus(self.prefixes.in_use(group)).fits(free)
 
     def check_fits(self, group: SequenceGroup) -> None:
         """Raise `OutOfPages` if a group needs more pages than there are."""
@@ -83,7 +110,8 @@ class SequencePages:
     def admit(self, group: SequenceGroup) -> None:
         """Allocate the pages of a group's prompt, the first pages of its sequences.
 
-        Choices share full pages, but not a partly filled last page. A prompt whose KV another
+        Pages of the longest cached prefix of the prompt are shared, and `SequenceGroup.reused` is
+        set. Choices share full pages, but not a partly filled last page. A prompt whose KV another
         worker will send gets only the pages that are sent: no pages that have left a window, and no
         pages of evicted tokens.
         """
@@ -92,17 +120,29 @@ class SequencePages:
         received = group.purpose is Purpose.RECEIVE
         if received:
             tokens -= first.evicts
+        prefix = self.prefixes.take(group)
         for at, pool in enumerate(self.pools):
             if received:
                 ranges = self.plan.sent(tokens, at)
             else:
                 ranges = (self.plan.prompt(tokens, at, first.evicts),)
             table = [FREED] * ranges[-1].stop
+            for index, page in prefix.tables[at]:
+                table[index] = page
             for pages in ranges:
-                table[pages.start : pages.stop] = pool.allocate(len(pages))
+                start, stop = max(pages.start, prefix.pages), max(pages.stop, prefix.pages)
+                table[start:stop] = pool.allocate(stop - start)
             first.page_tables.append(table)
-        if group.purpose is Purpose.HOLD:
-            return
+        group.reused = prefix.pages * self.plan.page_size
+        if group.purpose is not Purpose.HOLD:
+            self._share_prompt(first, others, tokens)
+        if group.reused and not received:
+            self.set_computed(group, group.reused)
+
+    def _share_prompt(
+        self, first: SequenceState, others: Sequence[SequenceState], tokens: int
+    ) -> None:
+        """Share the prompt pages of the first choice with the others, as `admit` describes."""
         for sequence in others:
             for table, pool in zip(first.page_tables, self.pools, strict=True):
                 own = table.copy()
@@ -170,18 +210,26 @@ class SequencePages:
                 self._release(at, [page for page in table if page != FREED])
             sequence.page_tables = []
 
-    def step_launched(self) -> None:
-        """Record the launch of a step. Pages released later may still be in use by it."""
-        self._deferred.append([[] for _ in self.pools])
+    def step_launched(self, chunks: Iterable[Chunk] = ()) -> None:
+        """Record the launch of a step. Pages released later may still be in use by it.
+
+        Args:
+            chunks: prompt chunks of the step; `set_computed` must not have been called for them.
+        """
+        computed = list(map(self.prefixes.computed, chunks))
+        self._in_flight.append(_InFlight([[] for _ in self.pools], computed))
 
     def step_completed(self) -> None:
         """Record the completion of the oldest in-flight step and free its deferred pages."""
-        for pool, pages in zip(self.pools, self._deferred.popleft(), strict=True):
-            pool.release(pages)
+        step = self._in_flight.popleft()
+        for pages in step.computed:
+            self.prefixes.keep_computed(pages)
+        for pool, released in zip(self.pools, step.released, strict=True):
+            pool.release(released)
 
     def _release(self, at: int, pages: list[int]) -> None:
         """Release pages of a group now, or when the latest in-flight step completes."""
-        if self._deferred:
-            self._deferred[-1][at].extend(pages)
+        if self._in_flight:
+            self._in_flight[-1].released[at].extend(pages)
         else:
             self.pools[at].release(pages)

@@ -32,9 +32,9 @@ SENT: Mapping[type, frozenset[str]] = {
 NOT_READ: Mapping[type, frozenset[str]] = {
     StepPlan: frozenset({"reserved", "deferred", "refused"}),
     Chunk: frozenset(),
-    SequenceGroup: frozenset({"computed", "position", "reused"}),
-    SequenceState: frozenset({"limit", "running", "cancelled", "resolved"}),
-    Request: frozenset({"id", "tokens", "max_tokens", "stop_token_ids", "choices"}),
+    SequenceGroup: frozenset({"computed", "position", "reused", "may_reuse"}),
+    SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes"}),
+    Request: frozenset({"id", "tokens", "max_tokens", "stop_token_ids", "choices", "salt"}),
     SamplingParams: frozenset(),
 }
 """Fields that executors do not read. They are not sent; copies have any value."""

@@ -39,6 +39,7 @@ class Scheduler:
     Args:
         plan, total: page plan and numbers of pages; see `SequencePages`.
         kv_eviction: fraction of the tokens of a prompt to evict.
+        prefix_root: see `EngineOptions`.
 
     Attributes:
         pages: pages of all sequences.
@@ -52,13 +53,14 @@ class Scheduler:
         total: PageCount,
         context_length: int,
         kv_eviction: float = 0.0,
+        prefix_root: bytes | None = None,
     ) -> None:
         if limits.chunk_tokens % plan.page_size:
             raise ValueError(f"chunk_tokens must be a multiple of the page size, {plan.page_size}")
         self._limits = limits
         self._context_length = context_length
         self._kv_eviction = kv_eviction
-        self.pages = SequencePages(plan, total)
+        self.pages = SequencePages(plan, total, prefix_root)
         # Numbers of sequences submitted and of prompt tokens admitted so far.
         self._arrivals = self._prompt_tokens = 0
         self._waiting = WaitingQueue(limits.max_waiting)
@@ -122,8 +124,19 @@ class Scheduler:
             bool(self._waiting) and self._admissible(self._waiting[0])
         )
 
-    def submit(self, request: Request, purpose: Purpose) -> None:
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request to be received are in cached pages now.
+
+        It may be called on any thread. The result is a hint, because pages may be evicted at any
+        time.
+        """
+        return self.pages.prefixes.cached_tokens(self._group(request, Purpose.RECEIVE))
+
+    def submit(self, request: Request, purpose: Purpose, may_reuse: int | None = None) -> None:
         """Queue a request.
+
+        Args:
+            may_reuse: see `SequenceGroup`.
 
         Raises:
             InvalidRequest: the request has more choices than there are batch slots.
@@ -132,10 +145,8 @@ class Scheduler:
         """
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
-        limit = request.limit(self._context_length)
-        evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self.pages.plan.page_size)
-        group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
-        self._rewind(group.sequences)
+        group = self._group(request, purpose)
+        group.may_reuse = may_reuse
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
@@ -155,6 +166,7 @@ class Scheduler:
             raise ValueError(f"KV arrived for request {request_id}, which has no reservation")
         group = self._received.pop(request_id)
         self.pages.set_computed(group, len(group.tokens))
+        self.pages.prefixes.keep_received(group)
         return group
 
     def drop(self, request_id: str) -> None:
@@ -167,6 +179,13 @@ class Scheduler:
         for sequence in [s for s in self._running if s.request.id == request_id]:
             self._stop(sequence)
             self.pages.release([sequence])
+
+    def discard(self, request_id: str) -> None:
+        """Drop a request whose KV may be damaged; no other request will reuse its pages."""
+        sequences = chain(self._running, *(group.sequences for group in self._groups()))
+        for sequence in [s for s in sequences if s.request.id == request_id]:
+            self.pages.prefixes.forget(sequence)
+        self.drop(request_id)
 
     def cancel(self, request_id: str, choice: int) -> bool:
         """End one choice; see `CancelChoice`. Return whether it was the last unfinished one."""
@@ -210,7 +229,7 @@ class Scheduler:
 
         Choices of completed prompts start to run, unless they are held. Return ``plan.sampled``.
         """
-        self.pages.step_launched()
+        self.pages.step_launched(plan.chunks)
         sampled = plan.sampled
         for sequence in sampled:
             sequence.lookahead += 1
@@ -339,7 +358,16 @@ class Scheduler:
 
     def _admissible(self, group: SequenceGroup) -> bool:
         slots = self.num_running + group.slots
-        return slots <= self._limits.max_running and self.pages.need(group).fits(self.pages.free)
+        return slots <= self._limits.max_running and self.pages.suffice_for(group)
+
+    def _group(self, request: Request, purpose: Purpose) -> SequenceGroup:
+        """Return the group of a request that arrives now."""
+        limit = request.limit(self._context_length)
+        evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self.pages.plan.page_size)
+        group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
+        self._rewind(group.sequences)
+        self.pages.prefixes.start(group)
+        return group
 
     def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:
         """Move a group whose prompt is complete to those that are held, or run its sequences.
@@ -355,6 +383,8 @@ class Scheduler:
         return group.sequences
 
     def _stop(self, sequence: SequenceState) -> None:
+        """Remove a sequence from the batch, before its pages are released."""
+        self.pages.prefixes.keep_decoded(sequence)
         sequence.running = False
         self._running.remove(sequence)
 

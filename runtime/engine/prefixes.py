@@ -1,0 +1,198 @@
+"""Reuse of cached pages: which pages of sequences can be found, and which prompts start with them.
+
+The pools of an engine find pages by the hash of their content (`runtime.pages.prefix`). A page gets
+its hash when it is full and its KV is known to be complete:
+
+- pages of a prompt chunk when the step that computes the chunk has completed,
+- pages whose KV another worker has sent when all of it was verified,
+- pages of output tokens when their sequence stops, unless the format encodes pages.
+
+Only full pages are shared, so no sequence writes to a page of another one. Prompts whose tokens are
+evicted neither reuse pages nor are found, because an eviction moves tokens between pages.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from runtime.core.plan import Chunk
+from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
+from runtime.pages.plan import PageCount, PagePlan
+from runtime.pages.pool import PagePool
+from runtime.pages.prefix import PageHashes, cached_pages, root_hash
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Cached pages with which a prompt starts.
+
+    Attributes:
+        pages: number of full pages whose KV need not be computed or sent.
+        tables: for each page group, pairs of index in the sequence and page id.
+    """
+
+    pages: int
+    tables: tuple[list[tuple[int, int]], ...]
+
+
+@dataclass(frozen=True)
+class ComputedPages:
+    """Pages that a prompt chunk fills in a step.
+
+    Attributes:
+        first: index of the first page in the sequence.
+        tables: ids of the pages in each page group; `FREED` where the group has none.
+        completes: whether the chunk is the last one of the prompt.
+    """
+
+    group: SequenceGroup
+    first: int
+    tables: list[list[int]]
+    completes: bool
+
+
+class Prefixes:
+    """Finds the pages of prompts in the pools, and records the content of pages.
+
+    Args:
+        pools: pool of each page group.
+        root: see `EngineOptions.prefix_root`.
+
+    Attributes:
+        queried_tokens: number of tokens of the prompts for which cached pages were searched.
+        reused_tokens: number of these tokens whose pages were reused.
+    """
+
+    def __init__(self, plan: PagePlan, pools: Sequence[PagePool], root: bytes | None) -> None:
+        self._plan = plan
+        self._pools = pools
+        self._root = root
+        self.queried_tokens = self.reused_tokens = 0
+
+    @property
+    def evicted_pages(self) -> PageCount:
+        """Number of cached pages of each group that were evicted so far."""
+        return PageCount(*(pool.evicted for pool in self._pools))
+
+    def start(self, group: SequenceGroup) -> None:
+        """Let a new group use cached pages, unless its tokens are evicted.
+
+        The other choices get hashes when the prompt is complete.
+        """
+        if self._root is not None and not group.evicts:
+            root = root_hash(self._root, group.request.salt)
+            group.sequences[0].hashes = PageHashes(root, self._plan.page_size)
+
+    def cached_tokens(self, group: SequenceGroup) -> int:
+        """Return how many prompt tokens of a group are in cached pages. Callable on any thread."""
+        return self._find(group) * self._plan.page_size
+
+    def in_use(self, group: SequenceGroup) -> PageCount:
+        """Return how many pages of the cached prefix of a group other sequences use."""
+        tables = self._tables(group, self._find(group))
+        return PageCount(
+            *(
+                pool.in_use(page for _, page in table)
+                for pool, table in zip(self._pools, tables, strict=True)
+            )
+        )
+
+    def take(self, group: SequenceGroup) -> Prefix:
+        """Add a reference to the pages of the longest cached prefix of a group."""
+        pages = self._find(group)
+        tables = self._tables(group, pages)
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.share(page for _, page in table)
+        if group.sequences[0].hashes is not None:
+            self.queried_tokens += len(group.tokens)
+            self.reused_tokens += pages * self._plan.page_size
+        return Prefix(pages, tables)
+
+    def computed(self, chunk: Chunk) -> ComputedPages:
+        """Return the full pages that a chunk computes, before the step changes page tables."""
+        group, plan = chunk.group, self._plan
+        pages = range(plan.full(chunk.first), plan.full(chunk.end))
+        tables = [table[pages.start : pages.stop] for table in group.sequences[0].page_tables]
+        return ComputedPages(group, pages.start, tables, chunk.completes)
+
+    def keep_computed(self, pages: ComputedPages) -> None:
+        """Record the content of pages that a completed step has computed."""
+        group = pages.group
+        first, *others = group.sequences
+        self._keep(first, pages.first, pages.tables)
+        if pages.completes:
+            self._start_others(first, others)
+
+    def keep_received(self, group: SequenceGroup) -> None:
+        """Record the content of the prompt pages of a group whose KV was received and verified."""
+        first, *others = group.sequences
+        plan = self._plan
+        pages = range(plan.full(group.reused), plan.full(len(group.tokens)))
+        tables = [table[pages.start : pages.stop] for table in first.page_tables]
+        self._keep(first, pages.start, tables)
+        self._start_others(first, others)
+
+    def keep_decoded(self, sequence: SequenceState) -> None:
+        """Record the content of pages with output tokens of a sequence that stops.
+
+        The last token has no KV yet.
+        """
+        plan, request = self._plan, sequence.request
+        computed = plan.reusable(len(sequence.tokens) - 1, request.prompt_tokens)
+        pages = range(plan.full(len(request.tokens)), plan.full(computed))
+        if pages:
+            tables = [table[pages.start : pages.stop] for table in sequence.page_tables]
+            self._keep(sequence, pages.start, tables)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the content of all pages of a sequence, which may be damaged."""
+        sequence.hashes = None
+        for pool, table in zip(self._pools, sequence.page_tables, strict=False):
+            for page in table:
+                if page != FREED:
+                    pool.forget(page)
+
+    def _keep(self, sequence: SequenceState, first: int, tables: Sequence[list[int]]) -> None:
+        """Record the content of pages of a sequence.
+
+        Args:
+            first: index of the first page in the sequence.
+            tables: pages of each group from there on.
+        """
+        if sequence.hashes is None:
+            return
+        for pool, table in zip(self._pools, tables, strict=True):
+            for index, page in enumerate(table, first):
+                if page != FREED:
+                    pool.keep(page, sequence.hashes.of(sequence.tokens, index))
+
+    def _start_others(self, first: SequenceState, others: Sequence[SequenceState]) -> None:
+        """Let the pages of the other choices be found, once they differ from the first one's."""
+        if first.hashes is not None:
+            for sequence in others:
+                sequence.hashes = first.hashes.copy()
+
+    def _find(self, group: SequenceGroup) -> int:
+        """Return the number of pages of the longest cached prefix that a group may reuse."""
+        hashes = group.sequences[0].hashes
+        if hashes is None:
+            return 0
+        received = group.purpose is Purpose.RECEIVE
+        found = cached_pages(self._plan, self._pools, hashes, group.tokens, received=received)
+        if group.may_reuse is not None:
+            found = min(found, self._plan.full(group.may_reuse))
+        return found
+
+    def _tables(self, group: SequenceGroup, pages: int) -> tuple[list[tuple[int, int]], ...]:
+        """Return the index and the id of each page of a cached prefix, for each page group."""
+        return tuple(list(self._entries(group, pages, at)) for at in range(len(self._pools)))
+
+    def _entries(self, group: SequenceGroup, pages: int, at: int) -> Iterator[tuple[int, int]]:
+        hashes = group.sequences[0].hashes
+        if not pages or hashes is None:
+            return
+        received = group.purpose is Purpose.RECEIVE
+        for held in self._plan.reused(pages, at, len(group.tokens), received=received):
+            for index in held:
+                page = self._pools[at].find(hashes.of(group.tokens, index))
+                assert page is not None
+                yield index, page
