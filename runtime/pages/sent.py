@@ -1,10 +1,10 @@
 """Which tokens and pages of a sequence one worker sends to another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from runtime.pages.eviction import evicted_tokens
-from runtime.pages.plan import PagePlan
+from runtime.pages.plan import PageCount, PagePlan
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class SentTokens:
             computes the others.
         evicted: number of computed tokens whose KV the prefill worker evicts and does not send.
         first: position of the first token whose KV is sent, a multiple of the page size. The decode
-            worker has the KV of earlier tokens. So far always 0.
+            worker has the KV of earlier tokens.
 
     Raises:
         ValueError: ``first`` is out of bounds, is not at a page boundary, or is not 0 although
@@ -77,6 +77,18 @@ class SentTokens:
     def kept(self) -> int:
         """Number of tokens in the pages of the sequence, those before ``first`` included."""
         return self.computed - self.evicted
+
+    @property
+    def held(self) -> PageCount:
+        """Number of pages of each group that are not sent, because the decode worker has them."""
+        whole = replace(self, first=0)
+        groups = range(len(self.plan.groups))
+        return PageCount(
+            *(
+                sum(map(len, whole.pages(group))) - sum(map(len, self.pages(group)))
+                for group in groups
+            )
+        )
 
     def pages(self, group: int) -> tuple[range, ...]:
         """Return the pages of a group that are sent, as indices within the sequence."""

@@ -17,6 +17,8 @@ MAX_ADMITTED = 8192
 MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
 MAX_WEIGHT = 1000
+MAX_SALT_BYTES = 64
+"""Maximum size of the salt of cached KV between gateways and workers."""
 MAX_DEADLINE_S = 86_400
 """Maximum time of a request in all services, seconds."""
 MAX_WAIT_S = 3600

@@ -56,7 +56,7 @@ from services.common.messages import (
     WorkerId,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between workers and routers, and between workers. Increase it with each
 change of them."""
 

@@ -39,6 +39,10 @@ class FetchedStreams(StreamService):
     The wait of an early stream is therefore bounded by one step of this worker, and no prompt is
     computed more than twice for this reason.
 
+    KV of the first tokens of a prompt that this worker has in cached pages is not fetched. An early
+    stream looks for them when it asks, while the pages may still be evicted. If the reservation
+    then has fewer of them, the prefill is given back, too, and asked for again.
+
     With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
     """
 
@@ -52,12 +56,18 @@ class FetchedStreams(StreamService):
         for reserved in output.reserved:
             stream = self.streams.get(reserved.id)
             if stream and stream.reserved and not stream.reserved.done():
+                if reserved.first_token < stream.asked_from:
+                    self._give_back(stream)
                 stream.reserved.set_result(reserved)
         for key in output.deferred:
-            stream = self.streams.get(key)
-            if stream and stream.early:
-                stream.early.reschedule(asyncio.get_running_loop().time())
+            if stream := self.streams.get(key):
+                self._give_back(stream)
         super().deliver(output)
+
+    def _give_back(self, stream: Stream) -> None:
+        """Cancel the early fetch of a stream, if it has one, before anything can be read."""
+        if stream.early:
+            stream.early.reschedule(asyncio.get_running_loop().time())
 
     def _refusal(self, stream: Stream) -> str | None:
         if stream.start.HasField("prefill") or self._settings.colocated:
@@ -105,20 +115,22 @@ class FetchedStreams(StreamService):
         Raises:
             FetchFailed: the KV did not arrive.
         """
-        is_early = self._has_room()
         sent = self._worker.sent_tokens(stream.start.request)
-        self._submit(stream, Reserve(stream.request))
-        if is_early:
+        if not self._has_room():
+            self._submit(stream, Reserve(stream.request))
+        else:
+            stream.asked_from = self._worker.engine.cached_tokens(stream.request)
+            self._submit(stream, Reserve(stream.request, may_reuse=stream.asked_from))
             stream.early = asyncio.timeout(None)
             try:
                 async with stream.early:
-                    await self._fetch_kv(stream, reserved, sent)
+                    await self._fetch_kv(stream, reserved, replace(sent, first=stream.asked_from))
                 return
             except TimeoutError:
                 if not stream.early.expired():
                     raise
                 self._worker.metrics.given_back.inc()
-                log.info("prefill given back: no pages are free", **stream.log_fields)
+                log.info("prefill given back: pages are not free", **stream.log_fields)
             finally:
                 stream.early = None
         with stream.span.child("reserve"):
@@ -131,8 +143,7 @@ class FetchedStreams(StreamService):
         """Fetch the prompt's KV into reserved pages, then add the sequence to the batch.
 
         Args:
-            sent: what the prefill worker sends. An early fetch, which does not know the
-                reservation, asks for all tokens.
+            sent: what the prefill worker sends.
 
         Raises:
             FetchFailed: the KV did not arrive.
@@ -166,6 +177,7 @@ class FetchedStreams(StreamService):
                 span=span,
             )
             times = await self._receiver.fetch(fetch)
+            self._worker.count_saved(sent)
             times.record(span)
             span.end(stream.decoding_since)
         self._record(stream, times, None if digest is None else await digest)
@@ -201,6 +213,7 @@ class FetchedStreams(StreamService):
         stream.stages.prefill = message.prefill_s
         if stream.first:
             return False
+        stream.cached_tokens = min(message.reused_tokens, len(stream.request.tokens))
         request, model = stream.request, self._worker.identity.model
         try:
             stream.first += [

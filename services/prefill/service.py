@@ -173,6 +173,9 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         for key in output.started:
             if job := self.jobs.get(key):
                 job.session.computing(job)
+        for key, tokens in output.reused:
+            if job := self.jobs.get(key):
+                job.reused = tokens
         complete = []
         for key, token in output.tokens:  # sent before the encodes are planned
             if job := self.jobs.get(key):

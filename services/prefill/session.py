@@ -47,6 +47,7 @@ class Job:
         page_tables: pages with computed KV in each page group, by the index of the page in the
             sequence.
         computed: time of the first tokens, on the same clock; 0 until then.
+        reused: number of tokens of the request that this worker does not compute.
         first: first tokens sampled so far, one per choice.
     """
 
@@ -58,6 +59,7 @@ class Job:
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     computed: float = 0.0
+    reused: int = 0
     page_tables: tuple[tuple[int, ...], ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
@@ -236,6 +238,7 @@ class PrefillSession:
             tokens=[token_to_message(t) for t in job.first],
             queue_s=job.computing_since - job.accepted,
             prefill_s=job.computed - job.computing_since,
+            reused_tokens=job.reused,
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
 

@@ -48,6 +48,10 @@ class TransferMetrics:
             "kv_transfer_tokens",
             "Tokens of sequences whose KV arrived completely, including evicted tokens.",
         )
+        self.saved_bytes = make.counter(
+            "kv_saved_bytes",
+            "Bytes of KV, as in the pages, that were not transferred because this worker had them.",
+        )
         self._read_seconds = make.seconds("kv_transfer", "Seconds of the READ of one segment.")
         self._ratio = make.gauge(
             "kv_compress_ratio", "Raw bytes over wire bytes since the start of this worker."

@@ -156,7 +156,7 @@ class Receiver:
                 fetch.prefill.worker_id,
             )
         if not progress.ended:
-            self._metrics.received_tokens.inc(fetch.sent.computed)
+            self._metrics.received_tokens.inc(fetch.sent.computed - fetch.sent.first)
         return progress.times
 
     def _coverages(self, fetch: Fetch, client: PrefillClient) -> list[Coverage]:

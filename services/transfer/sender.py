@@ -203,7 +203,7 @@ class Sender:
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """If all segments of a sequence are acknowledged, count its tokens in the metrics."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
-            self._metrics.sent_tokens.inc(outgoing.sent.computed)
+            self._metrics.sent_tokens.inc(outgoing.sent.computed - outgoing.sent.first)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from runtime.core.plan import StepSize
+from runtime.core.request import Request
 from runtime.engine import Command, Engine, StepOutput
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.pace import MeasuredStep, PaceMeter
@@ -154,6 +155,14 @@ class EngineThread:
     def stalled_s(self) -> float:
         """Seconds since the thread made progress in the current step; 0 while there is no work."""
         return self._stall.seconds(self.step_s)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request to be received are in cached pages now.
+
+        It is called on the event loop, at the same time as a step: `Scheduler.cached_tokens` says
+        why that is safe, and why the result is a hint.
+        """
+        return self._engine.scheduler.cached_tokens(request)
 
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""

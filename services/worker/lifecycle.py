@@ -160,6 +160,13 @@ class Worker(ABC):
             first=first,
         )
 
+    def count_saved(self, sent: SentTokens) -> None:
+        """Count the bytes of the KV of a sequence that was not sent, because this worker has it."""
+        if sent.first:
+            held = self.engine.page_plan.by_name(sent.held)
+            saved = sum(pages * self.page_bytes[group] for group, pages in held.items())
+            self.transfers.saved_bytes.inc(saved)
+
     def digest(
         self, page_tables: Sequence[Sequence[int]], sent: SentTokens
     ) -> "asyncio.Future[str]":

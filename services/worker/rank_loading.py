@@ -21,6 +21,7 @@ from runtime.errors import FirstRankEnded, RuntimeFault
 from runtime.models.kernel_plan_hash import kernel_facts, kernel_plan_hash
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount
+from runtime.pages.prefix import root_hash
 from runtime.pages.sizes import least_bytes, pools_of_bytes, pools_of_tokens
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
@@ -146,9 +147,10 @@ def load_rank(
     sizes = _sizes(model, settings)
     codebooks, codebook_id = _codebooks(settings, model)
     info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)
+    compatibility = _compatibility(info, model, settings, sizes, codebook_id)
     facts = RankFacts(
         info,
-        _compatibility(info, model, settings, sizes, codebook_id),
+        compatibility,
         sizes,
         _kv_pages(model, settings, sizes),
         model.weight_bytes,
@@ -161,6 +163,7 @@ def load_rank(
         replay=model.replayable,
         decodes=decodes,
         by_layer=settings.decode_graphs == "layer",
+        prefix_root=_prefix_root(compatibility) if settings.prefix_cache else None,
     )
     return LoadedRank(LocalExecutor(model, options), codebooks, facts, device)
 
@@ -187,6 +190,16 @@ def _compatibility(
         kernel_plan_hash=kernel_plan_hash(model),
         chunk_tokens=sizes.limits.chunk_tokens,
         kv_eviction=settings.kv_eviction,
+    )
+
+
+def _prefix_root(compatibility: Compatibility) -> bytes:
+    """Return a hash of what determines the KV of a token, besides the tokens before it."""
+    return root_hash(
+        compatibility.model_hash,
+        compatibility.kv_format,
+        str(compatibility.kv_format_version),
+        compatibility.kv_format_hash,
     )
 
 

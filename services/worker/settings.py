@@ -114,6 +114,11 @@ class WorkerSettings(ServiceSettings):
         description="fraction of a prompt's tokens whose KV is evicted once the prompt is complete "
         "(Keyformer), for prompts of at least 128 tokens; 0: none; the same for all workers",
     )
+    prefix_cache: bool = Field(
+        True,
+        description="keep the KV of prompts and outputs in free pages, so that later prompts that "
+        "start with the same tokens need not compute or transfer it again",
+    )
     kernel_plan_file: Path | None = Field(
         None,
         description="kernel plan from `headrace tune` for this model and GPU, the same file for "

@@ -54,7 +54,10 @@ class StepOutbox:
             count = len(delta.tokens)
             if size > left and count > 1:
                 count = max(1, count * left // size)
-                step.deltas.add(stream=number, tokens=delta.tokens[:count])
+                first = step.deltas.add(stream=number, tokens=delta.tokens[:count])
+                if delta.HasField("cached_tokens"):
+                    first.cached_tokens = delta.cached_tokens
+                    delta.ClearField("cached_tokens")
                 del delta.tokens[:count]
                 left = 0
             else:

@@ -111,6 +111,10 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
 
         A preempted sequence is computed again, which counts as decoding.
         """
+        for key, tokens in output.reused:
+            stream = self.streams.get(key)
+            if stream and stream.reserved is None and not stream.computing_since:
+                stream.cached_tokens = tokens
         for key in output.started:
             stream = self.streams.get(key)
             if stream and stream.reserved is None and not stream.computing_since:

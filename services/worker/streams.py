@@ -46,6 +46,9 @@ class Stream:
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
         early: timeout scope that can cancel a fetch which began before its pages were reserved;
             None for other fetches.
+        asked_from: first token whose KV an early fetch has asked for.
+        cached_tokens: number of tokens of the request that no worker has computed; None once it was
+            sent to the gateway, with the first token.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
         began: receipt of the gateway's message, in seconds of `time.perf_counter`.
@@ -67,6 +70,8 @@ class Stream:
     reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
     early: asyncio.Timeout | None = None
+    asked_from: int = 0
+    cached_tokens: int | None = 0
     deadline_s: float = 0.0
     expiry: asyncio.TimerHandle | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -210,6 +215,9 @@ class StreamSession:
         """Send one token."""
         self._wake.set()
         self.outbox.add(stream.number, token_to_message(token))
+        if stream.cached_tokens is not None:
+            self.outbox.delta(stream.number).cached_tokens = stream.cached_tokens
+            stream.cached_tokens = None
 
     def finish(self, stream: Stream, choice: int, reason: FinishReason) -> None:
         """End one choice; the stream ends with its last choice."""

@@ -12,7 +12,12 @@ from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
-from services.common.messages import MAX_CHOICES, MAX_DEADLINE_S, PLACEMENT_ID
+from services.common.messages import (
+    MAX_CHOICES,
+    MAX_DEADLINE_S,
+    MAX_SALT_BYTES,
+    PLACEMENT_ID,
+)
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import MAX_TEXT_CHARS, Attributes, Span, message_headers, resume
 
@@ -28,12 +33,14 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
 
     Raises:
         InvalidRequest: the token ids or the placement's id are malformed, or the number of choices
-            is out of bounds.
+            or the size of the salt is out of bounds.
     """
     if not 1 <= message.choices <= MAX_CHOICES:
         raise InvalidRequest(f"choices must be between 1 and {MAX_CHOICES}, not {message.choices}")
     if not re.fullmatch(PLACEMENT_ID, message.placement_id):
         raise InvalidRequest(f"placement_id {message.placement_id[:80]!r} is malformed")
+    if len(message.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
     try:
         tokens = unpack_tokens(message.tokens)
     except ValueError as error:
@@ -46,6 +53,7 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         choices=message.choices,
+        salt=message.cache_salt,
     )
 
 

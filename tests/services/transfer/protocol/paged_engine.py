@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from runtime.core.limits import Limits
+from runtime.core.request import Request
 from runtime.core.sequence import SequenceGroup
 from runtime.engine import Command, Engine, StepOutput
 from services.worker.engine_thread import EngineLoad
@@ -49,6 +50,9 @@ class Thread:
 
     def submit(self, *commands: Command) -> None:
         self._inbox += commands
+
+    def cached_tokens(self, request: Request) -> int:
+        return self.engine.scheduler.cached_tokens(request)
 
     @property
     def inputs(self) -> tuple[tuple[str, ...], ...]:

@@ -154,6 +154,7 @@ class PagedDecode:
             metrics=IGNORE,
             draining=False,
             report_admitted=lambda placement_id: None,
+            count_saved=lambda sent: None,
             sent_tokens=lambda request: SentTokens.whole(PagePlan(PAGE_SIZE), bounds.prompt),
             sizes=SimpleNamespace(max_running=SLOTS),
         )
