@@ -102,6 +102,7 @@ class Generator:
                             if not text.done:  # else the whole stream is closed
                                 _cancel_stopped(stream, deltas, progress)
                             if deltas:
+                                deltas[0].cached_tokens = progress.newly_cached()
                                 yield deltas
                         routed.outcome = Outcome.OK
                     except WorkerFailure as failure:

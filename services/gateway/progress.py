@@ -31,6 +31,9 @@ class Progress:
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
         self._delivered_before = 0
+        # Prompt tokens that no attempt has computed, and the number that was reported.
+        self._cached: int | None = None
+        self._reported = 0
 
     @property
     def started(self) -> bool:
@@ -90,6 +93,15 @@ class Progress:
             for token in delta.tokens:
                 self.delivered[token.choice].append(token.token)
             self.unfinished.difference_update(end.choice for end in delta.ended)
+            if delta.HasField("cached_tokens"):
+                known = len(self._request.prompt) if self._cached is None else self._cached
+                self._cached = min(delta.cached_tokens, known)
+
+    def newly_cached(self) -> int:
+        """Return the change of the number of cached prompt tokens since the last call."""
+        change = (self._cached or 0) - self._reported
+        self._reported += change
+        return change
 
     def finish_reason(self) -> "FinishReason | None":
         """Return the finish reason if there is a single choice and its tokens are complete."""

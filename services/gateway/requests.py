@@ -4,6 +4,7 @@
 protobuf messages ``GenerateRequest`` and ``Sampling``, so that both conversions are generic.
 """
 
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ _MIN_REPETITION_PENALTY = 0.01
 _MIN_TOP_P = 1e-6
 """Minimum ``top_p``. It keeps one token only, and smaller values could underflow to 0."""
 _MAX_LOGIT_BIAS = 100.0
+_MAX_SALT_CHARS = 1024
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
@@ -148,6 +150,18 @@ class GenerationFields(BaseModel):
             description="lower values are handled first, among the requests of one API key",
         ),
     ] = 0
+    cache_salt: (
+        Annotated[
+            str,
+            Field(
+                min_length=1,
+                max_length=_MAX_SALT_CHARS,
+                description="only requests with the same salt reuse the cached KV of one another, "
+                "as in vLLM; those of different API keys never do",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class GenerationOptions(GenerationFields):
@@ -209,6 +223,19 @@ class GenerationRequest:
     def prefix(self) -> tuple[bytes, ...]:
         # Requests have no salt (`cache_salt`) yet.
         return prefix_hashes(self.prompt, salt=b"")
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Salt of the KV: only requests with the same salt reuse the KV of one another.
+
+        It depends on the tenant of the API key and on the salt of the client; empty without both.
+        Otherwise, one tenant could find out the prompts of another by the time of answers.
+        """
+        tenant, own = self.context.tenant, self.options.cache_salt
+        if tenant is None and own is None:
+            return b""
+        facts = (tenant.id if tenant else "", own or "")
+        return hashlib.sha256("\n".join(facts).encode("utf-8", "surrogatepass")).digest()
 
     @property
     def required_tokens(self) -> int | None:

@@ -194,6 +194,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for deltas in output:
                 for delta in deltas:
                     usage.completion_tokens += len(delta.tokens)
+                    usage.cached_tokens += delta.cached_tokens
                     unfinished -= bool(delta.finish)
                     response = inference_pb2.GenerateResponse(
                         request_id=request.context.request_id,

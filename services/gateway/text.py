@@ -25,6 +25,8 @@ class TextDelta:
             token that continues a character is that of the character. The offset of a token without
             visible text is the length of the text before it. The offset of tokens of a stop string,
             which the text does not include, is the length of the text.
+        cached_tokens: number to add to the cached prompt tokens of the request. It is negative if a
+            later attempt computes tokens that an earlier one did not.
     """
 
     choice: int
@@ -32,6 +34,7 @@ class TextDelta:
     tokens: list[sampling_pb2.Token] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+    cached_tokens: int = 0
 
 
 class StopStringFilter:

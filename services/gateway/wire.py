@@ -51,5 +51,6 @@ def start_stream_message(
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             choices=options.n,
+            cache_salt=request.cache_salt,
         ),
     )

@@ -40,12 +40,13 @@ def format_event(content: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-def format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def format_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return the ``usage`` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -57,7 +58,7 @@ class EventWriter:
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
-        self._completion_tokens = 0
+        self._completion_tokens = self._cached_tokens = 0
         self._with_role: set[int] = set()
         self._envelope = {
             "id": info.id,
@@ -80,6 +81,7 @@ class EventWriter:
                 self._with_role.add(delta.choice)
                 events.append(self._full(delta.choice, {"role": "assistant", "content": ""}))
             self._completion_tokens += len(delta.tokens)
+            self._cached_tokens += delta.cached_tokens
             if self._info.continuous_usage:
                 self._end = b',"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
             if delta.finish or self._info.with_logprobs:
@@ -101,8 +103,8 @@ class EventWriter:
             return DONE
         return format_event({**self._envelope, "choices": [], "usage": self._usage()}) + DONE
 
-    def _usage(self) -> dict[str, int]:
-        return format_usage(self._info.prompt_tokens, self._completion_tokens)
+    def _usage(self) -> dict[str, Any]:
+        return format_usage(self._info.prompt_tokens, self._completion_tokens, self._cached_tokens)
 
     def _detailed(self, delta: TextDelta) -> list[bytes]:
         logprobs = None
@@ -149,11 +151,13 @@ class ResponseBuilder:
     def __init__(self, info: ResponseInfo, choices: int) -> None:
         self._info = info
         self._choices = [_ChoiceOutput() for _ in range(choices)]
+        self._cached_tokens = 0
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
         """Append a batch of deltas."""
         for delta in deltas:
             output = self._choices[delta.choice]
+            self._cached_tokens += delta.cached_tokens
             output.text.append(delta.text)
             output.tokens.extend(delta.tokens)
             output.offsets.extend(delta.offsets)
@@ -171,7 +175,7 @@ class ResponseBuilder:
                 "created": info.created,
                 "model": info.model,
                 "choices": [self._choice(i, c) for i, c in enumerate(self._choices)],
-                "usage": format_usage(info.prompt_tokens, count),
+                "usage": format_usage(info.prompt_tokens, count, self._cached_tokens),
             }
         )
 

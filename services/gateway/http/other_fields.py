@@ -92,7 +92,7 @@ IN_REQUEST = _declare(
     (
         _HINT,
         (
-            *("cache_salt", "custom_labels", "metadata", "parallel_tool_calls", "prediction"),
+            *("custom_labels", "metadata", "parallel_tool_calls", "prediction"),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("return_mm_kwargs", "rid", "safety_identifier", "service_tier", "session_id"),
             *("spaces_between_special_tokens", "stream_interval", "truncation_side", "user"),

@@ -24,12 +24,21 @@ class ErrorResponse(_Response):
     error: ErrorDetail
 
 
+class PromptTokensDetails(_Response):
+    """Parts of the prompt tokens of a request."""
+
+    cached_tokens: Annotated[
+        int, Field(description="prompt tokens that were not computed, because their KV was cached")
+    ]
+
+
 class Usage(_Response):
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 FinishReason = Literal["stop", "length"]

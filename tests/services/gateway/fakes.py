@@ -43,10 +43,15 @@ class FakeStream:
         return count_tokens(request.tokens) - request.prompt_tokens
 
     async def tokens(
-        self, *ids: int, choice: int = 0, logprobs: Sequence[float] = (), top: Any = ()
+        self,
+        *ids: int,
+        choice: int = 0,
+        logprobs: Sequence[float] = (),
+        top: Any = (),
+        cached: int | None = None,
     ) -> None:
         """Send one delta with these tokens."""
-        delta = decode_pb2.StreamDelta(stream=self.start.stream)
+        delta = decode_pb2.StreamDelta(stream=self.start.stream, cached_tokens=cached)
         for at, id in enumerate(ids):
             delta.tokens.add(
                 choice=choice,

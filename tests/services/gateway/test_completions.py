@@ -98,7 +98,12 @@ async def test_choices_of_several_prompts_are_numbered_consecutively(site: Site)
         *[" blue"] * 2,
     ]
     assert [c["index"] for c in answer["choices"]] == list(range(6))
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     seeds = {stream.start.request.sampling.seed for stream in site.worker.streams}
     assert len(seeds) == 3
 

@@ -10,7 +10,7 @@ from tests.services.gateway.fakes import MODEL
 
 MODEL_INFO = ModelInfo.model_validate(MODEL | {"name": "m"})
 NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
-NOT_SAMPLING = {"max_tokens", "n", "stop", "ignore_eos", "priority"}
+NOT_SAMPLING = {"max_tokens", "n", "stop", "ignore_eos", "priority", "cache_salt"}
 """Options that workers do not need, or that other fields of the message carry."""
 
 
