@@ -122,13 +122,18 @@ def engine_of(
     stored: int = 0,
     kv_eviction: float = 0.0,
     replay: bool = False,
+    prefix_root: bytes | None = None,
     **limits: int,
 ) -> Engine:
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
     if isinstance(pages, int):
         pages = PageCount(pages, stored) if stored else model.layout.plan.each(pages)
     options = EngineOptions(
-        pages, Limits(**(bounds | limits)), kv_eviction=kv_eviction, replay=replay
+        pages,
+        Limits(**(bounds | limits)),
+        kv_eviction=kv_eviction,
+        replay=replay,
+        prefix_root=prefix_root,
     )
     return Engine(LocalExecutor(model, options))
 

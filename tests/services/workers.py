@@ -19,6 +19,7 @@ from runtime.core.request import max_logprobs
 from runtime.engine import Add, Engine, LocalExecutor, Reserved
 from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.prefix import root_hash
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.common.token_ids import pack_tokens
@@ -54,6 +55,8 @@ from tests.runtime.tiny import (
 LIMIT_S = 60.0  # seconds, for operations that take milliseconds
 CHUNK = 32  # tokens of a prefill chunk and of a segment
 SLOT_BYTES = 1 << 14
+DEFAULTS = {"codec": "raw", "slot_bytes": SLOT_BYTES, "prefix_cache": False}
+"""Settings of workers. Tests send the same prompt several times, so that there is no cache."""
 
 _numbers = itertools.count(1)
 
@@ -78,6 +81,7 @@ def load(
     kv_format: str = "dense",
     kv_eviction: float = 0.0,
     pages: int = 64,
+    prefix_cache: bool = False,
 ) -> Loaded:
     """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
@@ -85,7 +89,13 @@ def load(
     """
     compile_loops(kv_format)
     compile_codec(kv_format, codebooks)
-    return _load(codebooks=codebooks, kv_format=kv_format, kv_eviction=kv_eviction, pages=pages)
+    return _load(
+        codebooks=codebooks,
+        kv_format=kv_format,
+        kv_eviction=kv_eviction,
+        pages=pages,
+        prefix_cache=prefix_cache,
+    )
 
 
 def _load(
@@ -94,9 +104,13 @@ def _load(
     kv_format: str = "dense",
     kv_eviction: float = 0.0,
     pages: int = 64,
+    prefix_cache: bool = False,
 ) -> Loaded:
     tiny = build_model(checkpoint_for(kv_format), kv_format=kv_format)
-    engine = engine_of(tiny, pages=pages, chunk_tokens=CHUNK, kv_eviction=kv_eviction)
+    root = root_hash(kv_format) if prefix_cache else None
+    engine = engine_of(
+        tiny, pages=pages, chunk_tokens=CHUNK, kv_eviction=kv_eviction, prefix_root=root
+    )
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,
@@ -137,6 +151,7 @@ def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:
         kv_format=settings.kv_format,
         kv_eviction=settings.kv_eviction,
         pages=pages,
+        prefix_cache=settings.prefix_cache,
     )
     return with_sizes(loaded, sizes_of(loaded, settings))
 
@@ -247,9 +262,7 @@ class Site:
         ranks: Ranked | None = None,
         **changes: object,
     ) -> Prefill:
-        settings = PrefillSettings.model_validate(
-            {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
-        )
+        settings = PrefillSettings.model_validate({**DEFAULTS, "slots": 4, **changes})
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
         worker = PrefillWorker(settings, loaded, (loaded.rank.new_endpoint(agent), *others))
@@ -276,7 +289,7 @@ class Site:
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, "ping_timeout_s": 20, **changes}
+            {**DEFAULTS, "slots": 3, "ping_timeout_s": 20, **changes}
         )
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"decode-{loaded.identity.epoch}")

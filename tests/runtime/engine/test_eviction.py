@@ -56,7 +56,13 @@ def engine_of(
     stored *= model.layout.plan.encodes
     replay = bool(options.pop("replay", 0))
     return tiny_engine(
-        model, pages=pages, stored=stored, kv_eviction=share, replay=replay, **options
+        model,
+        pages=pages,
+        stored=stored,
+        kv_eviction=share,
+        replay=replay,
+        prefix_root=None,
+        **options,
     )
 
 

@@ -1,0 +1,215 @@
+"""Workers that keep prefixes: only what is missing is computed and sent, with the same tokens."""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from services.common.token_ids import pack_tokens
+from services.worker.streams import StreamSession
+from tests.runtime.tiny import prompt_of
+from tests.services.workers import (
+    LIMIT_S,
+    Decode,
+    Prefill,
+    Site,
+    message_of,
+    output_of,
+    start_stream,
+    until,
+)
+
+PAGE = 16
+ANSWER = 20
+_numbers = count(1)
+
+
+async def ask(
+    decode: Decode | Prefill,
+    prefill: Prefill | None,
+    tokens: Sequence[int],
+    *,
+    choices: int = 1,
+    answer: int = ANSWER,
+    salt: bytes = b"",
+) -> decode_pb2.StreamDelta:
+    """Return all output of a request."""
+    session = send(decode, prefill, tokens, choices=choices, answer=answer, salt=salt)
+    await until(lambda: not session.streams)
+    return output_of(session)
+
+
+def send(
+    decode: Decode | Prefill,
+    prefill: Prefill | None,
+    tokens: Sequence[int],
+    *,
+    choices: int = 1,
+    answer: int = ANSWER,
+    salt: bytes = b"",
+) -> StreamSession:
+    start = decode_pb2.StartStream(
+        stream=next(_numbers), epoch=decode.worker.identity.epoch, deadline_s=LIMIT_S
+    )
+    start.request.CopyFrom(message_of(len(tokens), answer))
+    start.request.tokens = pack_tokens(tokens)
+    start.request.choices = choices
+    start.request.cache_salt = salt
+    start.request.sampling.CopyFrom(
+        sampling_pb2.Sampling(temperature=0.9, top_p=1.0, repetition_penalty=1.0, seed=11)
+    )
+    if prefill is not None:
+        start.prefill.CopyFrom(prefill.address)
+    return start_stream(decode.worker.service, start)
+
+
+def ids_of(output: decode_pb2.StreamDelta, choice: int = 0) -> list[int]:
+    return [token.token for token in output.tokens if token.choice == choice]
+
+
+def value_of(worker: Prefill | Decode, name: str, **labels: str) -> float:
+    worker.worker.observe()
+    return worker.worker.metrics.registry.get_sample_value(f"headrace_{name}", labels) or 0.0
+
+
+async def check_idle(*workers: Prefill | Decode) -> None:
+    for each in workers:
+        engine = each.worker.engine
+        await until(lambda e=engine: e.load.pages_free == e.pages_total)  # type: ignore[misc]
+        await until(lambda w=each.worker: w.idle)  # type: ignore[misc]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("kv_format", ["dense", "int4"])
+async def test_turns_of_a_chat_transfer_what_the_decode_worker_lacks(
+    site: Site, kv_format: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of the KV that is sent and that arrives are equal, too."""
+    shared: dict[str, Any] = {"prefix_cache": True, "kv_format": kv_format, "pages": 100}
+    prefill, decode = await site.prefill(**shared), await site.decode(**shared)
+    cold = await site.decode(colocated=True, kv_format=kv_format, pages=100)
+    monkeypatch.setattr(decode.worker.service, "_has_room", lambda: has_room)
+    prompt, held, known = list(prompt_of(120)), [], []
+    for turn in range(4):
+        choices = 1 + 2 * (turn == 2)
+        found = await ask(decode, prefill, prompt, choices=choices)
+        expected = await ask(cold, None, prompt, choices=choices)
+        assert not found.HasField("error")
+        for choice in range(choices):
+            assert ids_of(found, choice) == ids_of(expected, choice)
+        known.append(found.cached_tokens)
+        held.append(value_of(decode, "kv_saved_bytes_total"))
+        prompt += [*ids_of(found), *prompt_of(15, seed=turn)]
+        await check_idle(prefill, decode)
+    pages = [p * PAGE for p in ([0, 7, 9, 11] if kv_format == "dense" else [0, 3, 5, 7])]
+    assert known == pages, "the prefill worker has the prompts, but no answers"
+    assert held[0] == 0
+    assert held == sorted(held)
+    sent = value_of(prefill, "kv_sent_tokens_total")
+    lengths = [120 + turn * (ANSWER + 15) for turn in range(4)]
+    assert value_of(decode, "kv_transfer_tokens_total") == sent < 0.7 * sum(lengths)
+
+
+async def test_second_request_sends_one_page(site: Site) -> None:
+    prefill, decode = [await start(prefix_cache=True) for start in (site.prefill, site.decode)]
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    prompt = prompt_of(100)
+    cold, warm = [await ask(decode, prefill, prompt) for _ in range(2)]
+    other = await ask(decode, prefill, prompt, salt=b"other")
+    assert ids_of(cold) == ids_of(warm) == ids_of(other)
+    assert [answer.cached_tokens for answer in (cold, warm, other)] == [0, 96, 0]
+    await until(lambda: value_of(prefill, "kv_sent_tokens_total") == 204)
+    page_bytes = sum(decode.worker.page_bytes.values())
+    assert value_of(decode, "kv_saved_bytes_total") == 6 * page_bytes
+    await check_idle(prefill, decode)
+
+
+@pytest.mark.parametrize("asked", [32, 96])
+async def test_prefill_worker_sends_pages_that_it_has_and_the_decode_worker_lacks(
+    site: Site, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another decode worker has asked for the prompt before; this one has a part of it."""
+    prefill = await site.prefill(prefix_cache=True)
+    first, second = [await site.decode(prefix_cache=True) for _ in range(2)]
+    prompt = prompt_of(100)
+    expected = await ask(first, prefill, prompt)
+    await ask(second, prefill, prompt[: asked + 1])
+    found = await ask(second, prefill, prompt)
+    assert ids_of(found) == ids_of(expected)
+    assert found.cached_tokens == 96
+    await until(lambda: value_of(second, "kv_transfer_tokens_total") == 1 + asked + 100 - asked)
+    await check_idle(prefill, first, second)
+
+
+async def test_prefill_worker_computes_what_only_the_decode_worker_has(site: Site) -> None:
+    decode = await site.decode(prefix_cache=True)
+    first, second = [await site.prefill(prefix_cache=True) for _ in range(2)]
+    prompt = prompt_of(100)
+    expected = await ask(decode, first, prompt)
+    found = await ask(decode, second, prompt)
+    assert ids_of(found) == ids_of(expected)
+    assert found.cached_tokens == 0
+    assert value_of(second, "kv_sent_tokens_total") == 4
+    await check_idle(first, second, decode)
+
+
+async def test_pages_that_are_evicted_before_the_reservation_are_fetched(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An early fetch asks for the pages that it lacks, and again when others are evicted."""
+    prefill, decode = await site.prefill(), await site.decode(prefix_cache=True)
+    prompt = prompt_of(100)
+    expected = await ask(decode, prefill, prompt)
+    engine = decode.worker.engine
+    hint = engine.cached_tokens
+
+    def evict_after(request):  # type: ignore[no-untyped-def]
+        found = hint(request)
+        pool = decode.loaded.engine.scheduler.pages.pools[0]
+        for page in range(pool.total):
+            pool.forget(page)
+        return found
+
+    monkeypatch.setattr(engine, "cached_tokens", evict_after)
+    found = await ask(decode, prefill, prompt)
+    assert ids_of(found) == ids_of(expected)
+    assert value_of(decode, "worker_prefills_given_back_total") == 1
+    assert value_of(decode, "kv_transfer_tokens_total") == 200
+    await check_idle(prefill, decode)
+
+
+async def test_pages_that_fail_verification_are_not_kept(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await site.prefill(prefix_cache=True), await site.decode(prefix_cache=True)
+    prompt = prompt_of(100)
+    endpoint = decode.worker.endpoints[0]
+    decode_batch = endpoint._decode
+
+    def damage(decoder, payloads):  # type: ignore[no-untyped-def]
+        decode.slab.buffer[payloads[-1].offset + payloads[-1].length - 1] ^= 1
+        return decode_batch(decoder, payloads)
+
+    monkeypatch.setattr(endpoint, "_decode", damage)
+    found = await ask(decode, prefill, prompt)
+    assert found.error.code == error_pb2.ERROR_CODE_INTEGRITY
+    await check_idle(prefill, decode)
+    assert decode.loaded.engine.scheduler.pages.pools[0].cached == 0
+    monkeypatch.setattr(endpoint, "_decode", decode_batch)
+    again = await ask(decode, prefill, prompt)
+    assert not again.HasField("error")
+    assert again.cached_tokens == 96, "the prefill worker's own pages are sound"
+    assert value_of(decode, "kv_saved_bytes_total") == 0
+
+
+async def test_colocated_worker_reports_cached_tokens(site: Site) -> None:
+    worker = await site.decode(colocated=True, prefix_cache=True)
+    prompt = list(prompt_of(100))
+    cold = await ask(worker, None, prompt, choices=3)
+    warm = await ask(worker, None, [*prompt, *ids_of(cold, 2), 5], choices=3)
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 112)
+    await check_idle(worker)
