@@ -12,7 +12,7 @@ evicted neither reuse pages nor are found, because an eviction moves tokens betw
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
@@ -50,28 +50,46 @@ class ComputedPages:
     completes: bool
 
 
+@dataclass(frozen=True)
+class PrefixCounts:
+    """Use of the cached pages of an engine since its start.
+
+    Attributes:
+        queried_tokens: tokens of the prompts for which cached pages were searched.
+        reused_tokens: tokens of these whose pages were reused.
+        evicted: cached pages of each group that were evicted.
+        cached: free pages of each group whose content can be found now.
+    """
+
+    queried_tokens: int = 0
+    reused_tokens: int = 0
+    evicted: PageCount = field(default_factory=PageCount)
+    cached: PageCount = field(default_factory=PageCount)
+
+
 class Prefixes:
     """Finds the pages of prompts in the pools, and records the content of pages.
 
     Args:
         pools: pool of each page group.
         root: see `EngineOptions.prefix_root`.
-
-    Attributes:
-        queried_tokens: number of tokens of the prompts for which cached pages were searched.
-        reused_tokens: number of these tokens whose pages were reused.
     """
 
     def __init__(self, plan: PagePlan, pools: Sequence[PagePool], root: bytes | None) -> None:
         self._plan = plan
         self._pools = pools
         self._root = root
-        self.queried_tokens = self.reused_tokens = 0
+        self._queried_tokens = self._reused_tokens = 0
 
     @property
-    def evicted_pages(self) -> PageCount:
-        """Number of cached pages of each group that were evicted so far."""
-        return PageCount(*(pool.evicted for pool in self._pools))
+    def counts(self) -> PrefixCounts:
+        """Use of the cached pages so far."""
+        return PrefixCounts(
+            self._queried_tokens,
+            self._reused_tokens,
+            PageCount(*(pool.evicted for pool in self._pools)),
+            PageCount(*(pool.cached for pool in self._pools)),
+        )
 
     def start(self, group: SequenceGroup) -> None:
         """Let a new group use cached pages, unless its tokens are evicted.
@@ -103,8 +121,8 @@ class Prefixes:
         for pool, table in zip(self._pools, tables, strict=True):
             pool.share(page for _, page in table)
         if group.sequences[0].hashes is not None:
-            self.queried_tokens += len(group.tokens)
-            self.reused_tokens += pages * self._plan.page_size
+            self._queried_tokens += len(group.tokens)
+            self._reused_tokens += pages * self._plan.page_size
         return Prefix(pages, tables)
 
     def computed(self, chunk: Chunk) -> ComputedPages:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
@@ -17,6 +17,7 @@ import torch
 from runtime.core.plan import StepSize
 from runtime.core.request import Request
 from runtime.engine import Command, Engine, StepOutput
+from runtime.engine.prefixes import PrefixCounts
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.pace import MeasuredStep, PaceMeter
 from services.common.placement import StepPace
@@ -55,6 +56,7 @@ class EngineLoad:
         waiting: sequences that wait for pages or a place in the batch.
         steps: steps since the start.
         busy_s: total time of these steps in seconds, without idle time.
+        prefixes: use of cached pages since the start.
     """
 
     commands: int
@@ -66,6 +68,7 @@ class EngineLoad:
     waiting: int
     steps: int
     busy_s: float
+    prefixes: PrefixCounts = field(default_factory=PrefixCounts)
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,7 @@ class EngineThread:
             waiting=engine.scheduler.num_waiting,
             steps=self._steps,
             busy_s=self._busy_s,
+            prefixes=engine.scheduler.pages.prefixes.counts,
         )
 
     def _run(self) -> None:

@@ -22,11 +22,13 @@ from runtime.engine import (
     LocalExecutor,
     Reserve,
 )
+from runtime.engine.prefixes import PrefixCounts
 from runtime.errors import NotFinite
 from runtime.kv.cache import PagedCache
 from runtime.kv.names import COMPRESSED, DENSE, LOWRANK
 from runtime.models.build import build_model
 from runtime.models.model import Model
+from runtime.pages.count import PageCount
 from runtime.pages.prefix import root_hash
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import FakeExecutor, FakeStep
@@ -92,8 +94,8 @@ def test_a_second_request_computes_only_the_rest_of_its_prompt(model: Model) -> 
     assert sum(chunk.num_tokens for step in warm.steps for chunk in step.computed) == 100
     assert len(warm.steps) < len(cold.steps)
     assert warm.output("warm") == cold.output("cold")
-    prefixes = engine.scheduler.pages.prefixes
-    assert (prefixes.queried_tokens, prefixes.reused_tokens) == (200, 96)
+    counts = engine.scheduler.pages.prefixes.counts
+    assert counts == PrefixCounts(200, 96, evicted=PageCount(0), cached=PageCount(6))
     assert all_free(engine)
 
 

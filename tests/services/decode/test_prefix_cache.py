@@ -213,3 +213,13 @@ async def test_colocated_worker_reports_cached_tokens(site: Site) -> None:
     warm = await ask(worker, None, [*prompt, *ids_of(cold, 2), 5], choices=3)
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 112)
     await check_idle(worker)
+
+
+async def test_metrics_of_the_cache(site: Site) -> None:
+    worker = await site.decode(colocated=True, prefix_cache=True, pages=10)
+    for seed in (0, 0, 1, 2):
+        await ask(worker, None, prompt_of(100, seed), answer=4)
+    assert value_of(worker, "prefix_cache_queries_total") == 400
+    assert value_of(worker, "prefix_cache_hits_total") == 96
+    assert value_of(worker, "prefix_cache_evictions_total", group="kv") == 9
+    assert value_of(worker, "kv_pages_cached", group="kv") == 9
