@@ -127,8 +127,8 @@ class SequencePages:
             else:
                 ranges = (self.plan.prompt(tokens, at, first.evicts),)
             table = [FREED] * ranges[-1].stop
-            for index, page in prefix.tables[at]:
-                table[index] = page
+            for indices, shared in prefix.tables[at]:
+                table[indices.start : indices.stop] = shared
             for pages in ranges:
                 start, stop = max(pages.start, prefix.pages), max(pages.stop, prefix.pages)
                 table[start:stop] = pool.allocate(stop - start)

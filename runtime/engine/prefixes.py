@@ -11,7 +11,7 @@ Only full pages are shared, so no sequence writes to a page of another one. Prom
 evicted neither reuse pages nor are found, because an eviction moves tokens between pages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runtime.core.plan import Chunk
@@ -27,11 +27,11 @@ class Prefix:
 
     Attributes:
         pages: number of full pages whose KV need not be computed or sent.
-        tables: for each page group, pairs of index in the sequence and page id.
+        tables: for each page group, pairs of indices in the sequence and the ids of these pages.
     """
 
     pages: int
-    tables: tuple[list[tuple[int, int]], ...]
+    tables: tuple[list[tuple[range, list[int]]], ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Prefixes:
         tables = self._tables(group, self._find(group))
         return PageCount(
             *(
-                pool.in_use(page for _, page in table)
+                sum(pool.in_use(pages) for _, pages in table)
                 for pool, table in zip(self._pools, tables, strict=True)
             )
         )
@@ -119,7 +119,8 @@ class Prefixes:
         pages = self._find(group)
         tables = self._tables(group, pages)
         for pool, table in zip(self._pools, tables, strict=True):
-            pool.share(page for _, page in table)
+            for _, shared in table:
+                pool.share(shared)
         if group.sequences[0].hashes is not None:
             self._queried_tokens += len(group.tokens)
             self._reused_tokens += pages * self._plan.page_size
@@ -179,9 +180,10 @@ class Prefixes:
         if sequence.hashes is None:
             return
         for pool, table in zip(self._pools, tables, strict=True):
-            for index, page in enumerate(table, first):
+            contents = sequence.hashes.of(sequence.tokens, range(first, first + len(table)))
+            for page, content in zip(table, contents, strict=True):
                 if page != FREED:
-                    pool.keep(page, sequence.hashes.of(sequence.tokens, index))
+                    pool.keep(page, content)
 
     def _start_others(self, first: SequenceState, others: Sequence[SequenceState]) -> None:
         """Let the pages of the other choices be found, once they differ from the first one's."""
@@ -200,17 +202,19 @@ class Prefixes:
             found = min(found, self._plan.full(group.may_reuse))
         return found
 
-    def _tables(self, group: SequenceGroup, pages: int) -> tuple[list[tuple[int, int]], ...]:
-        """Return the index and the id of each page of a cached prefix, for each page group."""
-        return tuple(list(self._entries(group, pages, at)) for at in range(len(self._pools)))
-
-    def _entries(self, group: SequenceGroup, pages: int, at: int) -> Iterator[tuple[int, int]]:
+    def _tables(
+        self, group: SequenceGroup, pages: int
+    ) -> tuple[list[tuple[range, list[int]]], ...]:
+        """Return the pages of a cached prefix, as in `Prefix`."""
         hashes = group.sequences[0].hashes
         if not pages or hashes is None:
-            return
-        received = group.purpose is Purpose.RECEIVE
-        for held in self._plan.reused(pages, at, len(group.tokens), received=received):
-            for index in held:
-                page = self._pools[at].find(hashes.of(group.tokens, index))
-                assert page is not None
-                yield index, page
+            return tuple([] for _ in self._pools)
+        received, tokens = group.purpose is Purpose.RECEIVE, group.tokens
+        return tuple(
+            [
+                (held, pool.find(hashes.of(tokens, held)))
+                for held in self._plan.reused(pages, at, len(tokens), received=received)
+                if held
+            ]
+            for at, pool in enumerate(self._pools)
+        )

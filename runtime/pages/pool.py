@@ -15,8 +15,8 @@ class PagePool:
     became free, starting with page 0. Then cached pages are *evicted*, those whose last reference
     was removed first before others. Allocation is deterministic.
 
-    `find` may be called on any thread, because it is one look-up in a dict. Its result is a hint
-    there: the page may be evicted at any time.
+    `find` may be called on any thread, because it only looks up keys in a dict. Its result is a
+    hint there: the pages may be evicted at any time.
 
     Attributes:
         total: number of pages.
@@ -115,9 +115,15 @@ class PagePool:
         if self._pages.setdefault(content, page) == page:
             self._hashes[page] = content
 
-    def find(self, content: bytes) -> int | None:
-        """Return the page with this content, or None."""
-        return self._pages.get(content)
+    def find(self, contents: Sequence[bytes]) -> list[int]:
+        """Return the pages with these contents, up to the first content that no page has."""
+        found = []
+        for content in contents:
+            page = self._pages.get(content)
+            if page is None:
+                break
+            found.append(page)
+        return found
 
     def forget(self, page: int) -> None:
         """Drop the content of a page, which is then not found any more. Idempotent."""

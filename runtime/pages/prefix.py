@@ -16,6 +16,9 @@ from runtime.pages.plan import PagePlan
 from runtime.pages.pool import PagePool
 
 _HASH_BYTES = 32
+_TOKEN_BYTES = array("I").itemsize
+_MAX_BLOCK = 64
+"""Maximum number of pages that are hashed before they are looked up."""
 
 
 def root_hash(*facts: str | bytes) -> bytes:
@@ -48,21 +51,24 @@ class PageHashes:
         copied._hashes = self._hashes.copy()
         return copied
 
-    def of(self, tokens: Sequence[int], page: int) -> bytes:
-        """Return the hash of a page of the sequence.
+    def of(self, tokens: Sequence[int], pages: range) -> list[bytes]:
+        """Return the hashes of full pages of the sequence.
 
         Args:
-            tokens: tokens of the sequence, at least those of the page and of all pages before it.
-                They must be the same in all calls.
-            page: index of the page in the sequence.
+            tokens: tokens of the sequence, at least those of the pages and of all pages before
+                them. They must be the same in all calls.
+            pages: indices of the pages in the sequence.
         """
         hashes, size = self._hashes, self._page_size
-        while len(hashes) <= page:
-            first = len(hashes) * size
-            content = array("I", tokens[first : first + size]).tobytes()
+        if len(hashes) < pages.stop:
+            first, hash_bytes = len(hashes) * size, _TOKEN_BYTES * size
+            content = array("I", tokens[first : pages.stop * size]).tobytes()
             before = hashes[-1] if hashes else self._root
-            hashes.append(blake2b(before + content, digest_size=_HASH_BYTES).digest())
-        return hashes[page]
+            for at in range(0, len(content), hash_bytes):
+                page = before + content[at : at + hash_bytes]
+                before = blake2b(page, digest_size=_HASH_BYTES).digest()
+                hashes.append(before)
+        return hashes[pages.start : pages.stop]
 
 
 def cached_pages(
@@ -76,8 +82,8 @@ def cached_pages(
     """Return the length in pages of the longest prefix of a prompt whose pages are in the pools.
 
     `PagePlan.reused` says which pages of each group it needs. At least one token of the prompt is
-    not part of the prefix, because its logits are needed. Pages after the first one that is missing
-    are not hashed, unless all groups are sliding windows.
+    not part of the prefix, because its logits are needed. Few pages after the first one that is
+    missing are hashed, unless all groups are sliding windows.
 
     Args:
         pools: pool of each page group.
@@ -85,21 +91,36 @@ def cached_pages(
         received: whether another worker sends the rest of the KV.
     """
     groups = range(len(pools))
-    limit = plan.full(len(tokens) - 1)
-    windows = [at for at in groups if plan.slides(at) and not received]
+    limit = max(0, plan.full(len(tokens) - 1))
+    windows = {at: pools[at] for at in groups if plan.slides(at) and not received}
     needed = [
         (pools[at], pages)
         for at in groups
         if at not in windows
         for pages in plan.reused(limit, at, len(tokens), received=received)
     ]
-    found = 0
+    found, count = 0, 1
     while found < limit:
-        content = hashes.of(tokens, found)
-        if any(found in pages and pool.find(content) is None for pool, pages in needed):
+        block = range(found, min(found + count, limit))
+        found = min(
+            (_first_missing(pool, pages, hashes, tokens, block) for pool, pages in needed),
+            default=block.stop,
+        )
+        if found < block.stop:
             break
-        found += 1
-    return _with_windows(plan, {at: pools[at] for at in windows}, hashes, tokens, found)
+        count = min(2 * count, _MAX_BLOCK)
+    return _with_windows(plan, windows, hashes, tokens, found)
+
+
+def _first_missing(
+    pool: PagePool, pages: range, hashes: PageHashes, tokens: Sequence[int], block: range
+) -> int:
+    """Return the first page of a block that is among ``pages`` and not in the pool, or its end."""
+    looked_up = range(max(pages.start, block.start), min(pages.stop, block.stop))
+    if not looked_up:
+        return block.stop
+    found = pool.find(hashes.of(tokens, looked_up))
+    return block.stop if len(found) == len(looked_up) else looked_up.start + len(found)
 
 
 def _with_windows(
@@ -114,17 +135,26 @@ def _with_windows(
     Args:
         windows: pools of the groups that are sliding windows.
     """
-    checked = dict.fromkeys(windows, False)
-    while pages and not all(checked.values()):
+    shorter = pages + 1
+    while pages < shorter:
+        shorter = pages
         for at, pool in windows.items():
-            [*_, window] = plan.reused(pages, at, len(tokens), received=False)
-            missing = next(
-                (page for page in reversed(window) if pool.find(hashes.of(tokens, page)) is None),
-                None,
-            )
-            checked[at] = missing is None
-            if missing is not None:
-                pages = missing
-                checked = dict.fromkeys(windows, False)
-                break
+            while missing := _last_missing(plan, at, pool, hashes, tokens, pages):
+                pages = missing - 1
     return pages
+
+
+def _last_missing(
+    plan: PagePlan,
+    at: int,
+    pool: PagePool,
+    hashes: PageHashes,
+    tokens: Sequence[int],
+    pages: int,
+) -> int:
+    """Return the number of pages up to the last one that a window lacks; 0 if it has all."""
+    [*_, window] = plan.reused(pages, at, len(tokens))
+    for page in reversed(window):
+        if not pool.find(hashes.of(tokens, range(page, page + 1))):
+            return page + 1
+    return 0

@@ -21,7 +21,7 @@ ROOT = root_hash("model")
 
 def hashes_of(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
     hashes = PageHashes(root, PAGE)
-    return [hashes.of(tokens, page) for page in range(len(tokens) // PAGE)]
+    return hashes.of(tokens, range(len(tokens) // PAGE))
 
 
 def test_a_hash_covers_all_earlier_tokens_and_the_root() -> None:
@@ -39,22 +39,22 @@ def test_borders_of_facts_change_the_root() -> None:
 
 def test_hashes_are_computed_once_and_only_as_far_as_needed() -> None:
     class Tokens(list[int]):
-        reads = 0
+        read = 0
 
         def __getitem__(self, key):  # type: ignore[no-untyped-def]
-            Tokens.reads += 1
-            return super().__getitem__(key)
+            found = super().__getitem__(key)
+            Tokens.read += len(found)
+            return found
 
     tokens, hashes = Tokens(range(400)), PageHashes(ROOT, PAGE)
-    first = hashes.of(tokens, 9)
-    assert Tokens.reads == 10
-    assert hashes.copy().of(tokens, 9) == hashes.of(tokens, 9) == first
-    assert Tokens.reads == 10
-    assert (
-        cached_pages(PagePlan(PAGE), [PagePool(4)], PageHashes(ROOT, PAGE), tokens, received=False)
-        == 0
-    )
-    assert Tokens.reads == 11
+    first = hashes.of(tokens, range(8, 10))
+    assert Tokens.read == 10 * PAGE
+    assert hashes.copy().of(tokens, range(8, 10)) == hashes.of(tokens, range(8, 10)) == first
+    assert Tokens.read == 10 * PAGE
+    pool = PagePool(4)
+    assert cached_pages(PagePlan(PAGE), [pool], hashes.copy(), tokens, received=False) == 0
+    found = cached_pages(PagePlan(PAGE), [pool], PageHashes(ROOT, PAGE), tokens, received=False)
+    assert (found, Tokens.read) == (0, 11 * PAGE)
 
 
 def fill(pool: PagePool, tokens: list[int], pages: range, root: bytes = ROOT) -> list[int]:
@@ -229,7 +229,7 @@ def play(pool: PagePool, rng: random.Random, operations: int) -> None:
         assert pool.free == len(model.freed)
         assert pool.cached == sum(page in model.content for page in model.freed)
         content = bytes([rng.randrange(40)])
-        assert pool.find(content) == model.find(content)
+        assert pool.find([content]) == [page for page in (model.find(content),) if page is not None]
 
 
 @settings(max_examples=100, deadline=None)
@@ -295,12 +295,12 @@ def test_pages_are_evicted_before_the_pages_that_precede_them() -> None:
         tokens = [rng.randrange(2) for _ in range(PAGE * 6 + 1)]
         hashes = PageHashes(ROOT, PAGE)
         found = cached_pages(plan, [pool], hashes, tokens, received=False)
-        table = [page for page in map(pool.find, hashes_of(tokens)[:found]) if page is not None]
+        table = pool.find(hashes.of(tokens, range(found)))
         pool.share(table)
         table += pool.allocate(6 - found)
-        for index, page in enumerate(table):
-            pool.keep(page, hashes.of(tokens, index))
+        for page, content in zip(table, hashes.of(tokens, range(6)), strict=True):
+            pool.keep(page, content)
         pool.release(table)
         assert len(pool._pages) <= pool.total
-        present = [pool.find(content) is not None for content in hashes_of(tokens)]
+        present = [bool(pool.find([content])) for content in hashes_of(tokens)]
         assert present == sorted(present, reverse=True)
