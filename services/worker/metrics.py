@@ -39,22 +39,7 @@ class WorkerMetrics:
         self.cache_usage = make.gauge(
             "kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", "group"
         )
-        self.pages_cached = make.gauge(
-            "kv_pages_cached",
-            "KV pages that are free, and whose content later prompts can reuse.",
-            "group",
-        )
-        self.queried_tokens = make.counter(
-            "prefix_cache_queries", "Tokens of the prompts that were searched in the cache."
-        )
-        self.reused_tokens = make.counter(
-            "prefix_cache_hits",
-            "Tokens of these prompts whose KV was in the cache: a prefill worker does not compute "
-            "them, a decode worker does not fetch them.",
-        )
-        self.evicted_pages = make.counter(
-            "prefix_cache_evictions", "Cached KV pages that were evicted to be reused.", "group"
-        )
+        self.prefixes = PrefixMetrics(make)
         self.prompt_tokens = make.counter(
             "worker_prompt_tokens", "Prompt tokens of the streams that this worker accepted."
         )
@@ -86,7 +71,6 @@ class WorkerMetrics:
             "Always 1; the labels name the worker, its model, its KV format and its kernels.",
             *("worker", "model", "kv_format", "matmul", "attention", "kernel_plan"),
         )
-        self._prefixes = PrefixCounts()
         self._steps = 0
         self._busy_s = 0.0
 
@@ -101,7 +85,7 @@ class WorkerMetrics:
             self.pages_total.labels(group).set(pages)
             self.pages_free.labels(group).set(free[group])
             self.cache_usage.labels(group).set(1 - free[group] / pages)
-        self._observe_prefixes(engine.page_plan, load.prefixes)
+        self.prefixes.observe(engine.page_plan, load.prefixes)
         self.steps.inc(load.steps - self._steps)
         self.busy_seconds.inc(load.busy_s - self._busy_s)
         self._steps = load.steps
@@ -113,15 +97,38 @@ class WorkerMetrics:
             while durations:
                 histogram.observe(durations.popleft())
 
-    def _observe_prefixes(self, plan: PagePlan, counts: PrefixCounts) -> None:
-        """Advance the counters of the prefix cache."""
-        before, self._prefixes = self._prefixes, counts
-        self.queried_tokens.inc(counts.queried_tokens - before.queried_tokens)
-        self.reused_tokens.inc(counts.reused_tokens - before.reused_tokens)
+
+class PrefixMetrics:
+    """Metrics of the prefix cache."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self._cached = make.gauge(
+            "kv_pages_cached",
+            "KV pages that are free, and whose content later prompts can reuse.",
+            "group",
+        )
+        self._queried = make.counter(
+            "prefix_cache_queries", "Tokens of the prompts that were searched in the cache."
+        )
+        self._reused = make.counter(
+            "prefix_cache_hits",
+            "Tokens of these prompts whose KV was in the cache: a prefill worker does not compute "
+            "them, a decode worker does not fetch them.",
+        )
+        self._evicted = make.counter(
+            "prefix_cache_evictions", "Cached KV pages that were evicted to be reused.", "group"
+        )
+        self._before = PrefixCounts()
+
+    def observe(self, plan: PagePlan, counts: PrefixCounts) -> None:
+        """Advance the counters to the counts of an engine."""
+        before, self._before = self._before, counts
+        self._queried.inc(counts.queried_tokens - before.queried_tokens)
+        self._reused.inc(counts.reused_tokens - before.reused_tokens)
         for group, pages in plan.by_name(counts.evicted.minus(before.evicted)).items():
-            self.evicted_pages.labels(group).inc(pages)
+            self._evicted.labels(group).inc(pages)
         for group, pages in plan.by_name(counts.cached).items():
-            self.pages_cached.labels(group).set(pages)
+            self._cached.labels(group).set(pages)
 
 
 class RankMetrics:
