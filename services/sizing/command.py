@@ -50,6 +50,9 @@ def size(
             "except with folders of runs as figures"
         ),
     ] = None,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="tokens that all prompts start with, cached on all workers")
+    ] = 0,
     spare: Annotated[int, typer.Option(min=0, help="spare workers to add for each role")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
@@ -66,6 +69,7 @@ def size(
             utilization=utilization,
             kv_format=kv_format,
             link_bits_per_s=None if link is None else _bits_per_s(link),
+            shared_prefix=shared_prefix,
         )
         result = plan(load, measured)
     except SettingsError as error:
@@ -121,6 +125,7 @@ def _print_table(load: Load, figures: Figures, result: Plan, spare: int) -> None
     console.print(
         f"{load.rate:g} requests/s, prompts {load.prompt.spec} (mean {load.prompt.mean:,.0f}), "
         f"answers {load.answer.spec} (mean {load.answer.mean:,.0f})"
+        + (f", {load.shared_prefix:,} prompt tokens cached" if load.shared_prefix else "")
     )
     console.print(f"figures: {figures.name}", markup=False)
     expected = f"expected with {prefill.workers} + {decode.workers}"

@@ -85,10 +85,14 @@ class KVFigures(_Part):
         pages, length = self._pages(kv_format), math.ceil(tokens)
         return sequence_bytes(pages, length) - (length - tokens) * token_bytes(pages)
 
+    def token_bytes(self, kv_format: str) -> float:
+        """Return the bytes of one token of a long sequence, outside of its window."""
+        return token_bytes(self._pages(kv_format))
+
     def read_s_per_token(self, kv_format: str) -> float:
         """Return the seconds that attention takes to read the KV of one token; 0 if unknown."""
         rate = self.read_bytes_per_s.get(kv_format)
-        return 0.0 if rate is None else token_bytes(self._pages(kv_format)) / rate
+        return 0.0 if rate is None else self.token_bytes(kv_format) / rate
 
     def _pages(self, kv_format: str) -> PageBytes:
         plan = self.page_plans[kv_format]

@@ -15,8 +15,13 @@ The mean of b is limited twice: by the utilization times b_max, and by the mean 
 distribution whose quantile is b_max. By Little's law, a worker completes b / (E[g] t(b, c))
 requests per second.
 
-**KV transfers.** The KV of every prompt moves once: λ E[bytes(n)] per second, without compression
-by a codec. Each worker has one link, whose utilization does not exceed its limit.
+**Shared prefix.** Of each prompt, ``shared_prefix`` tokens are cached on all workers: full pages,
+and not the last token. A worker needs S(n) - S(s) for n tokens of which s are cached. A decode
+worker holds the shared pages once.
+
+**KV transfers.** The KV of every prompt, without that of cached tokens, moves once: λ E[bytes(n)]
+per second, without compression by a codec. Each worker has one link, whose utilization does not
+exceed its limit.
 """
 
 import math
@@ -47,6 +52,7 @@ class Load:
             number of sequences in decode.
         utilization: upper limit on the mean utilization of workers and links.
         kv_format: how decode workers store KV.
+        shared_prefix: tokens with which all prompts start, and whose KV is cached on all workers.
         link_bits_per_s: bandwidth of one worker for KV transfers, in one direction; infinite if
             they are no limit; None if it is unknown, which only figures without KV sizes allow.
     """
@@ -60,6 +66,11 @@ class Load:
     utilization: float = 0.75
     kv_format: str = DENSE
     link_bits_per_s: float | None = None
+    shared_prefix: int = 0
+
+    def cached(self, tokens: float) -> float:
+        """Return how many tokens of a prompt of this length are cached."""
+        return max(0, min(self.shared_prefix, int(tokens) - 1)) // PAGE_SIZE * PAGE_SIZE
 
     @property
     def context(self) -> float:
@@ -164,9 +175,9 @@ def plan(load: Load, figures: Figures) -> Plan:
 
 def _prefill(load: Load, figures: Figures, links: int) -> Prefill:
     overhead = figures.overhead_s
-    service = [figures.first_token_s(tokens) - overhead for tokens in load.prompt.points]
+    service = [_first_token_s(load, figures, n) - overhead for n in load.prompt.points]
     longest = load.prompt.quantile(load.share)
-    alone_s = figures.first_token_s(longest)
+    alone_s = _first_token_s(load, figures, longest)
     if alone_s > load.ttft_s:
         raise SettingsError(
             f"a prompt of {longest:,.0f} tokens takes {alone_s:.3g} s on an idle worker, the "
@@ -187,6 +198,13 @@ def _prefill(load: Load, figures: Figures, links: int) -> Prefill:
                 workers, limit, found.utilization, found.probability * found.mean, ttft_s
             )
     raise _too_many()
+
+
+def _first_token_s(load: Load, figures: Figures, tokens: float) -> float:
+    """Return the time to the first token on an idle worker with the cached prefix, seconds."""
+    cached = load.cached(tokens)
+    saved_s = figures.first_token_s(cached) - figures.overhead_s if cached else 0.0
+    return figures.first_token_s(tokens) - saved_s
 
 
 def _decode(load: Load, figures: Figures, links: int) -> Decode:
@@ -211,7 +229,8 @@ def _decode(load: Load, figures: Figures, links: int) -> Decode:
         low, high = (middle, high) if rate_of(middle) < load.rate / workers else (low, middle)
     usage = None
     if figures.kv is not None:
-        usage = high * _sequence_bytes(load, figures) / figures.kv.bytes
+        shared = _shared_bytes(load, figures)
+        usage = (shared + high * (_sequence_bytes(load, figures) - shared)) / figures.kv.bytes
     tpot_s = figures.token_s(high, load.context, load.kv_format)
     return Decode(workers, limit, most, high, tpot_s, usage)
 
@@ -220,7 +239,9 @@ def _max_sequences(load: Load, figures: Figures) -> tuple[int, str]:
     """Return the maximum sequences of a decode worker, and the name of the limit that applies."""
     limits = {"max_running": figures.max_running}
     if figures.kv is not None:
-        limits["kv"] = int(figures.kv.bytes / _sequence_bytes(load, figures))
+        shared = _shared_bytes(load, figures)
+        own = _sequence_bytes(load, figures) - shared
+        limits["kv"] = int((figures.kv.bytes - shared) / own)
         if limits["kv"] < 1:
             raise SettingsError(f"a decode worker has no memory for {load.context:,.0f} tokens")
     fitting = min(limits.values())
@@ -248,10 +269,21 @@ def _sequence_bytes(load: Load, figures: Figures) -> float:
     return figures.kv.size(load.kv_format, load.context + PAGE_SIZE / 2)
 
 
-def _prompt_bits(load: Load, figures: Figures) -> float:
-    """Bits of the KV of a prompt, on average."""
+def _shared_bytes(load: Load, figures: Figures) -> float:
+    """Bytes of the cached prefix of a prompt of mean length, which a decode worker holds once."""
     assert figures.kv is not None
-    return 8 * fmean(figures.kv.size(load.kv_format, tokens) for tokens in load.prompt.points)
+    return load.cached(load.prompt.mean) * figures.kv.token_bytes(load.kv_format)
+
+
+def _prompt_bits(load: Load, figures: Figures) -> float:
+    """Bits of the KV of a prompt that is transferred, on average."""
+    kv = figures.kv
+    assert kv is not None
+    cached = kv.token_bytes(load.kv_format)
+    return 8 * fmean(
+        kv.size(load.kv_format, tokens) - load.cached(tokens) * cached
+        for tokens in load.prompt.points
+    )
 
 
 def _links(load: Load, figures: Figures) -> int:

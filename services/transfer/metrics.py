@@ -41,12 +41,14 @@ class TransferMetrics:
         self._sent_bytes = _byte_counter(make, "kv_sent_bytes", "encoded to send")
         self.sent_tokens = make.counter(
             "kv_sent_tokens",
-            "Tokens of sequences whose KV was read completely, including evicted tokens.",
+            "Tokens of sequences whose KV was read completely, including evicted tokens, without "
+            "those that the decode worker had.",
         )
         self._bytes = _byte_counter(make, "kv_transfer_bytes", "received")
         self.received_tokens = make.counter(
             "kv_transfer_tokens",
-            "Tokens of sequences whose KV arrived completely, including evicted tokens.",
+            "Tokens of sequences whose KV arrived completely, including evicted tokens, without "
+            "those that this worker had.",
         )
         self.saved_bytes = make.counter(
             "kv_saved_bytes",

@@ -333,3 +333,35 @@ def test_estimate_is_below_the_measured_capacity(answer: int, measured: float) -
     over, within = (plan(replace(load, rate=part * measured), llama) for part in (1.0, 0.85))
     assert over.prefill.workers + over.decode.workers == 3
     assert (within.prefill.workers, within.decode.workers) == (1, 1)
+
+
+def test_cached_tokens_are_neither_computed_nor_transferred_nor_held_twice() -> None:
+    """800 of 1,000 tokens are cached: 20 ms of 100 ms remain, and a fifth of the KV."""
+    cold, warm = (
+        plan(replace(LOAD, shared_prefix=shared, link_bits_per_s=1e9), FIGURES)
+        for shared in (0, 800)
+    )
+    assert warm.prefill.utilization * warm.prefill.workers == pytest.approx(5 * 0.02)
+    assert cold.prefill.utilization * cold.prefill.workers == pytest.approx(5 * 0.1)
+    assert warm.transfers is not None
+    assert cold.transfers is not None
+    # A prompt has 63 pages, of which 50 are cached.
+    ratio = warm.transfers.bits_per_s / cold.transfers.bits_per_s
+    assert ratio == pytest.approx(13 / 63, abs=0.01)
+    assert warm.decode.kv_usage is not None
+    assert cold.decode.kv_usage is not None
+    assert warm.decode.kv_usage < cold.decode.kv_usage
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (16, 0), (17, 16), (50, 32), (5000, 32)])
+def test_full_pages_are_cached_and_one_token_is_computed(tokens: int, cached: int) -> None:
+    assert replace(LOAD, shared_prefix=40).cached(tokens) == cached
+
+
+def test_a_shared_prefix_of_the_pool_leaves_room_for_more_sequences() -> None:
+    """Pool of 1,000,000 tokens; contexts of 1,100 tokens and half a page, 992 of them cached."""
+    load = replace(LOAD, shared_prefix=1000, tpot_s=10, link_bits_per_s=math.inf)
+    figures = Figures.model_validate(SIMPLE | {"max_running": 100_000})
+    found = plan(load, figures)
+    assert found.decode.limit == "kv"
+    assert found.decode.max_sequences == int((1_000_000 - 992) / (1108 - 992))
