@@ -102,7 +102,7 @@ class Generator:
                             if not text.done:  # else the whole stream is closed
                                 _cancel_stopped(stream, deltas, progress)
                             if deltas:
-                                deltas[0].cached_tokens = progress.newly_cached()
+                                _report_cached(deltas[0], progress, timeline)
                                 yield deltas
                         routed.outcome = Outcome.OK
                     except WorkerFailure as failure:
@@ -195,6 +195,12 @@ def _assemble(
     if received[-1].HasField("stages"):
         timeline.record_stages(received[-1].stages)
     return deltas
+
+
+def _report_cached(delta: TextDelta, progress: Progress, timeline: RequestTimeline) -> None:
+    """Add the change of the number of cached prompt tokens to a delta, and record it."""
+    delta.cached_tokens = progress.newly_cached()
+    timeline.cached_tokens += delta.cached_tokens
 
 
 def _cancel_stopped(stream: WorkerStream, deltas: Sequence[TextDelta], progress: Progress) -> None:

@@ -48,6 +48,10 @@ class GatewayMetrics:
         for stage in _STAGES:
             self.stages.labels(stage)
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = make.counter(
+            "cached_prompt_tokens",
+            "Prompt tokens of completed requests that no worker computed, counted as in usage.",
+        )
         self.generation_tokens = make.counter(
             "generation_tokens",
             "Output tokens passed on to clients, counted as in usage.",

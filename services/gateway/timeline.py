@@ -75,6 +75,7 @@ class RequestTimeline:
         attempts: the last attempts.
         ended: time of the end, in monotonic time, seconds; infinite while the request runs.
         output_tokens: number of output tokens of all choices, as in ``usage``.
+        cached_tokens: number of prompt tokens that no worker computed, as in ``usage``.
         times: stage times that the last worker reported, seconds.
     """
 
@@ -97,7 +98,7 @@ class RequestTimeline:
         self.status = RUNNING
         self.ended = math.inf
         self.attempts: deque[Attempt] = deque(maxlen=_MAX_ATTEMPTS)
-        self.output_tokens = 0
+        self.output_tokens = self.cached_tokens = 0
         self.times: dict[str, float] = {}
 
     @property
@@ -192,6 +193,7 @@ class RequestTimeline:
     def finish(self, reasons: Sequence[str]) -> None:
         """Record that all choices are complete, with the finish reason of each."""
         self._metrics.end_to_end.observe(_now() - self._arrived)
+        self._metrics.cached_tokens.inc(self.cached_tokens)
         self._span.set({"gen_ai.response.finish_reasons": reasons})
 
     def describe(self, now: float) -> dict[str, Any]:
@@ -205,6 +207,7 @@ class RequestTimeline:
             "age_s": _rounded(now - self._arrived),
             "status": self.status,
             "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "choices": self._choices,
             "prefill": last.prefill,

@@ -168,6 +168,7 @@ function details(request) {
   if (request.read_s) found.push(["KV reads", duration(request.read_s)]);
   if (request.verify_s) found.push(["KV verification", duration(request.verify_s)]);
   if (request.first_token_s !== null) found.push(["First token after", duration(request.first_token_s)]);
+  if (request.cached_tokens) found.push(["Cached prompt tokens", count(request.cached_tokens)]);
   if (request.choices > 1) found.push(["Choices", count(request.choices)]);
   if (request.attempts > 1) found.push(["Attempts", count(request.attempts)]);
   if (request.failures.length) found.push(["Failures", request.failures.join(", ")]);

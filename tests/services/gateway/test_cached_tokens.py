@@ -37,6 +37,9 @@ async def test_answers_have_the_cached_tokens(site: Site) -> None:
     assert cached_of((await completion(site)).json()["usage"]) == 2
     answer = await site.http.post("/v1/chat/completions", json=CHAT)
     assert cached_of(answer.json()["usage"]) == 2
+    assert site.metric("headrace_cached_prompt_tokens_total") == 4
+    state = (await site.http.get("/page/state")).json()
+    assert [request["cached_tokens"] for request in state["requests"]["ended"]] == [2, 2]
 
 
 async def test_the_last_event_of_a_stream_has_the_cached_tokens(site: Site) -> None:
