@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from runtime.engine import (
     CancelChoice,
     Command,
     Engine,
+    Executor,
     LocalExecutor,
     Reserve,
 )
@@ -32,7 +34,9 @@ from runtime.pages.count import PageCount
 from runtime.pages.prefix import root_hash
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import FakeExecutor, FakeStep
+from tests.runtime.engine.mirrored import Mirrored
 from tests.runtime.tiny import CONFIG, Record, checkpoint_for, drive, executor_of, prompt_of
+from tests.runtime.two_ranks import nothing, two_rank_workers, whole_executor
 
 PAGE = 16
 ROOT = root_hash("tiny")
@@ -335,6 +339,44 @@ def script_of(model: Model, seed: int, steps: int) -> list[list[Command]]:
         record.add(engine.step(script[-1]))
         chats.learn(record)
     return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("name", [DENSE, SLIDING, "k4v2"])
+def test_other_ranks_get_the_shared_pages(name: str, replay: bool) -> None:
+    """Another rank computes decoded copies of the plans; its pages have the same KV."""
+    model = model_of(name)
+    script = script_of(model, 3, 80)
+    engine = engine_of(model, pages=30, replay=replay)
+    executor = Mirrored(model, engine.executor.shape.options)
+    mirrored = play(Engine(executor), script)
+    executor.check_equal()
+    assert len(reused(mirrored)) > 5
+    assert mirrored.tokens == play(engine, script).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options = EngineOptions(
+        PageCount(40), Limits(4, 8, step_tokens=64, chunk_tokens=32), prefix_root=ROOT
+    )
+
+    def chat(executor: Executor) -> list[list[int]]:
+        engine, prompt, outputs = Engine(executor), list(prompt_of(70)), []
+        for turn in range(3):
+            record = drive(engine, Add(request(f"{turn}", prompt, 20, choices=1 + turn)))
+            assert bool(reused(record)) == bool(turn)
+            outputs.append([t for c in range(1 + turn) for t in record.output(f"{turn}", c)])
+            prompt += [*record.output(f"{turn}"), *prompt_of(7)]
+        return outputs
+
+    expected = chat(whole_executor(options, CONFIG.vocab_size))
+    rendezvous = str(tmp_path / "rendezvous")
+    with two_rank_workers(rendezvous, options, nothing, vocab=CONFIG.vocab_size) as (two,):
+        assert chat(two.executor) == expected
 
 
 @pytest.mark.slow
