@@ -178,6 +178,7 @@ class Registration(Message):
             address then serves the decode service too. Ignored for other roles.
         overflow_tokens: on a decode worker, number of queued tokens above which prefill workers
             with ``decodes`` take over requests; None: never. Ignored for other roles.
+        reuses_prefixes: whether prompts that start alike reuse KV on the worker.
     """
 
     protocol: Annotated[int, AfterValidator(_same_protocol)] = Field(1, validate_default=True)
@@ -194,6 +195,7 @@ class Registration(Message):
     heartbeat_s: Annotated[float, Field(gt=0, le=60)]
     decodes: bool = False
     overflow_tokens: QueueTokens | None = None
+    reuses_prefixes: bool = False
 
     @model_validator(mode="after")
     def _does_not_contradict_itself(self) -> Self:

@@ -5,6 +5,7 @@ protobuf messages ``GenerateRequest`` and ``Sampling``, so that both conversions
 """
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -221,8 +222,7 @@ class GenerationRequest:
 
     @cached_property
     def prefix(self) -> tuple[bytes, ...]:
-        # Requests have no salt (`cache_salt`) yet.
-        return prefix_hashes(self.prompt, salt=b"")
+        return prefix_hashes(self.prompt, self.cache_salt)
 
     @property
     def cache_salt(self) -> bytes:
@@ -234,8 +234,7 @@ class GenerationRequest:
         tenant, own = self.context.tenant, self.options.cache_salt
         if tenant is None and own is None:
             return b""
-        facts = (tenant.id if tenant else "", own or "")
-        return hashlib.sha256("\n".join(facts).encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(json.dumps([tenant and tenant.id, own]).encode()).digest()
 
     @property
     def required_tokens(self) -> int | None:

@@ -141,7 +141,8 @@ class Fleet:
             _store(self._retired, (worker_id, last), None)
         _store(self._epochs, worker_id, epoch)
         plan, pages = registration.compatibility.page_plan, registration.page_count
-        prefixes = PrefixMemory(self._limits.remembered_blocks, plan.max_tokens(pages))
+        blocks = self._limits.remembered_blocks if registration.reuses_prefixes else 0
+        prefixes = PrefixMemory(blocks, plan.max_tokens(pages))
         self._workers[worker_id] = TrackedWorker(registration, now, prefixes)
         self._registrations_changed(worker_id)
 

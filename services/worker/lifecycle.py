@@ -348,6 +348,7 @@ def _registration(
         heartbeat_s=settings.heartbeat_s,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
+        reuses_prefixes=settings.prefix_cache and not identity.compatibility.kv_eviction,
     )
 
 

@@ -55,6 +55,7 @@ def registration(
     compatibility: Compatibility = COMPATIBLE,
     decodes: bool = False,
     overflow_tokens: int | None = None,
+    reuses_prefixes: bool = True,
 ) -> Registration:
     return Registration(
         protocol=PROTOCOL,
@@ -71,6 +72,7 @@ def registration(
         heartbeat_s=0.25,
         decodes=decodes,
         overflow_tokens=overflow_tokens,
+        reuses_prefixes=reuses_prefixes,
     )
 
 

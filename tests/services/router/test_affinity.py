@@ -206,6 +206,16 @@ def test_number_of_remembered_blocks_is_a_setting(blocks: int, known: int) -> No
     assert cached == (dict.fromkeys(("p0", "d0"), known) if known else {})
 
 
+def test_nothing_is_remembered_of_a_worker_that_reuses_no_kv() -> None:
+    router = dispatcher("d0")
+    router.register(
+        registration("p0", Role.PREFILL, pages_total=ENOUGH, reuses_prefixes=False), 0.0
+    )
+    router.heartbeat(beat("p0", pages_free=ENOUGH), 0.0)
+    submit(router)
+    assert router.fleet.cached(replace(DEMAND, prefix=PREFIX)) == {"d0": ENDS[6]}
+
+
 def test_memory_has_no_more_tokens_than_the_worker_has_pages_for() -> None:
     router = dispatcher("p0", "d0")
     for number in range(50):
