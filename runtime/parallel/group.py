@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, distributed
 
+from runtime.kernels.alignment import round_up
 from runtime.parallel.peer_memory import PeerMemory
 
 # torch 2.13 renamed the function; 2.11 has the old name only.
@@ -46,6 +47,31 @@ class RankGroup(ABC):
         It may overwrite ``addend``, which has the shape and dtype of ``total``.
         """
         return total.add_(self.all_reduce(addend))
+
+    def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:
+        """Return the sum of the ranks' ``addend``, divided by the rms of their ``x``.
+
+        This is the linear map of a normed input, whose elements the ranks divide, if each rank
+        passes its part of the input and the output of the linear map for this part. The sums of
+        squares are part of the message.
+
+        Args:
+            addend: `[n, w]`, contiguous.
+            x: `[n, h]`, contiguous, this rank's elements of the input.
+            size: number of elements of the input of all ranks.
+            eps: added to the mean square.
+        """
+        width, dtype = addend.shape[1], addend.dtype
+        squares = x.float().square().sum(1)
+        # Two numbers of the dtype, at the places of this rank, keep the sum accurate in bf16.
+        high = squares.to(dtype)
+        message = addend.new_zeros(len(addend), round_up(width + 2 * self.size))
+        message[:, :width] = addend
+        message[:, width + 2 * self.rank] = high
+        message[:, width + 2 * self.rank + 1] = (squares - high.float()).to(dtype)
+        total = self.all_reduce(message)
+        square = total[:, width : width + 2 * self.size].float().sum(1, keepdim=True)
+        return (total[:, :width].float() * torch.rsqrt(square / size + eps)).to(dtype)
 
     def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
         """Add the tensors `[n, w]` of all ranks side by side to ``total`` in place, and return it.
@@ -94,6 +120,14 @@ class DistributedGroup(RankGroup):
         parts = part.new_empty(self.size * rows, width)
         _all_gather(parts, part, group=self.process_group)
         return side_by_side(parts.view(self.size, rows, width))
+
+    def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:
+        if not (addend.is_cuda and addend.dtype is x.dtype is torch.bfloat16):
+            return super().sum_normed(addend, x, size, eps)
+        from runtime.parallel.normed_ops import pack, scaled  # optional: Triton
+
+        message = self.all_reduce(pack(addend, x, self.rank, self.size))
+        return scaled(message, addend.shape[1], self.size, size, eps)
 
 
 def side_by_side(parts: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class PeerGroup(DistributedGroup):
             self.add_gathered(whole, self.all_gather(part)[:, : 2 * words])
             for addend in (part, whole):
                 self.add_sum(addend, self.all_reduce(addend).clone())
+                self.sum_normed(addend, addend, 1, 1.0)
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         if not self._can_sum(addend):
@@ -88,6 +89,12 @@ class PeerGroup(DistributedGroup):
         if not (self._can_sum(addend) and total.is_contiguous()):
             return super().add_sum(total, addend)
         return self._sum(addend, total, adds=True)
+
+    def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:
+        sums = self._can_sum(addend) and x.dtype is torch.bfloat16 and addend.shape[1] % 2 == 0
+        if not (sums and self._can_send_squares(addend)):
+            return super().sum_normed(addend, x, size, eps)
+        return self._sum(addend, addend, x, size, eps)
 
     def all_gather(self, part: Tensor) -> Tensor:
         if not self._can_gather(part):
@@ -109,14 +116,38 @@ class PeerGroup(DistributedGroup):
         row_bytes = part.shape[1] * part.element_size()
         return row_bytes % 4 == 0 and part.nbytes // 4 <= self._half // self.size
 
-    def _sum(self, addend: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
-        count, size = addend.numel() // 2, self.size
+    def _in_one_step(self, addend: Tensor) -> bool:
+        return addend.numel() // 2 <= min(ONE_STEP_WORDS, self._half) // self.size
+
+    def _can_send_squares(self, addend: Tensor) -> bool:
+        """Return whether a rank's slot has room for the sums of squares of ``addend``'s rows."""
+        count, slot = addend.numel() // 2, self._half // self.size
+        if self._in_one_step(addend):
+            return count + len(addend) <= slot
+        return count // self.size + len(addend) <= slot // 2
+
+    def _sum(
+        self,
+        addend: Tensor,
+        out: Tensor,
+        x: Tensor | None = None,
+        elements: int = 0,
+        eps: float = 0.0,
+        *,
+        adds: bool = False,
+    ) -> Tensor:
+        """Sum ``addend`` into ``out``; with an ``x``, as `sum_normed` does."""
+        count = addend.numel() // 2
         if count:
-            one_step = count <= min(ONE_STEP_WORDS, self._half) // size
+            one_step = self._in_one_step(addend)
             kernel, messages = (
-                (sum_kernel, count) if one_step else (two_step_sum_kernel, count // size)
+                (sum_kernel, count) if one_step else (two_step_sum_kernel, count // self.size)
             )
-            self._launch(kernel, messages, addend, out, count, adds=adds)
+            rows = (addend, 0, 0, 0) if x is None else (x, *x.shape, addend.shape[1] // 2)
+            self._launch(
+                kernel, messages, addend, out, count, *rows, elements, eps, ADDS=adds,
+                NORMS=x is not None,
+            )  # fmt: skip
         return out
 
     def _gather(self, part: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
@@ -124,7 +155,7 @@ class PeerGroup(DistributedGroup):
             row_words, out_words = (each[0].nbytes // 4 for each in (part, out))
             self._launch(
                 gather_kernel, part.nbytes // 4, part, out, part.nbytes // 4, row_words, out_words,
-                adds=adds,
+                ADDS=adds,
             )  # fmt: skip
         return out
 
@@ -134,8 +165,8 @@ class PeerGroup(DistributedGroup):
         messages: int,
         source: Tensor,
         out: Tensor,
-        *sizes: int,
-        adds: bool,
+        *arguments: object,
+        **options: bool,
     ) -> None:
         """Launch a kernel of `push` on 32-bit words of ``source`` and ``out``.
 
@@ -147,9 +178,9 @@ class PeerGroup(DistributedGroup):
         threads = min(block, _MAX_THREADS)
         kernel[(triton.cdiv(messages, block),)](
             source.view(-1).view(torch.int32), out.view(-1).view(torch.int32),
-            self._messages.addresses, self._state, self.rank, *sizes,
-            RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads, ADDS=adds,
-            num_warps=threads // 32, **overlapped(source.device),
+            self._messages.addresses, self._state, self.rank, *arguments,
+            RANKS=self.size, HALF=self._half, BLOCK=block, COUNT=block // threads,
+            num_warps=threads // 32, **options, **overlapped(source.device),
         )  # fmt: skip
 
 

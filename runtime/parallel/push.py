@@ -22,6 +22,9 @@ from runtime.kernels.overlap import after_previous
 from runtime.kernels.polling import asm_constraints, poll_words_asm
 
 MAX_PROGRAMS = 128
+_CHUNK = tl.constexpr(1024)
+
+"""Elements of a row that a program squares together."""
 
 
 @triton.jit
@@ -88,13 +91,53 @@ def _rounded(x):
 @triton.jit
 def _sum_of_ranks(memory, i, mask, flag, SLOT: tl.constexpr, RANKS: tl.constexpr,
                   COUNT: tl.constexpr):  # fmt: skip
-    """Receive pairs of bf16 numbers of all ranks, and return their sums, added in fp32."""
+    """Receive pairs of bf16 numbers of all ranks, and return their sums, fp32."""
     low, high = _numbers(_receive(memory + i, flag, mask, COUNT))
     for rank in tl.static_range(1, RANKS):
         more = _numbers(_receive(memory + rank * SLOT + i, flag, mask, COUNT))
         low += more[0]
         high += more[1]
+    return low, high
+
+
+@triton.jit
+def _words(low, high):
+    """Round fp32 numbers to bf16; return those of ``low`` and ``high`` in pairs."""
     return _rounded(low) | (_rounded(high) << 16)
+
+
+@triton.jit
+def _send_squares(x, rows, columns, addresses, rank, flag, RANKS: tl.constexpr,
+                  HALF: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+    """Send the sum of squares of each row of ``x`` `[rows, columns]`, fp32, to all ranks.
+
+    The programs divide the rows. The messages are the last ones of this rank's slot.
+    """
+    begin, step = tl.program_id(0), tl.num_programs(0)
+    if INTERPRETED:  # programs run one after another, so that the first one sends all rows
+        begin, step = begin * rows, 1
+    for row in range(begin, rows, step):
+        square = tl.zeros([_CHUNK], tl.float32)
+        for first in range(0, columns, _CHUNK):
+            i = first + tl.arange(0, _CHUNK)
+            at = x + tl.cast(row, tl.int64) * columns + i
+            values = tl.load(at, mask=i < columns, other=0.0).to(tl.float32)
+            square += values * values
+        bits = tl.sum(square, axis=0).to(tl.int32, bitcast=True)
+        for distance in tl.static_range(RANKS):
+            to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
+            _send(to + (rank + 1) * SLOT - rows + row, bits, flag, row < rows)
+
+
+@triton.jit
+def _inverse_rms(memory, rows, row, mask, flag, elements, eps, SLOT: tl.constexpr,
+                 RANKS: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+    """Receive sums of squares of all ranks; return 1 / rms of the rows with numbers ``row``."""
+    at = memory + SLOT - rows + row
+    square = _receive(at, flag, mask, COUNT).to(tl.float32, bitcast=True)
+    for rank in tl.static_range(1, RANKS):
+        square += _receive(at + rank * SLOT, flag, mask, COUNT).to(tl.float32, bitcast=True)
+    return tl.rsqrt(square / elements + eps)
 
 
 @triton.jit
@@ -103,7 +146,7 @@ def _store(out, words, mask, ADDS: tl.constexpr):
     if ADDS:
         low, high = _numbers(tl.load(out, mask=mask, other=0))
         more = _numbers(words)
-        words = _rounded(low + more[0]) | (_rounded(high + more[1]) << 16)
+        words = _words(low + more[0], high + more[1])
     tl.store(out, words, mask=mask)
 
 
@@ -141,16 +184,21 @@ def gather_kernel(
     _finish(state, flag)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "rows", "columns", "row_words", "elements"])
 def sum_kernel(
-    addend, out, addresses, state, rank, words,
+    addend, out, addresses, state, rank, words, x, rows, columns, row_words, elements, eps,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    ADDS: tl.constexpr,
+    ADDS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Add bf16 numbers of all ranks in fp32. Every rank sends all its numbers to every rank.
 
     Args:
         addend, out: int32 `[words]`, pairs of bf16 numbers.
+        x: bf16 `[rows, columns]`, contiguous. The following arguments are unused without NORMS.
+        row_words: words of each of the rows of ``addend``.
+        elements: number of elements of a row of ``x`` on all ranks.
+        eps: added to the mean square.
+        NORMS: whether to divide the sums of each row by the rms of the row of all ranks' ``x``.
 
     The other arguments are those of `gather_kernel`.
     """
@@ -159,20 +207,27 @@ def sum_kernel(
     flag = tl.load(state)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < words
+    if NORMS:
+        _send_squares(x, rows, columns, addresses, rank, flag, RANKS, HALF, SLOT)
     own = tl.load(addend + i, mask=mask, other=0)
     for distance in tl.static_range(RANKS):
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
         _send(to + rank * SLOT + i, own, flag, mask)
     here = _memory(addresses, rank, flag, HALF)
-    _store(out + i, _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT), mask, ADDS)
+    low, high = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
+    if NORMS:
+        row = i // row_words
+        scale = _inverse_rms(here, rows, row, mask, flag, elements, eps, SLOT, RANKS, COUNT)
+        low, high = low * scale, high * scale
+    _store(out + i, _words(low, high), mask, ADDS)
     _finish(state, flag)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "rows", "columns", "row_words", "elements"])
 def two_step_sum_kernel(
-    addend, out, addresses, state, rank, words,
+    addend, out, addresses, state, rank, words, x, rows, columns, row_words, elements, eps,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    ADDS: tl.constexpr,
+    ADDS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Add bf16 numbers of all ranks in fp32: a reduce-scatter, followed by an all-gather.
 
@@ -186,13 +241,20 @@ def two_step_sum_kernel(
     size = words // RANKS
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
+    if NORMS:
+        _send_squares(x, rows, columns, addresses, rank, flag, RANKS, HALF, SLOT)
     for distance in tl.static_range(RANKS):
         peer = (rank + distance) % RANKS
         own = tl.load(addend + peer * size + i, mask=mask, other=0)
         to = _memory(addresses, peer, flag, HALF)
         _send(to + rank * SLOT + i, own, flag, mask)
     here = _memory(addresses, rank, flag, HALF)
-    total = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
+    low, high = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
+    if NORMS:
+        row = (rank * size + i) // row_words
+        scale = _inverse_rms(here, rows, row, mask, flag, elements, eps, SLOT, RANKS, COUNT)
+        low, high = low * scale, high * scale
+    total = _words(low, high)
     for distance in tl.static_range(RANKS):
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
         _send(to + SUMS + rank * SLOT + i, total, flag, mask)

@@ -35,6 +35,9 @@ class SilentGroup(RankGroup):
     def all_gather(self, part: Tensor) -> Tensor:
         return part.repeat(1, self.size)
 
+    def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:  # noqa: ARG002
+        return addend
+
 
 @dataclass(frozen=True)
 class Elements:
@@ -91,6 +94,10 @@ class CountedGroup(RankGroup):
         count = part.numel() * self.size
         self.counted += Elements(count, count)
         return self._collectives.add_gathered(total, part)
+
+    def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:
+        self.counted += Elements.of_sum(addend.numel() + len(addend))
+        return self._collectives.sum_normed(addend, x, size, eps)
 
     @property
     def _collectives(self) -> RankGroup:

@@ -59,6 +59,7 @@ def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
                 yield f"gather {dtype} {rows} {width}"
             parts = [inputs(rank, torch.bfloat16, rows, width) for rank in range(size)]
             check_sum(made, parts)
+            check_normed(made, parts)
             yield f"sum {rows} {width}"
     special = torch.tensor([[torch.inf, torch.nan, 3e38, -0.0] * 2 * size]).bfloat16()
     check_sum(made, [special] * size)
@@ -82,6 +83,25 @@ def check_sum(made: PeerGroup, parts: list[Tensor]) -> None:
     before = inputs(made.size, torch.bfloat16, *expected.shape)
     found = made.add_sum(before.clone(), parts[made.rank].clone())
     torch.testing.assert_close(found, before + expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_normed(made: PeerGroup, parts: list[Tensor]) -> None:
+    """Compare with sums in fp32, for fewer and for more elements than programs square at once."""
+    total = torch.stack([part.float() for part in parts]).sum(0)
+    for columns in (24, 1500):
+        inputs_of = [
+            inputs(7 + rank, torch.bfloat16, len(total), columns) for rank in range(made.size)
+        ]
+        mean = torch.cat(inputs_of, dim=1).float().square().mean(1, keepdim=True)
+        expected = total * torch.rsqrt(mean + 0.25)
+        elements = made.size * columns
+        for group in (made, DistributedGroup(made.process_group)):
+            addend, x = parts[made.rank].clone(), inputs_of[made.rank]
+            found = group.sum_normed(addend, x, elements, 0.25)
+            assert found.dtype is torch.bfloat16
+            torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2**-7)
+    exact = made.sum_normed(parts[made.rank].clone(), x, elements, 0.25)
+    torch.testing.assert_close(exact, expected.bfloat16(), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -12,10 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from runtime.parallel import push
 
-name, ranks, block, threads = sys.argv[1], *map(int, sys.argv[2:])
+name, ranks, block, threads, norms = sys.argv[1], *map(int, sys.argv[2:])
 kernel = getattr(push, name)
-constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads, ADDS=True)
+constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads, ADDS=not norms)
+if "sum" in name:
+    constants["NORMS"] = bool(norms)
 types = {"part": "*i32", "addend": "*i32", "out": "*i32", "addresses": "*i64", "state": "*i32"}
+types |= {"x": "*bf16", "eps": "fp32"}
 types |= dict.fromkeys(constants, "constexpr")
 signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
 source = ASTSource(kernel, signature, constants)
@@ -28,10 +31,19 @@ assert "bar.sync" in ptx[ptx.rindex("ld.relaxed.sys"):ptx.index("atom.")]
 """
 
 
-@pytest.mark.parametrize("name", ["gather_kernel", "sum_kernel", "two_step_sum_kernel"])
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("gather_kernel", 0),
+        ("sum_kernel", 0),
+        ("sum_kernel", 1),
+        ("two_step_sum_kernel", 0),
+        ("two_step_sum_kernel", 1),
+    ],
+)
 @pytest.mark.parametrize(("ranks", "block", "threads"), [(2, 256, 256), (4, 4096, 512)])
-def test_collective_compiles(name: str, ranks: int, block: int, threads: int) -> None:
-    numbers = map(str, (ranks, block, threads))
+def test_collective_compiles(name: str, norms: int, ranks: int, block: int, threads: int) -> None:
+    numbers = map(str, (ranks, block, threads, norms))
     command = [sys.executable, "-c", _SCRIPT, name, *numbers]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
