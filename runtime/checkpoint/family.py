@@ -41,6 +41,8 @@ class LinearTensor:
             share the bases of such linears.
         divided: what the ranks of a worker divide: the heads or features that are the linear's
             outputs, or its inputs if it writes the residual stream. None if they cannot.
+        rms_norm: field of the weight ``[inner]`` of the RMSNorm whose output is the input of this
+            linear and of all with the same input; empty if there is none, or another norm.
     """
 
     name: str
@@ -49,6 +51,7 @@ class LinearTensor:
     same_input_as: str = ""
     writes_residual: bool = False
     divided: Divided | None = None
+    rms_norm: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ class LayerLayout:
     def input_of(self, linear: str) -> str:
         """Return the field of the first linear that reads the same input as ``linear``."""
         return self.linears[linear].same_input_as or linear
+
+    def groups(self) -> list[list[str]]:
+        """Return the fields of the linears, grouped by their input, in order."""
+        found: dict[str, list[str]] = {}
+        for name in self.linears:
+            found.setdefault(self.input_of(name), []).append(name)
+        return list(found.values())
 
     def present(self, names: Collection[str], prefix: str) -> frozenset[str]:
         """Return the optional tensors of the layer under ``prefix`` that occur in ``names``.

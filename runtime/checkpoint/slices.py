@@ -6,20 +6,21 @@ has some of its columns. They are in the page cache, which the ranks of a host s
 demand are sliced one after another, and one whole layer is in memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from runtime.checkpoint.family import LayerLayout, family_of
+from runtime.checkpoint.family import LayerLayout, LinearTensor, family_of
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
     FactorPair,
     LayersOnDemand,
     Linear,
+    layer_shapes,
     linears_of,
     mapped,
 )
@@ -45,6 +46,25 @@ def rank_checkpoint(checkpoint: Checkpoint, partition: Partition) -> Checkpoint:
     )
 
 
+def norm_after_v(entry: LinearTensor, linears: Iterable[Linear]) -> str:
+    """Return the field of the norm that ranks with `Scheme.EVEN` apply after V; empty for none.
+
+    They do so if all linears that read the same normed residual stream are factor pairs.
+
+    Args:
+        entry: one of these linears.
+        linears: all of them, of the whole model or of a rank.
+    """
+    pairs = all(isinstance(linear, FactorPair) for linear in linears)
+    return entry.rms_norm if pairs else ""
+
+
+def _has_pairs(layers: Sequence[Any]) -> bool:
+    return any(
+        isinstance(linear, FactorPair) for layer in layers for _, linear in linears_of(layer)
+    )
+
+
 def require_divisible(config: ModelConfig) -> None:
     """Check that ranks can divide models of this shape.
 
@@ -66,6 +86,8 @@ def with_rank_layers(checkpoint: Checkpoint, partition: Partition) -> Checkpoint
     config = checkpoint.config
     layout = family_of(config.architecture).layout(config)
     whole = checkpoint.layers
+    if partition.scheme is Scheme.EVEN and not _has_pairs(layer_shapes(checkpoint)):
+        partition = replace(partition, scheme=Scheme.LOW_RANK)
     layers: Sequence[Any]
     slicer = partial(_Slicer, partition, layout, config.head_dim)
     if isinstance(whole, LayersOnDemand):
@@ -110,16 +132,28 @@ class _Slicer:
         return FactorPair(_columns(linear.u, part), self._v(linear.v, rows=part), bias)
 
     def _divided(self, linears: Mapping[str, Linear]) -> dict[str, Linear]:
-        groups: dict[str, dict[str, Linear]] = {}
-        for name, linear in linears.items():
-            groups.setdefault(self.layout.input_of(name), {})[name] = linear
         parts: dict[str, Linear] = {}
-        for first, group in groups.items():
-            if self.layout.linears[first].writes_residual:
+        even = self.partition.scheme is Scheme.EVEN
+        for names in self.layout.groups():
+            group = {name: linears[name] for name in names}
+            entry = self.layout.linears[names[0]]
+            if even and norm_after_v(entry, group.values()):
+                parts |= {name: self._residual_part(name, pair) for name, pair in group.items()}
+            elif entry.writes_residual:
                 parts |= {name: self._input_part(name, linear) for name, linear in group.items()}
             else:
                 parts |= self._output_parts(group)
         return parts
+
+    def _residual_part(self, name: str, pair: Linear) -> Linear:
+        """Return a pair with the columns of V that read the rank's part of the residual stream."""
+        assert isinstance(pair, FactorPair)
+        own, rows = self._even(pair.v.shape[1]), self._own(name)
+        bias = None if pair.bias is None else pair.bias[rows.start : rows.stop]
+        return FactorPair(_rows(pair.u, rows), self._v(pair.v, columns=own), bias)
+
+    def _even(self, count: int) -> range:
+        return EvenRows.of(count, self.partition.rank, self.partition.size).rows
 
     def _input_part(self, name: str, linear: Linear) -> Linear:
         columns = self._own(name)
@@ -132,7 +166,7 @@ class _Slicer:
 
     def _even_rows(self, pair: FactorPair) -> FactorPair:
         """Return a pair with the rank's rows of U and of the bias."""
-        own = EvenRows.of(len(pair.u), self.partition.rank, self.partition.size).rows
+        own = self._even(len(pair.u))
         bias = None if pair.bias is None else pair.bias[own.start : own.stop]
         return FactorPair(_rows(pair.u, own), pair.v, bias)
 

@@ -11,6 +11,7 @@ from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights, by_halves
 from runtime.layers.gpu import triton_rms_norm
+from runtime.layers.residual import ResidualPart
 from runtime.models.llama import LlamaParts
 from runtime.parallel.group import ONE_RANK, RankGroup
 
@@ -31,6 +32,7 @@ def packed_parts(
     plan: KernelPlan,
     attention: TritonAttention | None,
     group: RankGroup = ONE_RANK,
+    residual: ResidualPart | None = None,
 ) -> LlamaParts:
     """Build the parts of one layer over packed weights.
 
@@ -38,9 +40,10 @@ def packed_parts(
         attention: attention over KV format `dense`, with heads in the order of `by_halves`; None
             for other formats, whose head norms and prefill attention are not fused.
         group: the ranks of the worker.
+        residual: the rank's part of the residual stream; None if each rank has all of it.
     """
     qkv, o, gated, down = (
-        PackedProjection(weights, layer, names, epilogue, plan, group)
+        PackedProjection(weights, layer, names, epilogue, plan, group, residual)
         for names, epilogue in zip(PROJECTION_GROUPS, _EPILOGUES, strict=True)
     )
     dim = weights.config.head_dim
@@ -48,8 +51,8 @@ def packed_parts(
     pair = layer.outer["q"].inner_column == 0 and group.size == 1
     factored = plan.forced and pair and not dim & (dim - 1)
     return LlamaParts(
-        input_norm=packed_norm(weights, layer.input_norm),
-        post_norm=packed_norm(weights, layer.post_norm),
+        input_norm=_norm_before("q", layer.input_norm, weights, layer, residual),
+        post_norm=_norm_before("gate", layer.post_norm, weights, layer, residual),
         qkv=qkv,
         o=o,
         gated=gated,
@@ -60,6 +63,22 @@ def packed_parts(
         if attention and factored and layer.q_norm < 0
         else None,
     )
+
+
+def _norm_before(
+    first: str,
+    offset: int,
+    weights: PackedWeights,
+    layer: PackedLayer,
+    residual: ResidualPart | None,
+) -> Callable[[Tensor], Tensor]:
+    """Return what computes the input of the group whose first projection is ``first``."""
+    norm = packed_norm(weights, offset)
+    if residual is None:
+        return norm
+    if first in layer.norm_after_v:
+        return lambda part: part
+    return lambda part: norm(residual.whole(part))
 
 
 def _head_norms(weights: PackedWeights, layer: PackedLayer) -> tuple[HeadNorm, HeadNorm]:

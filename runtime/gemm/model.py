@@ -15,6 +15,7 @@ from runtime.kv.format import KVFormat
 from runtime.kv.registry import format_of
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import linear_op
+from runtime.layers.residual import ResidualPart
 from runtime.layers.vocabulary import Vocabulary
 from runtime.models.build import build_model
 from runtime.models.decoder import DecoderLayer
@@ -80,6 +81,7 @@ def build_gemm_model(
     whole = _multiplied_out(checkpoint, plan, chosen)
     weights = PackedWeights.pack(whole, device, chosen.fold_weights)
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
+    residual = ResidualPart.of(checkpoint.partition, config.hidden_size, group)
     return GemmModel(
         config=config,
         kv_format=chosen,
@@ -87,7 +89,7 @@ def build_gemm_model(
         dtype=dtype,
         page_size=page_size,
         embed=vocabulary.embedding(embedding_op(weights.embedding)),
-        layers=_layers(weights, plan, group, fused=chosen.dense_bf16),
+        layers=_layers(weights, plan, group, residual, fused=chosen.dense_bf16),
         final_norm=packed_norm(weights, weights.final_norm),
         lm_head=linear_op(weights.lm_head.weight),
         vocabulary=vocabulary,
@@ -96,12 +98,18 @@ def build_gemm_model(
         step_weight_bytes=weights.step_weight_bytes + chosen.weight_bytes,
         plan_hash=plan.hash,
         group=group,
+        residual=residual,
         weights=weights,
     )
 
 
 def _layers(
-    weights: PackedWeights, plan: KernelPlan, group: RankGroup, *, fused: bool
+    weights: PackedWeights,
+    plan: KernelPlan,
+    group: RankGroup,
+    residual: ResidualPart | None,
+    *,
+    fused: bool,
 ) -> list[DecoderLayer]:
     """Return the decoder layers over packed weights.
 
@@ -118,7 +126,7 @@ def _layers(
         DecoderLayer(
             model_family(config),
             config,
-            packed_parts(weights, layer, plan, attention, group),
+            packed_parts(weights, layer, plan, attention, group, residual),
             factorized=bool(layer.inner),
         )
         for layer in weights.layers

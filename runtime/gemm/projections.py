@@ -17,6 +17,7 @@ from runtime.gemm.weights import (
     PackedWeights,
     by_halves,
 )
+from runtime.layers.residual import ResidualPart
 from runtime.parallel.group import ONE_RANK, RankGroup
 
 
@@ -30,8 +31,8 @@ class PackedProjection:
         names: the projections, one entry of `PROJECTION_GROUPS`.
         group: the ranks of the worker, which exchange the output of V as those of
             `runtime.layers.linear.Projection` do. With RESIDUAL, they add the whole output of a
-            dense matrix, or gather that of U if they divide its rows; the residual stream is added
-            after that.
+            dense matrix, and the residual stream is added after that.
+        residual: the rank's part of the residual stream; None if each rank has all of it.
     """
 
     def __init__(
@@ -42,9 +43,12 @@ class PackedProjection:
         epilogue: Epilogue,
         plan: KernelPlan,
         group: RankGroup = ONE_RANK,
+        residual: ResidualPart | None = None,
     ) -> None:
         base = weights.lm_head.weight
         inner = layer.inner.get(names[0])
+        self._norm_after_v = names[0] in layer.norm_after_v
+        self._size_and_eps = weights.config.hidden_size, weights.config.rms_norm_eps
         self._latents = [layer.latents[name] for name in names if name in layer.latents]
         names = [name for name in names if name in layer.outer]
         outer = [layer.outer[name] for name in names]
@@ -55,11 +59,11 @@ class PackedProjection:
         self._group = group
         self._adds = epilogue is Epilogue.RESIDUAL
         self._adds_output = self._adds and inner is None and group.size > 1
-        self._gathers_output = self._adds and inner is not None and bool(weights.residual_rows)
+        self._residual = residual
         # Collectives need contiguous tensors.
         padded = group.size == 1
         self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=padded)
-        if self._adds_output or self._gathers_output:
+        if self._adds_output:
             epilogue = Epilogue.PLAIN
         self._outer = GroupedGemm(base, outer, plan, epilogue, biases, whole)
 
@@ -71,17 +75,24 @@ class PackedProjection:
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Project ``x`` `[n, in]`; with RESIDUAL, add the output to ``hidden`` in place."""
         if self._adds_output and hidden is not None:
-            return self._group.add_sum(hidden, self._outer(x, x))
-        inner = x if self._inner is None else self._exchange(self._inner(x, x))
-        if self._gathers_output and hidden is not None:
-            return self._group.add_gathered(hidden, self._outer(x, inner))
+            addend = self._outer(x, x)
+            if self._residual is None:
+                return self._group.add_sum(hidden, addend)
+            return hidden.add_(self._residual.own(self._group.all_reduce(addend)))
+        inner = x if self._inner is None else self._exchange(self._inner(x, x), x)
         y = self._outer(x, inner, hidden)
         if not self._latents:
             return y
         return torch.cat([y, *(inner[:, part.start : part.stop] for part in self._latents)], dim=1)
 
-    def _exchange(self, inner: Tensor) -> Tensor:
-        """Return the output of the whole V."""
+    def _exchange(self, inner: Tensor, x: Tensor) -> Tensor:
+        """Return the output of the whole V.
+
+        Args:
+            inner: output of the rank's part of V for its input ``x``.
+        """
+        if self._norm_after_v:
+            return self._group.sum_normed(inner, x, *self._size_and_eps)
         return self._group.all_reduce(inner) if self._adds else self._group.all_gather(inner)
 
 

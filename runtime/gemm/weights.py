@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime.checkpoint.family import family_of
 from runtime.checkpoint.sharing import layers_with_bases
+from runtime.checkpoint.slices import norm_after_v
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -21,7 +23,7 @@ from runtime.checkpoint.weights import (
 from runtime.config import ModelConfig
 from runtime.graphs.upload import Uploader
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
-from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme
+from runtime.parallel.partition import EvenRows, LowRankRows, Partition
 
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Projections grouped by their input. The V matrices of a group's factor pairs are stacked."""
@@ -65,6 +67,9 @@ class PackedLayer:
             for `Latents`.
         latents: for `Latents`, the columns of the group's inner activations that are the output of
             the projection, by name.
+        norm_after_v: first projections of the groups that read the residual stream before the norm,
+            because the ranks divide it (`Scheme.EVEN`). The norm's weight is part of the stacked V,
+            and its scale is applied to the output of V.
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
         q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the model's
@@ -79,6 +84,7 @@ class PackedLayer:
     q_norm: int = -1
     k_norm: int = -1
     latents: dict[str, range] = field(default_factory=dict)
+    norm_after_v: set[str] = field(default_factory=set)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -98,6 +104,8 @@ class PackedWeights:
         lm_head: the output projection; the kernels count offsets of matrices from its weight.
         max_inner: largest width of the inner activations of any group, in elements.
         partition: part of the model that these are the weights of; None for one rank.
+        ones: offset of `[hidden]` ones in ``vectors`` if the ranks divide the residual stream: the
+            weight of norms whose weight is part of a stacked V. Otherwise -1.
     """
 
     config: ModelConfig
@@ -108,6 +116,7 @@ class PackedWeights:
     lm_head: PackedMatrix
     max_inner: int
     partition: Partition | None = None
+    ones: int = -1
 
     @classmethod
     def pack(
@@ -130,12 +139,14 @@ class PackedWeights:
             raise ValueError(reason)
         with Uploader(torch.device(device)) as upload:
             part = checkpoint.partition
-            packer = _Packer(upload, config.head_dim, part, _residual_rows(config, part))
+            packer = _Packer(upload, config, part, _residual_rows(config, part))
             layers = tuple(
                 packer.layer(fold(index, layer), shared)
                 for index, (layer, shared) in enumerate(layers_with_bases(checkpoint))
             )
             final_norm = packer.vector(checkpoint.final_norm)
+            divides = packer.residual_rows is not None
+            ones = packer.vector(torch.ones(config.hidden_size) if divides else None)
             head = packer.matrix(checkpoint.lm_head)
             tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
             return cls(
@@ -147,11 +158,12 @@ class PackedWeights:
                 vectors=torch.cat(packer.vectors),
                 max_inner=packer.max_inner,
                 partition=part,
+                ones=ones,
             )
 
     @property
     def residual_rows(self) -> EvenRows | None:
-        """Rows of the residual stream that this rank computes; None if it computes all of them."""
+        """Elements of the residual stream that this rank has; None if it has all of them."""
         return _residual_rows(self.config, self.partition)
 
     @property
@@ -228,10 +240,7 @@ def _features_of_ranks(checkpoint: Checkpoint) -> set[int]:
 
 
 def _residual_rows(config: ModelConfig, part: Partition | None) -> EvenRows | None:
-    """Return the rows of U of factor pairs that write the residual stream, if ranks divide them."""
-    if part is None or part.scheme is not Scheme.EVEN:
-        return None
-    return EvenRows.of(config.hidden_size, part.rank, part.size)
+    return None if part is None else part.residual_rows(config.hidden_size)
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
@@ -248,16 +257,20 @@ class _Packer:
 
     Attributes:
         shared: packed stacks of V, by the ids of their V, all of which later layers share. If two
-            layers share only some V of a stack, each has a stack of its own.
+            layers share only some V of a stack, each has a stack of its own. So have those whose V
+            contain the weights of norms.
     """
 
     upload: Uploader
-    head_dim: int
+    config: ModelConfig
     partition: Partition | None
     residual_rows: EvenRows | None
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
     shared: dict[tuple[int, ...], PackedMatrix] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.linears = family_of(self.config.architecture).layout(self.config).linears
 
     def moved(self, values: Tensor) -> Tensor:
         """Return a tensor on the device, as bf16. The dtype is converted on the device."""
@@ -309,8 +322,14 @@ class _Packer:
         if any(isinstance(linear, FactorPair) for linear in linears.values()):
             pairs = [linear for linear in linears.values() if isinstance(linear, FactorPair)]
             ids = tuple(id(pair.v) for pair in pairs)
+            norm = self._norm_after_v(names[0], list(linears.values()))
+            if norm is not None:
+                packed.norm_after_v.add(names[0])
+                ids += (id(getattr(weights, norm)),)
             if ids not in self.shared:
-                self.shared[ids] = self.matrix(self._stacked_v(pairs, names in _WRITE_RESIDUAL))
+                scale = None if norm is None else getattr(weights, norm)
+                stack = self._stacked_v(pairs, names in _WRITE_RESIDUAL, scale)
+                self.shared[ids] = self.matrix(stack)
             packed.inner[names[0]] = self.shared[ids]
         elif len(names) > 1:
             whole = self.matrix(torch.cat(list(rows.values()))).weight
@@ -334,7 +353,7 @@ class _Packer:
     def _rows(self, name: str, linear: Linear) -> Tensor:
         rows = linear.weight if isinstance(linear, Dense) else linear.u
         rows = self.moved(rows)
-        return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
+        return by_halves(rows, self.config.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Return the rank's rows of a U, or of its bias, with `EvenRows.height` rows."""
@@ -343,11 +362,25 @@ class _Packer:
         missing = self.residual_rows.height - len(rows)
         return functional.pad(rows, (*[0, 0] * (rows.dim() - 1), 0, missing)) if missing else rows
 
-    def _stacked_v(self, pairs: Sequence[FactorPair], writes_residual: bool) -> Tensor:
+    def _norm_after_v(self, first: str, linears: Sequence[Linear]) -> str | None:
+        """Return the field of the norm that is applied after a group's V, or None."""
+        if self.residual_rows is None:
+            return None
+        return norm_after_v(self.linears[first], linears) or None
+
+    def _stacked_v(
+        self, pairs: Sequence[FactorPair], writes_residual: bool, norm: Tensor | None = None
+    ) -> Tensor:
         """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`.
 
         If the ranks of a worker divide its rows, return those of this rank.
+
+        Args:
+            norm: weight `[hidden]` of the norm that is applied after V, whose columns the ranks
+                divide; None if its input is normed.
         """
+        if norm is not None:
+            return self._scaled_v(pairs, norm)
         rank, size = 0, 1
         if self.partition is not None and not writes_residual:
             rank, size = self.partition.rank, self.partition.size
@@ -358,4 +391,18 @@ class _Packer:
         )
         for pair, place in zip(pairs, low.places, strict=True):
             stacked[place : place + len(pair.v)] = self.upload(pair.v)
+        return stacked
+
+    def _scaled_v(self, pairs: Sequence[FactorPair], norm: Tensor) -> Tensor:
+        """Return the rank's columns of the stacked V times the norm's weight, rounded once."""
+        assert self.residual_rows is not None  # or the norm is applied before V
+        own = self.residual_rows.rows
+        scale = self.moved(norm[own.start : own.stop]).float()
+        low = LowRankRows.of([pair.rank for pair in pairs], 0, 1)
+        self.max_inner = max(self.max_inner, low.height)
+        shape = low.height, self.residual_rows.height
+        stacked = torch.zeros(shape, dtype=torch.bfloat16, device=self.upload.device)
+        for pair, offset in zip(pairs, low.offsets, strict=True):
+            rows = stacked[offset : offset + pair.rank, : len(own)]
+            rows.copy_(self.upload(pair.v).float() * scale)
         return stacked

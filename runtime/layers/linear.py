@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Latents, Linear
 from runtime.layers.onednn import ExpandedWeight, PackedWeight
+from runtime.layers.residual import ResidualPart
 from runtime.layers.stored_weight import StoredWeight
 from runtime.parallel.group import ONE_RANK, RankGroup
-from runtime.parallel.partition import EvenRows, LowRankRows
+from runtime.parallel.partition import LowRankRows
 
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
 """Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
@@ -104,6 +105,32 @@ SharedOps = dict[tuple[int, ...], LinearOp]
 """Linear layers, keyed by the ``id()`` of the tensors they stack, which must be kept alive."""
 
 
+class NormAfterV:
+    """RMSNorm of the residual stream that the ranks divide, applied to the outputs of V.
+
+    Args:
+        weight: weight of the norm, ``[hidden]``.
+
+    Attributes:
+        part: the rank's part of the residual stream.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, part: ResidualPart) -> None:
+        self._weight = part.own(weight)
+        self._eps = eps
+        self.part = part
+
+    def __call__(self, first: LinearOp, x: Tensor) -> Tensor:
+        """Return the output of the whole stacked V for the normed residual stream.
+
+        Args:
+            first: multiplication with the rank's columns of the stacked V.
+            x: the rank's part of the residual stream, ``[n, height]``.
+        """
+        part = self.part
+        return part.group.sum_normed(first(x * self._weight), x, part.size, self._eps)
+
+
 class Projection:
     """Several linear layers over one input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
@@ -113,15 +140,18 @@ class Projection:
 
     The ranks of a worker hold parts of the weights, see `runtime.checkpoint.slices`, and exchange
     the output of the first matmul: of linears that write the residual stream, each computes an
-    addend; of other factor pairs, each computes some rows of the stacked V.
+    addend; of other factor pairs, each computes some rows of the stacked V. If the ranks divide the
+    residual stream, the output is the rank's part ``[n, height]`` of it, or the input is.
 
     Args:
         shared: first matmuls of earlier projections. One with the same weights is reused; a new one
             is added.
         group: the ranks of the worker.
         writes_residual: see `runtime.checkpoint.family.LinearTensor`.
-        divided_rows: number of rows of the whole U, if the ranks divide those of factor pairs that
-            write the residual stream (`Scheme.EVEN`).
+        residual: the rank's part of the residual stream, if the linears write it and the ranks
+            divide it.
+        norm: norm of the residual stream, if the ranks divide it and the linears read it. The input
+            is then the rank's part before the norm. All linears are factor pairs.
     """
 
     def __init__(
@@ -131,16 +161,20 @@ class Projection:
         group: RankGroup = ONE_RANK,
         *,
         writes_residual: bool = False,
-        divided_rows: int | None = None,
+        residual: ResidualPart | None = None,
+        norm: "NormAfterV | None" = None,
     ) -> None:
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         dense = [linear for linear in linears if isinstance(linear, Dense)]
         self._group = group
         self._adds = writes_residual
+        self._residual = residual
+        self._norm = norm
         self._low: LowRankRows | None = None
-        if pairs and group.size > 1 and not writes_residual:
+        if pairs and group.size > 1 and not writes_residual and norm is None:
             self._low = LowRankRows.of([pair.rank for pair in pairs], group.rank, group.size)
-        self._first = _first_matmul(pairs, dense, self._low, {} if shared is None else shared)
+        shared = {} if shared is None else shared
+        self._first = _first_matmul(pairs, dense, self._low, shared, norm.part if norm else None)
         ranks = [pair.rank for pair in pairs]
         pair_starts = iter(accumulate(ranks, initial=0) if self._low is None else self._low.offsets)
         width = sum(ranks) if self._low is None else self._low.height * group.size
@@ -149,20 +183,16 @@ class Projection:
         self._parts: list[tuple[int, int, LinearOp | None]] = []
         for linear in linears:
             if isinstance(linear, FactorPair):
-                up = None
-                if divided_rows is not None:
-                    up = _gathered(linear, divided_rows, group)
-                elif not isinstance(linear, Latents):
-                    up = linear_op(linear.u, linear.bias)
+                up = None if isinstance(linear, Latents) else _up(linear, residual)
                 self._parts.append((next(pair_starts), linear.rank, up))
             else:
                 self._parts.append((next(dense_starts), len(linear.weight), None))
         self._is_dense = not pairs
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = self._exchange(self._first(x))
+        inner = self._norm(self._first, x) if self._norm else self._exchange(self._first(x))
         if self._is_dense:
-            return inner
+            return inner if self._residual is None else self._residual.own(inner)
         slices = ((inner[:, start : start + size], up) for start, size, up in self._parts)
         parts = [part if up is None else up(part) for part, up in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -178,12 +208,17 @@ class Projection:
 
 
 def _first_matmul(
-    pairs: Sequence[FactorPair], dense: Sequence[Dense], low: LowRankRows | None, shared: SharedOps
+    pairs: Sequence[FactorPair],
+    dense: Sequence[Dense],
+    low: LowRankRows | None,
+    shared: SharedOps,
+    part: ResidualPart | None,
 ) -> LinearOp:
     """Return the matmul with the stacked V of ``pairs`` and W of ``dense``.
 
     Args:
-        low: rows of the rank, if the ranks of a worker divide the V.
+        low: rows of the rank, if the ranks of a worker divide those of the V.
+        part: columns of the rank, if the ranks of a worker divide those of the V.
     """
     inner = [pair.v for pair in pairs] + [linear.weight for linear in dense]
     biases = [None] * len(pairs) + [linear.bias for linear in dense]
@@ -193,17 +228,18 @@ def _first_matmul(
         if low is not None:
             inner = [_placed(inner[: len(pairs)], low), *inner[len(pairs) :]]
             sizes, biases = [low.height, *sizes[len(pairs) :]], [None, *biases[len(pairs) :]]
-        shared[key] = linear_op(torch.cat(inner), _stack(biases, sizes))
+        stack = torch.cat(inner)
+        stack = stack if part is None else part.padded(stack)
+        shared[key] = linear_op(stack, _stack(biases, sizes))
     return shared[key]
 
 
-def _gathered(pair: FactorPair, rows: int, group: RankGroup) -> LinearOp:
-    """Return the multiplication with a U of ``rows`` rows, which the ranks divide."""
-    height = EvenRows.of(rows, group.rank, group.size).height
-    missing = height - len(pair.u)
-    bias = None if pair.bias is None else functional.pad(pair.bias, (0, missing))
-    own = linear_op(functional.pad(pair.u, (0, 0, 0, missing)), bias)
-    return lambda inner: group.all_gather(own(inner))[:, :rows]
+def _up(pair: FactorPair, residual: ResidualPart | None) -> LinearOp:
+    """Return the multiplication with a U, whose rows the ranks may divide."""
+    if residual is None:
+        return linear_op(pair.u, pair.bias)
+    bias = None if pair.bias is None else residual.padded(pair.bias)
+    return linear_op(residual.padded(pair.u.t()).t().contiguous(), bias)
 
 
 def _placed(rows: Sequence[Tensor], low: LowRankRows) -> Tensor:

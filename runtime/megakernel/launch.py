@@ -312,7 +312,8 @@ def _exchange(
     if divides_rows:
         squares = 2, memory.size, _MAX_PROGRAMS, layouts.N.value
     shared = memory.zeros(sequences, stride, dtype=torch.int32)
-    partials = memory.zeros(3, memory.size, sequences, sums, dtype=torch.int64)
+    groups = opcodes.EMBEDDED.value + 1
+    partials = memory.zeros(groups, memory.size, sequences, sums, dtype=torch.int64)
     squared = memory.zeros(*squares, dtype=torch.int64)
     return (shared.own, squared.own), arguments.Ranks(
         memory.rank, first_token, partials.own, partials.addresses, shared.addresses,

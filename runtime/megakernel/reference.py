@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.gemm.weights import PackedWeights, by_halves
+from runtime.gemm.weights import PROJECTION_GROUPS, PackedWeights, by_halves
 from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.kernels import opcodes
@@ -69,7 +69,7 @@ class _State:
 
     Attributes:
         messages: activations.
-        partials: addends by (third, rank), see `kernels.arguments.Ranks.partials`.
+        partials: addends by (group, rank), see `kernels.arguments.Ranks.partials`.
         hidden: rows of the residual stream that the rank computes.
     """
 
@@ -136,8 +136,8 @@ class Interpreter:
     def begin(self, hidden: Tensor) -> _State:
         """Return the state before stage 0, with this rank's rows of the embedding ``hidden``."""
         size = max(len(hidden), *(one.units for one in self.passes))
-        thirds = product(range(2), range(self._ranks))
-        partials = {place: Messages(size) for place in thirds}
+        places = product(range(len(PROJECTION_GROUPS)), range(self._ranks))
+        partials = {place: Messages(size) for place in places}
         own = hidden if self._rows is None else hidden[self._rows.start : self._rows.stop]
         return _State(Messages(self.offsets.end), partials, own, torch.empty(0), torch.empty(0))
 
@@ -157,8 +157,10 @@ class Interpreter:
         """Send the residual stream, multiplied by the next norm's weights."""
         own = states[self._rank]
         normed = own.hidden * self._vector(one.norm, len(own.hidden))
-        for each in [own] if self._rows is None else states:
-            each.messages.write(one.target, normed, one.stage, one.after)
+        gathers = self._rows is not None and one.target >= 0
+        target = one.target if one.target >= 0 else -1 - one.target
+        for each in states if gathers else [own]:
+            each.messages.write(target, normed, one.stage, one.after)
 
     def execute(self, one: Pass, states: Sequence[_State], position: int, pages: list[int]) -> None:
         """Execute a pass on this rank.
@@ -177,6 +179,7 @@ class Interpreter:
         if one.opcode >= opcodes.SUM_INNER.value:
             parts = [own.partials[one.source, rank] for rank in range(self._ranks)]
             y = sum((part.read(0, one.units, one) for part in parts), torch.zeros(one.units))
+            y = y / self._rms(states) if one.normed else y
         else:
             y = self._multiply(messages, one, states)
         if one.opcode in HEAD_OPCODES.values():
@@ -217,11 +220,13 @@ class Interpreter:
         count = self._config.hidden_size if one.normed else one.width * VECTOR_ELEMENTS
         x = messages.read(one.source * VECTOR_ELEMENTS, count, one)
         y = matrix[:, :count].float() @ x
-        if one.normed:
-            parts = [states[self._rank]] if self._rows is None else states
-            square = sum(float(each.hidden.square().sum()) for each in parts)
-            y = y / math.sqrt(square / count + self._config.rms_norm_eps)
-        return y
+        return y / self._rms(states) if one.normed else y
+
+    def _rms(self, states: Sequence[_State]) -> float:
+        """Return the rms of the whole residual stream."""
+        parts = [states[self._rank]] if self._rows is None else states
+        square = sum(float(each.hidden.square().sum()) for each in parts)
+        return math.sqrt(square / self._config.hidden_size + self._config.rms_norm_eps)
 
     def _vector(self, first: int, count: int) -> Tensor:
         return self._weights.vectors[first : first + count]

@@ -18,7 +18,7 @@ _MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
 """Maximum columns of a matrix with tall tiles: its whole input must fit into shared memory."""
 _FIRST = tuple(names[0] for names in PROJECTION_GROUPS)
 _RESIDUAL_GROUPS = ("o", "down")
-"""Groups whose outputs the ranks add. The index is the third of `arguments.Ranks.partials`."""
+"""Groups that write the residual stream."""
 _HEAD_UNIT = 16
 """Rows of q, k and v that one program computes together: eight, and their RoPE partners."""
 
@@ -44,16 +44,18 @@ class Pass:
             such as those of q, k and v.
         start: index of the matrix's first unit among them.
         source: offset of the input in a sequence's activations, in units of 8; for a sum, the
-            third of `arguments.Ranks.partials` that has the addends.
+            group of `arguments.Ranks.partials` that has the addends.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
-            in lines; for PARTIAL and SCATTER, the third of `arguments.Ranks.partials`; for an end
-            marker, offset of the first inputs.
+            in lines; for PARTIAL and SCATTER, the group of `arguments.Ranks.partials`; for an end
+            marker, offset of the first inputs. For RESIDUAL, SUM_RESIDUAL and an end marker, it is
+            ``-1 - offset`` if only this rank reads its rows of the residual stream next.
         bias: offset of the bias in the vectors; -1 if there is none.
         norm: for RESIDUAL and SUM_RESIDUAL, offset in the vectors of the next norm's weight for the
             first row that this rank computes. For an end marker, that of the first layer's norm;
-            -1 if the passes do not begin with the embedding.
+            -1 if the passes do not begin with the embedding. For a normed SUM_INNER, the stage that
+            sent the squares of the residual stream.
         normed: whether the input is the residual stream times the norm's weights, not yet divided
-            by its rms.
+            by its rms; for a SUM_INNER, whether that was the input of the addends.
         tall: whether tiles have 128 rows.
         stride: row stride of the matrix, in units of 8.
     """
@@ -154,8 +156,8 @@ def build_passes(
     for number, layer in enumerate(weights.layers):
         builder.layer(number, layer)
     builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
-    first = builder.first_row
-    norm, target = weights.layers[0].input_norm + first, offsets.embedded + first
+    norm, target = builder.sent_residual(weights.layers[0], "q", weights.layers[0].input_norm)
+    target += offsets.embedded if target >= 0 else -offsets.embedded
     return [*builder.passes, Pass(0, builder.stage + 1, 0, norm=norm, target=target)]
 
 
@@ -217,8 +219,8 @@ class _PassBuilder:
         self.normed_stage = 0
 
     def layer(self, number: int, layer: PackedLayer) -> None:
-        following = self._weights.layers[number + 1 :]
-        next_norm = following[0].input_norm if following else self._weights.final_norm
+        following = next(iter(self._weights.layers[number + 1 :]), None)
+        next_norm = self._weights.final_norm if following is None else following.input_norm
         k_plane, v_plane = (
             self._lines(plane, self._planes[0]) for plane in self._planes[2 * number :][:2]
         )
@@ -226,9 +228,23 @@ class _PassBuilder:
         attend = Pass(opcodes.ATTEND.value, self.stage, self.stage - 1, k_plane, v_plane)
         self.passes.append(attend)
         self.stage += 1
-        self._residual("o", layer, self._offsets.attended, layer.post_norm)
+        after_o = self.sent_residual(layer, "gate", layer.post_norm)
+        self._residual("o", layer, self._offsets.attended, *after_o)
         self._gate_up(layer)
-        self._residual("down", layer, self._offsets.gated, next_norm)
+        after_down = self.sent_residual(following, "q", next_norm)
+        self._residual("down", layer, self._offsets.gated, *after_down)
+
+    def sent_residual(self, reader: PackedLayer | None, first: str, norm: int) -> tuple[int, int]:
+        """Return ``norm`` and ``target`` of a pass that writes the residual stream; see `Pass`.
+
+        Args:
+            reader: the layer that reads it next; None for the LM head.
+            first: first projection of the group that reads it.
+            norm: offset of the norm's weight for the whole residual stream.
+        """
+        if reader is not None and first in reader.norm_after_v:
+            return self._weights.ones + self.first_row, -1 - self.first_row
+        return norm + self.first_row, self.first_row
 
     def _qkv(self, layer: PackedLayer, k_plane: int, v_plane: int) -> None:
         names = PROJECTION_GROUPS[0]
@@ -256,32 +272,55 @@ class _PassBuilder:
             self.matrix(opcode, matrix, stage, source, target=self._offsets.gated, normed=normed)
         self.stage += 1
 
-    def _residual(self, name: str, layer: PackedLayer, source: int, norm: int) -> None:
+    def _residual(self, name: str, layer: PackedLayer, source: int, norm: int, target: int) -> None:
         before = self.stage - 1
         after = self._inner(layer, name, before, source)
         matrix = layer.outer[name]
         stage, source, _ = self._input(matrix, name, before, after, source)
-        own = {"rows": self.rows, "norm": norm + self.first_row, "target": self.first_row}
         if self.ranks > 1 and name not in layer.inner:
             scatters = opcodes.SCATTER if self._divides_rows else opcodes.PARTIAL
             self._add(scatters.value, name, matrix, before, source)
-            self._sum(opcodes.SUM_RESIDUAL.value, name, **own)
+            self._sum(opcodes.SUM_RESIDUAL.value, name, self.rows, norm=norm, target=target)
         else:
-            self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, normed=False, **own)
+            self.matrix(
+                opcodes.RESIDUAL.value, matrix, stage, source, rows=self.rows, norm=norm,
+                target=target,
+            )  # fmt: skip
         self.normed_stage = self.stage
         self.stage += 1
 
-    def _add(self, opcode: int, name: str, matrix: PackedMatrix, after: int, source: int) -> None:
-        """Append the pass of a matrix whose columns the ranks divide. One rank has its bias."""
-        self.matrix(opcode, matrix, after, source, target=_RESIDUAL_GROUPS.index(name))
+    def _add(
+        self,
+        opcode: int,
+        name: str,
+        matrix: PackedMatrix,
+        after: int,
+        source: int,
+        columns: int | None = None,
+    ) -> None:
+        """Append the pass of a matrix whose columns the ranks divide. One rank has its bias.
+
+        Args:
+            columns: number of the matrix's columns without padding; None for all.
+        """
+        self.matrix(opcode, matrix, after, source, target=_FIRST.index(name), columns=columns)
         self.stage += 1
 
-    def _sum(self, opcode: int, name: str, rows: int, *, norm: int = 0, target: int = 0) -> None:
+    def _sum(
+        self,
+        opcode: int,
+        name: str,
+        rows: int,
+        *,
+        norm: int = 0,
+        target: int = 0,
+        normed: bool = False,
+    ) -> None:
         """Append the pass that sums ``rows`` outputs of `_add` over all ranks."""
         self.passes.append(
             Pass(
                 opcode, self.stage, self.stage - 1, units=rows, total=rows, target=target,
-                source=_RESIDUAL_GROUPS.index(name), norm=norm, tall=True,
+                source=_FIRST.index(name), norm=norm, normed=normed, tall=True,
             )
         )  # fmt: skip
 
@@ -302,6 +341,14 @@ class _PassBuilder:
                 self._add(opcodes.PARTIAL.value, first, matrix, after, source)
                 rows = len(matrix.weight) if self.rows else 0  # without rows of U, they have no use
                 self._sum(opcodes.SUM_INNER.value, first, rows, target=target)
+            elif first in layer.norm_after_v:
+                self._add(
+                    opcodes.PARTIAL.value, first, matrix, after, source + self.first_row, self.rows
+                )
+                self._sum(
+                    opcodes.SUM_INNER.value, first, len(matrix.weight), target=target,
+                    norm=after, normed=True,
+                )  # fmt: skip
             else:
                 target += self.rank * len(matrix.weight)  # every rank sends its rows to all
                 normed = first not in _RESIDUAL_GROUPS
@@ -351,10 +398,11 @@ class _PassBuilder:
         target: int = 0,
         norm: int = 0,
         normed: bool = False,
+        columns: int | None = None,
     ) -> None:
-        """Append the pass of one matrix, or of its first ``rows``."""
+        """Append the pass of one matrix, or of its first ``rows`` and ``columns``."""
         rows = len(matrix.weight) if rows is None else rows
-        width = matrix.weight.shape[1]
+        width = matrix.weight.shape[1] if columns is None else columns
         units = rows // unit
         total = units if total is None else total
         enough = total * unit >= self._tall

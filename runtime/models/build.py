@@ -14,6 +14,7 @@ from runtime.kv.format import KVFormat
 from runtime.kv.registry import format_of
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import LinearOp, SharedOps, linear_op, uses_packed_layout
+from runtime.layers.residual import ResidualPart
 from runtime.layers.vocabulary import Vocabulary
 from runtime.models.decoder import DecoderLayer
 from runtime.models.model import Model
@@ -61,6 +62,7 @@ def build_model(
     embed, embed_positions = _embeddings(checkpoint, placing, lm_head)
     placed.clear()  # frees tensors that were copied into packed ones
     vocabulary = Vocabulary.of(config.vocab_size, checkpoint.partition, group)
+    residual = ResidualPart.of(checkpoint.partition, config.hidden_size, group)
     return Model(
         config=config,
         kv_format=chosen,
@@ -70,7 +72,7 @@ def build_model(
         embed=vocabulary.embedding(embed),
         layers=_streamed(checkpoint, device, dtype, chosen)
         if streamed
-        else _layers(checkpoint, device, dtype, group, chosen),
+        else _layers(checkpoint, device, dtype, group, chosen, residual),
         final_norm=final_norm,
         lm_head=lm_head,
         vocabulary=vocabulary,
@@ -79,6 +81,7 @@ def build_model(
         step_weight_bytes=step_weight_bytes(checkpoint, dtype),
         group=group,
         embed_positions=embed_positions,
+        residual=residual,
     )
 
 
@@ -128,6 +131,7 @@ def _layers(
     dtype: torch.dtype,
     group: RankGroup,
     kv_format: KVFormat,
+    residual: ResidualPart | None,
 ) -> list[DecoderLayer]:
     """Build the layers. Only one layer, and V that later ones share, are on the device unpacked."""
     config, partition = checkpoint.config, checkpoint.partition
@@ -139,7 +143,7 @@ def _layers(
     for index, (layer, shared) in enumerate(layers_with_bases(checkpoint)):
         weights = kv_format.fold_weights(index, moved(layer, device, dtype, placed))
         del layer  # freed before the next one is read
-        layers.append(DecoderLayer.build(family, config, weights, ops, group, scheme))
+        layers.append(DecoderLayer.build(family, config, weights, ops, group, scheme, residual))
         del weights
         placed = {key: tensor for key, tensor in placed.items() if key in shared}
         kept = set(map(id, placed.values()))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, MixedBatch
+from runtime.checkpoint.slices import norm_after_v
 from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
-from runtime.layers.linear import LinearOp, Projection, SharedOps
+from runtime.layers.linear import LinearOp, NormAfterV, Projection, SharedOps
+from runtime.layers.residual import ResidualPart
 from runtime.layers.summed import SummedProjection
 from runtime.models.family import Gate, LayerParts, ModelFamily
 from runtime.parallel.group import ONE_RANK, RankGroup
@@ -26,6 +28,7 @@ class ServingBuilder:
             passed to every layer, so that a basis shared by several layers is packed once.
         group: the ranks of the worker.
         scheme: how they divide the linears.
+        residual: the rank's part of the residual stream; None if each rank has all of it.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class ServingBuilder:
         shared: SharedOps,
         group: RankGroup = ONE_RANK,
         scheme: Scheme = Scheme.LOW_RANK,
+        residual: ResidualPart | None = None,
     ) -> None:
         self._family = family
         self._config = config
@@ -43,7 +47,9 @@ class ServingBuilder:
         self._shared = shared
         self._group = group
         self._scheme = scheme
-        self._linears = family.layout(config).linears
+        self._residual = residual
+        self._layout = family.layout(config)
+        self._applied = self._norms_after_v() if residual else {}
 
     def has(self, field: str) -> bool:
         return getattr(self._weights, field) is not None
@@ -64,23 +70,42 @@ class ServingBuilder:
         return lambda x: function(gate_and_up(x))
 
     def norm(self, field: str, bias: str = "") -> Callable[[Tensor], Tensor]:
+        if field in self._applied.values():
+            return lambda part: part  # the projections apply it
         weight = getattr(self._weights, field)
         added = getattr(self._weights, bias) if bias else None
-        return self._family.norm.for_serving(weight, self._config.rms_norm_eps, added)
+        norm = self._family.norm.for_serving(weight, self._config.rms_norm_eps, added)
+        residual = self._residual
+        if residual is None or self._layout.vectors[field].size != residual.size:
+            return norm
+        return lambda part: norm(residual.whole(part))
+
+    def _norms_after_v(self) -> dict[str, str]:
+        """Return the fields of the norms that projections apply, by that of the first linear."""
+        found = {}
+        for names in self._layout.groups():
+            linears = [getattr(self._weights, name) for name in names]
+            if norm := norm_after_v(self._layout.linears[names[0]], linears):
+                found[names[0]] = norm
+        return found
 
     def _projection(self, *fields: str) -> LinearOp:
         linears = [getattr(self._weights, field) for field in fields]
         if self._scheme is Scheme.BASE:
             return SummedProjection(linears, self._group, self._shared)
         # All of them read the same input, so that they are divided alike.
-        first = self._linears[fields[0]]
-        even = self._scheme is Scheme.EVEN and first.writes_residual
+        first = self._layout.linears[fields[0]]
+        norm = None
+        if self._residual and (field := self._applied.get(self._layout.input_of(fields[0]))):
+            weight = getattr(self._weights, field)
+            norm = NormAfterV(weight, self._config.rms_norm_eps, self._residual)
         return Projection(
             linears,
             self._shared,
             self._group,
             writes_residual=first.writes_residual,
-            divided_rows=first.out if even else None,
+            residual=self._residual if first.writes_residual else None,
+            norm=norm,
         )
 
 
@@ -109,9 +134,11 @@ class DecoderLayer:
         shared: SharedOps,
         group: RankGroup = ONE_RANK,
         scheme: Scheme = Scheme.LOW_RANK,
+        residual: ResidualPart | None = None,
     ) -> "DecoderLayer":
         """Build a layer from a checkpoint's weights. For the arguments see `ServingBuilder`."""
-        parts = family.parts(ServingBuilder(family, config, weights, shared, group, scheme))
+        builder = ServingBuilder(family, config, weights, shared, group, scheme, residual)
+        parts = family.parts(builder)
         factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
         return cls(family, config, parts, factorized=factorized)
 
@@ -128,14 +155,14 @@ class DecoderLayer:
         """Compute the layer and write the batch's K and V into ``planes``.
 
         Args:
-            hidden: residual stream ``[n, hidden]``.
+            hidden: residual stream ``[n, hidden]``, or this rank's part of it.
             rope: cosines and sines, fp32 ``[context, dim / 2]`` each.
             planes: the layer's planes, in the order of `KVFormat.planes`.
             last: whether this is the last layer. The last layer writes K and V of all tokens, and
                 computes everything after that only for the rows that need logits.
 
         Returns:
-            ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.
+            The same after the layer; for the last layer, only the ``m`` logit rows.
         """
         parts = self.parts
         every = batch.single and len(batch.logit_rows) == len(hidden)

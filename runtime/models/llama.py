@@ -89,7 +89,9 @@ class LlamaFamily(ModelFamily[LlamaParts]):
         keys = config.num_kv_heads * config.head_dim
         return LayerLayout(
             linears={
-                "q": LinearTensor(PROJECTIONS["q"], queries, hidden, divided="heads"),
+                "q": LinearTensor(
+                    PROJECTIONS["q"], queries, hidden, divided="heads", rms_norm="input_norm"
+                ),
                 "k": LinearTensor(
                     PROJECTIONS["k"], keys, hidden, same_input_as="q", divided="kv_heads"
                 ),
@@ -99,7 +101,9 @@ class LlamaFamily(ModelFamily[LlamaParts]):
                 "o": LinearTensor(
                     PROJECTIONS["o"], hidden, queries, writes_residual=True, divided="heads"
                 ),
-                "gate": LinearTensor(PROJECTIONS["gate"], inner, hidden, divided="features"),
+                "gate": LinearTensor(
+                    PROJECTIONS["gate"], inner, hidden, divided="features", rms_norm="post_norm"
+                ),
                 "up": LinearTensor(
                     PROJECTIONS["up"], inner, hidden, same_input_as="gate", divided="features"
                 ),

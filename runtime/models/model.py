@@ -11,6 +11,7 @@ from runtime.attention.base import Batch
 from runtime.config import ModelConfig
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
+from runtime.layers.residual import ResidualPart
 from runtime.layers.rope import cos_sin_table
 from runtime.layers.vocabulary import Vocabulary
 from runtime.models.decoder import DecoderLayer
@@ -42,6 +43,8 @@ class Model:
         step_weight_bytes: bytes of the weights that a decode step reads; a tensor that layers share
             counts once for each of them.
         group: the ranks of the worker; with several, this is the part of one rank.
+        residual: the rank's part of the residual stream, which the layers read and write; None if
+            each rank has all of it. Embeddings and the final norm are those of all of it.
         layout: planes of the KV cache.
         rope: cosines and sines, fp32 `[context, dim / 2]` each.
     """
@@ -62,6 +65,7 @@ class Model:
     plan_hash: str = ""
     group: RankGroup = ONE_RANK
     embed_positions: Callable[[Tensor], Tensor] | None = None
+    residual: ResidualPart | None = None
     layout: CacheLayout = field(init=False)
     rope: tuple[Tensor, Tensor] = field(init=False)
 
@@ -117,6 +121,8 @@ class Model:
             hidden = self.embed(batch.tokens)
             if self.embed_positions is not None:
                 hidden = hidden + self.embed_positions(batch.positions)
+            if self.residual is not None:
+                hidden = self.residual.own(hidden)
             return hidden
 
         def compute(index: int) -> Tensor:
@@ -132,7 +138,8 @@ class Model:
         def logits() -> Tensor:
             if not len(hidden):
                 return hidden.new_empty(0, len(self.vocabulary.own), dtype=torch.float32)
-            return self.lm_head(self.final_norm(hidden)).float()
+            whole = hidden if self.residual is None else self.residual.whole(hidden)
+            return self.lm_head(self.final_norm(whole)).float()
 
         layers = [partial(compute, index) for index in range(len(self.layers))]
         return [embed, *layers, logits]

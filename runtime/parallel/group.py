@@ -73,15 +73,6 @@ class RankGroup(ABC):
         square = total[:, width : width + 2 * self.size].float().sum(1, keepdim=True)
         return (total[:, :width].float() * torch.rsqrt(square / size + eps)).to(dtype)
 
-    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
-        """Add the tensors `[n, w]` of all ranks side by side to ``total`` in place, and return it.
-
-        Args:
-            total: `[n, width]`. Gathered columns from ``width`` on are left out.
-            part: a contiguous tensor.
-        """
-        return total.add_(self.all_gather(part)[:, : total.shape[1]])
-
 
 class OneRank(RankGroup):
     """The group of a worker of one rank."""

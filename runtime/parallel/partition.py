@@ -4,7 +4,7 @@ Ranks divide query heads, features of the MLP and rows of the vocabulary. KV hea
 well; if there are more ranks than KV heads, several ranks hold the same KV head and divide its
 query heads. Parts differ in size where a number of ranks does not divide a number of heads:
 checkpoints are not padded. Norms and, with `Scheme.LOW_RANK`, the U of factor pairs that write the
-residual stream are on every rank.
+residual stream are on every rank. With `Scheme.EVEN`, the ranks divide the residual stream as well.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,14 @@ class Scheme(StrEnum):
             columns of those that write it, whose outputs are added. Factor pairs as in DeInfer:
             the ranks divide the rows of V and gather its output, and divide the rows of U; or they
             divide the columns of V and add its outputs, and each has the whole U.
-        EVEN: as LOW_RANK, but the ranks divide the rows of every U. They gather the outputs of
-            those that write the residual stream, so that only norms are on every rank.
+        EVEN: the ranks divide the residual stream by hidden dimension, and only norms are on every
+            rank. Of factor pairs that read the residual stream, the ranks divide the columns of V;
+            they add its outputs and the sums of squares of the RMSNorm in one message, and scale
+            the result, because V is linear. Of pairs that write it, they divide the columns of V,
+            add its outputs, and divide the rows of U. If a dense matrix, or a norm other than
+            RMSNorm, is among those that read the same input, the ranks gather the residual stream
+            and then do as LOW_RANK does. They add the whole outputs of dense matrices that write
+            it. A model without factor pairs is divided as LOW_RANK does.
         BASE: DeInfer's baseline. The ranks divide the inner dimension of every linear and add its
             whole outputs. Each rank has all heads.
     """
@@ -114,6 +120,12 @@ class Partition:
             whole=config,
         )
 
+    def residual_rows(self, hidden_size: int) -> "EvenRows | None":
+        """Return the rank's elements of the residual stream; None if it has all of them."""
+        if self.scheme is not Scheme.EVEN or self.size == 1:
+            return None
+        return EvenRows.of(hidden_size, self.rank, self.size)
+
     def rows(self, divided: Divided, head_dim: int) -> range:
         """Return the rank's rows (or columns) of a matrix with one row for each divided element.
 
@@ -170,14 +182,14 @@ class LowRankRows:
 
 @dataclass(frozen=True)
 class EvenRows:
-    """Division of the rows of a matrix into equal numbers; the last ranks have fewer.
+    """Division of the elements of the residual stream; the last ranks have fewer, or none.
 
-    A rank pads its rows to ``height``, because collectives need parts of the same size. The
-    gathered rows of all ranks are therefore those of the matrix, followed by padding.
+    A rank pads its elements to ``height`` with zeros, because collectives need parts of the same
+    size. The gathered elements of all ranks are therefore the residual stream, followed by padding.
 
     Attributes:
-        height: rows of each rank, with padding.
-        rows: rows of the matrix that the rank holds, which may be none.
+        height: elements of each rank, with padding.
+        rows: elements that the rank holds, and rows of a U that computes them.
     """
 
     height: int
@@ -185,7 +197,7 @@ class EvenRows:
 
     @classmethod
     def of(cls, count: int, rank: int, size: int) -> Self:
-        """Return the rows of a rank of the worker, of ``count`` rows."""
+        """Return the part of a rank of the worker, of ``count`` elements."""
         height = round_up(-(-count // size))
         return cls(height, range(min(rank * height, count), min((rank + 1) * height, count)))
 

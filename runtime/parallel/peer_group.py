@@ -75,7 +75,7 @@ class PeerGroup(DistributedGroup):
         for words in sizes:
             whole = torch.zeros(1, 2 * words * self.size, dtype=torch.bfloat16, device=device)
             part = whole[:, : 2 * words]
-            self.add_gathered(whole, self.all_gather(part)[:, : 2 * words])
+            self.all_gather(part)
             for addend in (part, whole):
                 self.add_sum(addend, self.all_reduce(addend).clone())
                 self.sum_normed(addend, addend, 1, 1.0)
@@ -99,13 +99,11 @@ class PeerGroup(DistributedGroup):
     def all_gather(self, part: Tensor) -> Tensor:
         if not self._can_gather(part):
             return super().all_gather(part)
-        return self._gather(part, part.new_empty(len(part), self.size * part.shape[1]))
-
-    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
-        pairs = total.dtype is part.dtype is torch.bfloat16 and total.shape[1] % 2 == 0
-        if not (self._can_gather(part) and pairs and total.is_contiguous()):
-            return super().add_gathered(total, part)
-        return self._gather(part, total, adds=True)
+        out = part.new_empty(len(part), self.size * part.shape[1])
+        if out.numel():
+            words = part.nbytes // 4
+            self._launch(gather_kernel, words, part, out, words, words // len(part))
+        return out
 
     def _can_sum(self, addend: Tensor) -> bool:
         numbers, size = addend.numel(), self.size
@@ -147,15 +145,6 @@ class PeerGroup(DistributedGroup):
             self._launch(
                 kernel, messages, addend, out, count, *rows, elements, eps, ADDS=adds,
                 NORMS=x is not None,
-            )  # fmt: skip
-        return out
-
-    def _gather(self, part: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
-        if out.numel():
-            row_words, out_words = (each[0].nbytes // 4 for each in (part, out))
-            self._launch(
-                gather_kernel, part.nbytes // 4, part, out, part.nbytes // 4, row_words, out_words,
-                ADDS=adds,
             )  # fmt: skip
         return out
 

@@ -152,19 +152,17 @@ def _store(out, words, mask, ADDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def gather_kernel(
-    part, out, addresses, state, rank, words, row_words, out_words,
+    part, out, addresses, state, rank, words, row_words,
     RANKS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Gather the rows of all ranks side by side.
 
     Args:
         part: int32 `[n, row_words]`, contiguous, with ``words`` elements.
-        out: int32 `[n, out_words]`. Gathered columns from ``out_words`` on are left out.
+        out: int32 `[n, RANKS * row_words]`.
         addresses: int64 `[RANKS]`, addresses of the memory of all ranks: int64 `[2, HALF]` each.
         state: int32 `[2]`, number of the collective (never 0), and number of finished programs.
         COUNT: messages per thread, BLOCK / threads.
-        ADDS: whether to add bf16 numbers to those in ``out``.
     """
     SLOT: tl.constexpr = HALF // RANKS
     after_previous()
@@ -176,11 +174,10 @@ def gather_kernel(
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
         _send(to + rank * SLOT + i, own, flag, mask)
     here = _memory(addresses, rank, flag, HALF)
-    row = out + i // row_words * out_words
+    place = out + i // row_words * (RANKS * row_words) + i % row_words
     for peer in tl.static_range(RANKS):
         found = _receive(here + peer * SLOT + i, flag, mask, COUNT)
-        column = peer * row_words + i % row_words
-        _store(row + column, found, mask & (column < out_words), ADDS)
+        tl.store(place + peer * row_words, found, mask=mask)
     _finish(state, flag)
 
 
@@ -198,6 +195,7 @@ def sum_kernel(
         row_words: words of each of the rows of ``addend``.
         elements: number of elements of a row of ``x`` on all ranks.
         eps: added to the mean square.
+        ADDS: whether to add the sums to the bf16 numbers in ``out``.
         NORMS: whether to divide the sums of each row by the rms of the row of all ranks' ``x``.
 
     The other arguments are those of `gather_kernel`.

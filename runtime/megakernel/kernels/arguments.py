@@ -110,9 +110,9 @@ class Ranks(NamedTuple):
     Attributes:
         rank: number of this rank.
         first_token: id of the first of the VOCAB tokens that this rank holds.
-        partials: int64 `[3, RANKS, B, SUMS]`, fp32 values with 32-bit flags: the addends of each
-            rank. The first third is for the sums of the group of o, the second for those of down,
-            and the last one for the embedding.
+        partials: int64 `[5, RANKS, B, SUMS]`, fp32 values with 32-bit flags: the addends of each
+            rank. The first four groups are those of `gemm.weights.PROJECTION_GROUPS`, and the last
+            one (`opcodes.EMBEDDED`) is the embedding.
         partial_addresses: int64 `[RANKS]`, addresses of the ``partials`` of all ranks.
         activation_addresses, square_addresses: int64 `[RANKS]`, addresses of `Messages.activations`
             and of `Messages.squares` of all ranks.

@@ -19,6 +19,7 @@ from runtime.megakernel.kernels.messages import (
     send_bf16,
     send_gathered,
     send_partial,
+    send_residual,
     send_to_owner,
     sum_partials,
 )
@@ -65,11 +66,11 @@ def sum_parts(acc, sums):
 
 
 @gluon.jit
-def sum_of_ranks(ranks, third, row, last, flag, R: gl.constexpr, SHAPE: gl.constexpr):
+def sum_of_ranks(ranks, group, row, last, flag, R: gl.constexpr, SHAPE: gl.constexpr):
     """Receive R rows that all ranks have sent with `send_partial`, and return their sums.
 
     Args:
-        third: see `arguments.Ranks.partials`.
+        group: see `arguments.Ranks.partials`.
         row, last: first row, and end (exclusive) of the rows that were sent.
 
     Returns:
@@ -78,7 +79,7 @@ def sum_of_ranks(ranks, third, row, last, flag, R: gl.constexpr, SHAPE: gl.const
     layout: gl.constexpr = output_layout(R)
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
     b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
-    return sum_partials(ranks, third, b, r, flag, (r < last) & (b < SHAPE.B), 4, SHAPE)
+    return sum_partials(ranks, group, b, r, flag, (r < last) & (b < SHAPE.B), 4, SHAPE)
 
 
 @gluon.jit
@@ -190,10 +191,7 @@ def run_epilogue(
     elif is_residual(opcode, SHAPE):
         h = one + y
         gl.store(buffers.hidden + b * SHAPE.HIDDEN + r, h, mask=inside)
-        if SHAPE.HEIGHT > 0:
-            send_gathered(ranks, b * messages.stride + target + r, h * two, flag, inside, SHAPE)
-        else:
-            send_bf16(own + r, h * two, flag, inside)
+        send_residual(messages, ranks, b, target, r, h * two, flag, inside, SHAPE)
         square = gl.sum(gl.where(inside, h * h, 0.0), axis=0)
     elif SHAPE.RANKS == 1:
         gl.store(buffers.logits + b.to(gl.int64) * SHAPE.VOCAB + r, y, mask=inside)

@@ -138,27 +138,45 @@ def send_gathered(ranks, offset, value, flag, mask, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def send_partial(ranks, third, source, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
+def send_partial(ranks, group, source, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
     """Send fp32 values to all ranks, as addends of a sum.
 
     Args:
-        third: first index of `arguments.Ranks.partials`.
+        group: first index of `arguments.Ranks.partials`.
         source: second index: the number of this rank, or 0 if only one rank sends.
     """
-    place = ((third * SHAPE.RANKS + source) * SHAPE.B + sequence) * SHAPE.SUMS + row
+    place = ((group * SHAPE.RANKS + source) * SHAPE.B + sequence) * SHAPE.SUMS + row
     for rank in gl.static_range(SHAPE.RANKS):
         there = gl.load(ranks.partial_addresses + rank).to(gl.pointer_type(gl.int64))
         send_fp32(there + place, value, flag, mask)
 
 
 @gluon.jit
-def send_to_owner(ranks, third, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
+def send_residual(messages, ranks, sequence, target, row, value, flag, mask, SHAPE: gl.constexpr):
+    """Send rows of the residual stream to the programs that read it next.
+
+    Args:
+        target: see `schedule.Pass`.
+        row: number of the row among those that this rank computes.
+    """
+    place = sequence * messages.stride + row
+    if SHAPE.HEIGHT > 0:
+        if target >= 0:
+            send_gathered(ranks, place + target, value, flag, mask, SHAPE)
+        else:
+            send_bf16(messages.activations + (place - 1 - target), value, flag, mask)
+    else:
+        send_bf16(messages.activations + place, value, flag, mask)
+
+
+@gluon.jit
+def send_to_owner(ranks, group, sequence, row, value, flag, mask, SHAPE: gl.constexpr):
     """Send fp32 values as addends of a sum, each to the rank that computes the row.
 
     Args:
-        third: first index of `arguments.Ranks.partials`.
+        group: first index of `arguments.Ranks.partials`.
     """
-    place = ((third * SHAPE.RANKS + ranks.rank) * SHAPE.B + sequence) * SHAPE.SUMS
+    place = ((group * SHAPE.RANKS + ranks.rank) * SHAPE.B + sequence) * SHAPE.SUMS
     owner = gl.load(ranks.partial_addresses + row // SHAPE.HEIGHT, mask=mask, other=0)
     there = owner.to(gl.pointer_type(gl.int64))
     send_fp32(there + (place + row % SHAPE.HEIGHT), value, flag, mask)
@@ -184,9 +202,9 @@ def send_squares(
 
 
 @gluon.jit
-def sum_partials(ranks, third, sequence, row, flag, mask, COUNT: gl.constexpr, SHAPE: gl.constexpr):
+def sum_partials(ranks, group, sequence, row, flag, mask, COUNT: gl.constexpr, SHAPE: gl.constexpr):
     """Receive the addends of all ranks; return their sums, fp32 with the shape of ``row``."""
-    place = (third * SHAPE.RANKS * SHAPE.B + sequence) * SHAPE.SUMS + row
+    place = (group * SHAPE.RANKS * SHAPE.B + sequence) * SHAPE.SUMS + row
     total = receive_fp32(ranks.partials + place, flag, mask, COUNT, True)
     for rank in gl.static_range(1, SHAPE.RANKS):
         more = ranks.partials + (place + rank * SHAPE.B * SHAPE.SUMS)

@@ -27,6 +27,10 @@ SUM_INNER, SUM_RESIDUAL: no matmul, but the sum of these addends. The first send
 programs of this rank, the second has the epilogue of RESIDUAL."""
 
 
+EMBEDDED = gl.constexpr(4)
+"""Group of `arguments.Ranks.partials` that has the embedding."""
+
+
 @gluon.jit
 def field(row, column):
     """Return a field of a pass that fits into 32 bits, as all but offsets and targets do.

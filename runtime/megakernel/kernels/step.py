@@ -44,15 +44,15 @@ from runtime.megakernel.kernels.messages import (
     mma_operands,
     receive_fp32,
     receive_input,
-    send_bf16,
-    send_gathered,
     send_partial,
+    send_residual,
     send_squares,
 )
 from runtime.megakernel.kernels.opcodes import (
     AFTER,
     ATTEND,
     BIAS,
+    EMBEDDED,
     FIELDS,
     NORM,
     NORMED,
@@ -86,7 +86,8 @@ def embed(
 
     Send the columns, multiplied by the weights of the first norm, and their sum of squares before
     this multiplication. With several ranks, the rank that holds the token sends the embedding
-    to all ranks. If the ranks divide the rows of the residual stream, each sends its rows to all.
+    to all ranks. If the ranks divide the rows of the residual stream, each sends its rows to all
+    that read them.
 
     Args:
         token: token id of sequence ``b``.
@@ -94,7 +95,6 @@ def embed(
         flag: flag of stage 0.
     """
     HIDDEN: gl.constexpr = SHAPE.HIDDEN
-    own = messages.activations + b * messages.stride
     first = HIDDEN * pid // programs
     last = HIDDEN * (pid + 1) // programs
     begin = 0
@@ -115,15 +115,12 @@ def embed(
         else:
             if SHAPE.HEIGHT == 0:
                 send_embedding(token, b, i, i < last, weights, ranks, flag, SHAPE)
-            found = ranks.partials + (2 * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + begin + i
+            place = (EMBEDDED * SHAPE.RANKS * SHAPE.B + b) * SHAPE.SUMS + begin
+            found = ranks.partials + place + i
             h = receive_fp32(found, flag, i < last, 1, True)
         gl.store(buffers.hidden + b * HIDDEN + i, h, mask=i < last)
         weight = gl.load(weights.vectors + norm + i, mask=i < last, other=0.0)
-        if SHAPE.HEIGHT > 0:
-            place = b * messages.stride + target + i
-            send_gathered(ranks, place, h * weight, flag, i < last, SHAPE)
-        else:
-            send_bf16(own + i, h * weight, flag, i < last)
+        send_residual(messages, ranks, b, target, i, h * weight, flag, i < last, SHAPE)
         square += h * h
     thread = gl.arange(0, THREADS, FLAT)
     total = gl.zeros([THREADS], gl.float32, FLAT) + gl.sum(square, 0)
@@ -138,7 +135,7 @@ def send_embedding(token, b: gl.constexpr, i, mask, weights, ranks, flag, SHAPE:
     held = mask & (place >= 0) & (place < SHAPE.VOCAB)
     row = weights.embedding + place * SHAPE.HIDDEN
     h = gl.load(row + i, mask=held, other=0.0).to(gl.float32)
-    send_partial(ranks, 2, 0, b, i, h, flag, held, SHAPE)
+    send_partial(ranks, EMBEDDED, 0, b, i, h, flag, held, SHAPE)
 
 
 @gluon.jit
@@ -234,13 +231,16 @@ def compute(
                     tile += 1
                 factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, OUTPUT))
                 if normed > 0:
-                    factor = inverse_rms(messages, base, after, programs, weights.eps, SHAPE)
+                    squared = after
+                    if SHAPE.HEIGHT > 0:
+                        squared = gl.where(opcode == SUM_INNER, norm, after)
+                    factor = inverse_rms(messages, base, squared, programs, weights.eps, SHAPE)
                 factor = gl.convert_layout(factor, gl.SliceLayout(0, TALL_OUTPUT))
-                y = acc.reshape([TALL_ROWS, N])
-                y = gl.convert_layout(y, TALL_OUTPUT) * gl.expand_dims(factor, 0) + added
+                y = gl.convert_layout(acc.reshape([TALL_ROWS, N]), TALL_OUTPUT)
                 if SHAPE.RANKS > 1:
                     if opcode >= SUM_INNER:
-                        y += sum_of_ranks(ranks, source, row, last, base + after, TALL_ROWS, SHAPE)
+                        y = sum_of_ranks(ranks, source, row, last, base + after, TALL_ROWS, SHAPE)
+                y = y * gl.expand_dims(factor, 0) + added
                 tall_square += run_epilogue(
                     y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers,
                     ranks, attention.query_offset, SHAPE,

@@ -51,6 +51,11 @@ class Elements:
         """Return the elements of an all-reduce."""
         return cls(count, 2 * count)
 
+    @classmethod
+    def of_gather(cls, count: int, size: int) -> Self:
+        """Return the elements of an all-gather of ``count`` elements of each of ``size`` ranks."""
+        return cls(count * size, count * size)
+
     def __add__(self, other: "Elements") -> "Elements":
         return Elements(self.once + other.once, self.twice + other.twice)
 
@@ -82,18 +87,12 @@ class CountedGroup(RankGroup):
         return self._collectives.all_reduce(addend)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        count = part.numel() * self.size
-        self.counted += Elements(count, count)
+        self.counted += Elements.of_gather(part.numel(), self.size)
         return self._collectives.all_gather(part)
 
     def add_sum(self, total: Tensor, addend: Tensor) -> Tensor:
         self.counted += Elements.of_sum(addend.numel())
         return self._collectives.add_sum(total, addend)
-
-    def add_gathered(self, total: Tensor, part: Tensor) -> Tensor:
-        count = part.numel() * self.size
-        self.counted += Elements(count, count)
-        return self._collectives.add_gathered(total, part)
 
     def sum_normed(self, addend: Tensor, x: Tensor, size: int, eps: float) -> Tensor:
         self.counted += Elements.of_sum(addend.numel() + len(addend))

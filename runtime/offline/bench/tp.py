@@ -16,7 +16,7 @@ DeInfer paper, an all-reduce counts once in the first number; as on the link, tw
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint.assemble import nbytes
-from runtime.checkpoint.family import LinearTensor, family_of
+from runtime.checkpoint.family import LayerLayout, family_of
+from runtime.checkpoint.slices import norm_after_v
 from runtime.checkpoint.weights import FactorPair
 from runtime.gemm.model import build_fastest_model
 from runtime.gemm.plan import KernelPlan
@@ -53,7 +54,7 @@ from runtime.offline.bench.ranks import (
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
 from runtime.parallel.group import RankGroup
-from runtime.parallel.partition import EvenRows, LowRankRows, Partition, Scheme
+from runtime.parallel.partition import LowRankRows, Partition, Scheme
 
 MEGAKERNEL = ", megakernel"
 
@@ -88,10 +89,10 @@ class RankBench:
         part, computed = whole, Elements()
         if scheme is not None:
             self.name += f", {scheme}" + (f", {case.collectives}" if case.device == "cuda" else "")
-            partition = Partition.of(config, group.rank, group.size, scheme)
-            linears = family_of(config.architecture).layout(config).linears
-            computed = elements_of(whole.layers[0], linears, partition)
-            part = rank_part(whole, partition)
+            part = rank_part(whole, Partition.of(config, group.rank, group.size, scheme))
+            layout = family_of(config.architecture).layout(config)
+            assert part.partition is not None
+            computed = elements_of(whole.layers[0], layout, part.partition)
         self._case = case
         self._group = CountedGroup(group)
         self._model = build_fastest_model(
@@ -190,6 +191,8 @@ class RankBench:
         group.counted = Elements()
         self._model.forward(inputs, cache)
         counted = group.counted - Elements.of_sum(config.hidden_size)  # the embedding
+        if (residual := self._model.residual) is not None:  # the input of the final norm
+            counted -= Elements.of_gather(residual.rows.height, group.size)
         for kind, found, per in (
             ("computed", computed, 1),
             ("counted", counted, config.num_layers),
@@ -200,29 +203,30 @@ class RankBench:
             )
 
 
-def elements_of(layer: Any, linears: Mapping[str, LinearTensor], partition: Partition) -> Elements:
+def elements_of(layer: Any, layout: LayerLayout, partition: Partition) -> Elements:
     """Return the elements that a layer exchanges for each token.
 
     Args:
         layer: weights of the whole layer.
     """
     if partition.scheme is Scheme.BASE:
-        return Elements.of_sum(sum(linear.out for linear in linears.values()))
+        return Elements.of_sum(sum(linear.out for linear in layout.linears.values()))
     total = Elements()
-    gathered: dict[str, list[int]] = {}
-    for name, entry in linears.items():
-        linear = getattr(layer, name)
-        rank = linear.rank if isinstance(linear, FactorPair) else None
+    for names in layout.groups():
+        entry = layout.linears[names[0]]
+        linears = [getattr(layer, name) for name in names]
+        ranks = [linear.rank for linear in linears if isinstance(linear, FactorPair)]
+        residual = partition.residual_rows(entry.inner)
         if entry.writes_residual:
-            total += Elements.of_sum(entry.out if rank is None else rank)
-            if rank is not None and partition.scheme is Scheme.EVEN:
-                height = EvenRows.of(entry.out, partition.rank, partition.size).height
-                total += Elements(height * partition.size, height * partition.size)
-        elif rank is not None:
-            gathered.setdefault(entry.same_input_as or name, []).append(rank)
-    for ranks in gathered.values():
-        height = LowRankRows.of(ranks, partition.rank, partition.size).height * partition.size
-        total += Elements(height, height)
+            total += Elements.of_sum(sum(ranks or [entry.out]))
+        elif residual is not None and norm_after_v(entry, linears):
+            total += Elements.of_sum(LowRankRows.of(ranks, 0, 1).height + 1)  # and the square
+        else:
+            if residual is not None:
+                total += Elements.of_gather(residual.height, partition.size)
+            if ranks:
+                height = LowRankRows.of(ranks, partition.rank, partition.size).height
+                total += Elements.of_gather(height, partition.size)
     return total
 
 

@@ -51,6 +51,7 @@ WIDE = replace(UNEVEN, head_dim=64, vocab_size=47)
         pytest.param(WIDE, MIXED, True, 2, Scheme.LOW_RANK, id="mixed, uneven heads of 64"),
         pytest.param(CONFIG, MIXED, False, 2, Scheme.EVEN, id="mixed, even"),
         pytest.param(UNEVEN, PAIRS, True, 3, Scheme.EVEN, id="pairs, uneven rows, even"),
+        pytest.param(CONFIG, PAIRS, False, 4, Scheme.EVEN, id="pairs, a rank without rows, even"),
     ],
 )
 def test_ranks_have_the_logits_of_the_whole_model(

@@ -89,6 +89,10 @@ def test_ranks_have_the_logits_of_the_whole_model(config: ModelConfig, size: int
         pytest.param(DENSE, 3, Scheme.EVEN, id="dense, even"),
         pytest.param(PAIRS, 3, Scheme.EVEN, id="pairs, even"),
         pytest.param(MIXED, 4, Scheme.EVEN, id="mixed, even"),
+        pytest.param(PAIRS, 2, Scheme.EVEN, id="pairs, 2 ranks, even"),
+        pytest.param(PAIRS, 4, Scheme.EVEN, id="pairs, 4 ranks, even"),
+        pytest.param((*DENSE[:4], 16, 30, 24), 3, Scheme.EVEN, id="dense attention, even"),
+        pytest.param((*PAIRS[:4], None, None, None), 3, Scheme.EVEN, id="dense MLP, even"),
         pytest.param(DENSE, 3, Scheme.BASE, id="dense, base"),
         pytest.param(MIXED, 2, Scheme.BASE, id="mixed, base"),
         pytest.param(PAIRS, 4, Scheme.BASE, id="pairs, base"),
@@ -173,3 +177,58 @@ def test_factor_pairs_are_exchanged_in_their_low_rank_space(
     embedding, *layers = [(name, shape[1]) for name, shape in calls[: 1 + 2 * len(expected)]]
     assert embedding == ("all_reduce", CONFIG.hidden_size)
     assert layers == expected * CONFIG.num_layers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param(
+            PAIRS,  # two numbers of each rank are the sums of squares, padded to a multiple of 8
+            [
+                ("all_reduce", 12 + 5 + 9 + 6),
+                ("all_reduce", 20),
+                ("all_reduce", 16 + 30 + 10),
+                ("all_reduce", 24),
+            ],
+            id="pairs",
+        ),
+        pytest.param(
+            MIXED,  # the residual stream, then the outputs of V
+            [
+                *[("all_gather", 24), ("all_gather", 8), ("all_reduce", 20)],
+                *[("all_gather", 24), ("all_gather", 8), ("all_reduce", 48)],
+            ],
+            id="mixed",
+        ),
+    ],
+)
+def test_parts_of_the_residual_stream_are_exchanged_in_the_low_rank_space(
+    ranks: Sequence[int | None], expected: list[tuple[str, int]]
+) -> None:
+    calls = check_equal(tiny_checkpoint(ranks=ranks), 2, Scheme.EVEN)
+    count = len(expected) * CONFIG.num_layers
+    embedding, *layers = [(name, shape[1]) for name, shape in calls[: 2 + count]]
+    assert embedding == ("all_reduce", CONFIG.hidden_size)
+    assert layers == [*expected * CONFIG.num_layers, ("all_gather", CONFIG.hidden_size // 2)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_the_residual_stream_may_differ_in_size(size: int) -> None:
+    """Of 44 elements, the last ranks have fewer than the others or none."""
+    config = replace(GQA, hidden_size=44)
+    checkpoint = tiny_checkpoint(bias="all", head_norms=True, ranks=PAIRS, config=config)
+    check_equal(checkpoint, size, Scheme.EVEN)
+
+
+def test_model_without_factor_pairs_keeps_the_residual_stream_whole() -> None:
+    partition = Partition.of(CONFIG, 0, 2, Scheme.EVEN)
+    part = rank_checkpoint(tiny_checkpoint(), partition).partition
+    assert part is not None
+    assert part.scheme is Scheme.LOW_RANK
+
+
+def test_layers_with_other_norms_may_share_a_basis() -> None:
+    checkpoint = tiny_checkpoint(ranks=(16, 16, 16, 12, None, None, None))
+    first, second = checkpoint.layers
+    shared = replace(second, q=replace(second.q, v=first.q.v), k=replace(second.k, v=first.k.v))
+    check_equal(replace(checkpoint, layers=(first, shared)), 3, Scheme.EVEN)

@@ -52,10 +52,6 @@ def check(folder: Path, one_step: bool, group: RankGroup) -> Iterator[str]:
                 parts = [inputs(rank, dtype, rows, width) for rank in range(size)]
                 found = made.all_gather(parts[group.rank])
                 assert found.equal(torch.cat(parts, dim=1))
-                for less in (0, 2, width + 1):
-                    total = inputs(size, dtype, rows, size * width - less)
-                    expected = total + found[:, : total.shape[1]]
-                    assert made.add_gathered(total, parts[group.rank]).equal(expected)
                 yield f"gather {dtype} {rows} {width}"
             parts = [inputs(rank, torch.bfloat16, rows, width) for rank in range(size)]
             check_sum(made, parts)

@@ -14,9 +14,9 @@ from runtime.parallel import push
 
 name, ranks, block, threads, norms = sys.argv[1], *map(int, sys.argv[2:])
 kernel = getattr(push, name)
-constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads, ADDS=not norms)
+constants = dict(RANKS=ranks, HALF=1 << 20, BLOCK=block, COUNT=block // threads)
 if "sum" in name:
-    constants["NORMS"] = bool(norms)
+    constants |= dict(ADDS=not norms, NORMS=bool(norms))
 types = {"part": "*i32", "addend": "*i32", "out": "*i32", "addresses": "*i64", "state": "*i32"}
 types |= {"x": "*bf16", "eps": "fp32"}
 types |= dict.fromkeys(constants, "constexpr")
