@@ -107,8 +107,11 @@ class PeerGroup(DistributedGroup):
 
     def _can_sum(self, addend: Tensor) -> bool:
         numbers, size = addend.numel(), self.size
-        pairs = addend.dtype is torch.bfloat16 and numbers % (2 * size) == 0
-        return pairs and numbers <= self._half // size * size
+        if addend.dtype is not torch.bfloat16 or numbers % 2:
+            return False
+        if self._in_one_step(addend):
+            return True
+        return numbers % (2 * size) == 0 and numbers <= self._half // size * size
 
     def _can_gather(self, part: Tensor) -> bool:
         row_bytes = part.shape[1] * part.element_size()

@@ -17,7 +17,7 @@ be resident.
 import triton
 import triton.language as tl
 
-from runtime.kernels.arith import INTERPRETED
+from runtime.kernels.arith import INTERPRETED, power_of_2
 from runtime.kernels.overlap import after_previous
 from runtime.kernels.polling import asm_constraints, poll_words_asm
 
@@ -141,6 +141,37 @@ def _inverse_rms(memory, rows, row, mask, flag, elements, eps, SLOT: tl.constexp
 
 
 @triton.jit
+def _inverse_rms_of_two(memory, rows, row, first, flag, elements, eps, SLOT: tl.constexpr,
+                        RANKS: tl.constexpr):  # fmt: skip
+    """Return what `_inverse_rms` does, for rows ``first`` and ``first + 1``.
+
+    All messages are polled together, instead of those of one rank after those of another.
+    """
+    rank = tl.arange(0, power_of_2(RANKS))[:, None]
+    which = tl.arange(0, 2)[None, :]
+    wanted = (rank < RANKS) & (first + which < rows)
+    found = _receive(memory + rank * SLOT + SLOT - rows + first + which, flag, wanted, 1)
+    squares = tl.where(wanted, found.to(tl.float32, bitcast=True), 0.0)
+    one = tl.sum(tl.sum(tl.where(which == 0, squares, 0.0), axis=1), axis=0)
+    two = tl.sum(tl.sum(tl.where(which == 1, squares, 0.0), axis=1), axis=0)
+    return tl.rsqrt(tl.where(row == first, one, two) / elements + eps)
+
+
+@triton.jit
+def _normed(low, high, memory, rows, row_words, begin, mask, flag, elements, eps,
+            SLOT: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+            COUNT: tl.constexpr):  # fmt: skip
+    """Divide the sums of BLOCK words, from ``begin`` on, by the rms of their rows."""
+    row = (begin + tl.arange(0, BLOCK)) // row_words
+    if row_words >= BLOCK:
+        first = begin // row_words
+        scale = _inverse_rms_of_two(memory, rows, row, first, flag, elements, eps, SLOT, RANKS)
+    else:
+        scale = _inverse_rms(memory, rows, row, mask, flag, elements, eps, SLOT, RANKS, COUNT)
+    return low * scale, high * scale
+
+
+@triton.jit
 def _store(out, words, mask, ADDS: tl.constexpr):
     """Store words; with ADDS, add their bf16 numbers to those at the pointers ``out``."""
     if ADDS:
@@ -203,7 +234,8 @@ def sum_kernel(
     SLOT: tl.constexpr = HALF // RANKS
     after_previous()
     flag = tl.load(state)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
     mask = i < words
     if NORMS:
         _send_squares(x, rows, columns, addresses, rank, flag, RANKS, HALF, SLOT)
@@ -214,9 +246,10 @@ def sum_kernel(
     here = _memory(addresses, rank, flag, HALF)
     low, high = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
     if NORMS:
-        row = i // row_words
-        scale = _inverse_rms(here, rows, row, mask, flag, elements, eps, SLOT, RANKS, COUNT)
-        low, high = low * scale, high * scale
+        low, high = _normed(
+            low, high, here, rows, row_words, begin, mask, flag, elements, eps, SLOT, RANKS,
+            BLOCK, COUNT,
+        )  # fmt: skip
     _store(out + i, _words(low, high), mask, ADDS)
     _finish(state, flag)
 
@@ -237,7 +270,8 @@ def two_step_sum_kernel(
     after_previous()
     flag = tl.load(state)
     size = words // RANKS
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
     mask = i < size
     if NORMS:
         _send_squares(x, rows, columns, addresses, rank, flag, RANKS, HALF, SLOT)
@@ -249,9 +283,10 @@ def two_step_sum_kernel(
     here = _memory(addresses, rank, flag, HALF)
     low, high = _sum_of_ranks(here, i, mask, flag, SLOT, RANKS, COUNT)
     if NORMS:
-        row = (rank * size + i) // row_words
-        scale = _inverse_rms(here, rows, row, mask, flag, elements, eps, SLOT, RANKS, COUNT)
-        low, high = low * scale, high * scale
+        low, high = _normed(
+            low, high, here, rows, row_words, rank * size + begin, mask, flag, elements, eps,
+            SLOT, RANKS, BLOCK, COUNT,
+        )  # fmt: skip
     total = _words(low, high)
     for distance in tl.static_range(RANKS):
         to = _memory(addresses, (rank + distance) % RANKS, flag, HALF)
