@@ -21,19 +21,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint.assemble import nbytes
-from runtime.checkpoint.family import LayerLayout, family_of
-from runtime.checkpoint.slices import norm_after_v
-from runtime.checkpoint.weights import FactorPair
+from runtime.checkpoint.family import family_of
 from runtime.gemm.model import build_fastest_model
 from runtime.gemm.plan import KernelPlan
 from runtime.megakernel.decode_step import decode_step, unsupported_by_megakernel
+from runtime.offline.bench.arithmetic import exchanges_of, show_arithmetic
 from runtime.offline.bench.deinfer import report
 from runtime.offline.bench.device import (
     Figure,
@@ -54,7 +52,7 @@ from runtime.offline.bench.ranks import (
 from runtime.offline.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.pages.plan import PageCount, pages_for
 from runtime.parallel.group import RankGroup
-from runtime.parallel.partition import LowRankRows, Partition, Scheme
+from runtime.parallel.partition import Partition, Scheme
 
 MEGAKERNEL = ", megakernel"
 
@@ -91,8 +89,9 @@ class RankBench:
             self.name += f", {scheme}" + (f", {case.collectives}" if case.device == "cuda" else "")
             part = rank_part(whole, Partition.of(config, group.rank, group.size, scheme))
             layout = family_of(config.architecture).layout(config)
-            assert part.partition is not None
-            computed = elements_of(whole.layers[0], layout, part.partition)
+            assert part.partition is not None  # `rank_part` sets it
+            exchanged = exchanges_of(whole.layers[0], layout, part.partition)
+            computed = sum(exchanged, Elements())
         self._case = case
         self._group = CountedGroup(group)
         self._model = build_fastest_model(
@@ -203,33 +202,6 @@ class RankBench:
             )
 
 
-def elements_of(layer: Any, layout: LayerLayout, partition: Partition) -> Elements:
-    """Return the elements that a layer exchanges for each token.
-
-    Args:
-        layer: weights of the whole layer.
-    """
-    if partition.scheme is Scheme.BASE:
-        return Elements.of_sum(sum(linear.out for linear in layout.linears.values()))
-    total = Elements()
-    for names in layout.groups():
-        entry = layout.linears[names[0]]
-        linears = [getattr(layer, name) for name in names]
-        ranks = [linear.rank for linear in linears if isinstance(linear, FactorPair)]
-        residual = partition.residual_rows(entry.inner)
-        if entry.writes_residual:
-            total += Elements.of_sum(sum(ranks or [entry.out]))
-        elif residual is not None and norm_after_v(entry, linears):
-            total += Elements.of_sum(LowRankRows.of(ranks, 0, 1).height + 1)  # and the square
-        else:
-            if residual is not None:
-                total += Elements.of_gather(residual.height, partition.size)
-            if ranks:
-                height = LowRankRows.of(ranks, partition.rank, partition.size).height
-                total += Elements.of_gather(height, partition.size)
-    return total
-
-
 def _allocated(device: str) -> int:
     """Return the bytes of tensors on the GPU; 0 on the CPU."""
     gc.collect()
@@ -280,8 +252,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each call")
     parser.add_argument("--plan", type=Path, help="kernel plan, of which only tiles are used")
+    parser.add_argument(
+        "--arithmetic",
+        action="store_true",
+        help="only print what the schemes read and exchange, which needs no GPU",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
+    if args.arithmetic:
+        return show_arithmetic(args.shape, args.keep, args.ranks, args.schemes)
     batches = [(batch, args.context) for batch in args.batch]
     cases = (
         Case(
