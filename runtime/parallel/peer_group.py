@@ -71,14 +71,15 @@ class PeerGroup(DistributedGroup):
         """Call collectives of all sizes for which the kernels differ."""
         device = self._messages.own.device
         limit = self._half // self.size
-        sizes = [1 << bits for bits in range(4, limit.bit_length())] + [limit // 16 * 16]
-        for words in sizes:
+        sizes = [1 << bits for bits in range(4, limit.bit_length())]
+        # The most words, and the most of which two-step sums leave room for squares.
+        for words in (*sizes, limit // 16 * 16, limit // 32 * 16 - 16):
             whole = torch.zeros(1, 2 * words * self.size, dtype=torch.bfloat16, device=device)
             part = whole[:, : 2 * words]
             self.all_gather(part)
             for addend in (part, whole):
                 self.add_sum(addend, self.all_reduce(addend).clone())
-                self.sum_normed(addend, addend, 1, 1.0)
+                self.sum_normed(addend.clone(), addend, 1, 1.0)
 
     def all_reduce(self, addend: Tensor) -> Tensor:
         if not self._can_sum(addend):
