@@ -1,7 +1,8 @@
 """Latency of collectives between ranks: ``python -m runtime.offline.bench collectives --help``.
 
 Times are those of one collective in a CUDA graph of `CHAIN` equal ones. The ratio is the time of
-the fastest kernel of `runtime.parallel.push` divided by that of NCCL.
+the fastest kernel of `runtime.parallel.push` divided by that of NCCL. Normed sums also compute the
+rms of `HIDDEN` elements that the ranks divide (`RankGroup.sum_normed`).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from runtime.parallel.group import DistributedGroup, RankGroup
 
 CHAIN = 40
 """Number of collectives in a graph."""
+HIDDEN = 8192
 WAYS = ("NCCL", "one step", "two steps")
 
 
@@ -52,14 +54,24 @@ def rows(batches: list[int], widths: list[int], runs: int, group: RankGroup) -> 
         for width in widths:
             size = f"{batch} x {width}, {2 * batch * width / 1024:,.0f} KiB"
             x = torch.randn(batch, width, device=device).bfloat16()
-            times = [_us(partial(group.all_reduce, x), runs)]
-            for limit in (1 << 30, 0):
-                peer_group.ONE_STEP_WORDS = limit
-                times.append(_us(partial(peers.all_reduce, x), runs))
-            yield Row(f"T = {group.size}, sum of {size}", tuple(times))
+            own = torch.randn(batch, HIDDEN // group.size, device=device).bfloat16()
+            for name, collective in _sums(x, own).items():
+                times = [_us(partial(collective, group), runs)]
+                for limit in (1 << 30, 0):
+                    peer_group.ONE_STEP_WORDS = limit
+                    times.append(_us(partial(collective, peers), runs))
+                yield Row(f"T = {group.size}, {name} of {size}", tuple(times))
             part = x[:, : width // group.size].contiguous()
             gathered = [_us(partial(each.all_gather, part), runs) for each in (group, peers)]
             yield Row(f"T = {group.size}, gather of {size}", (*gathered, None))
+
+
+def _sums(x: Tensor, own: Tensor) -> dict[str, Callable[[RankGroup], Tensor]]:
+    """Return the sums of ``x``, without and with the rms of ``own``, by name."""
+    return {
+        "sum": lambda group: group.all_reduce(x),
+        "normed sum": lambda group: group.sum_normed(x, own, HIDDEN, 1e-5),
+    }
 
 
 def _us(call: Callable[[], Tensor], runs: int) -> float:
