@@ -1,7 +1,7 @@
 """Text deltas in OpenAI's response format: whole responses, and server-sent events.
 
 Most parts of an event are the same throughout a stream and are encoded once. For an event without
-log probabilities, only the text is encoded anew.
+log probabilities and token ids, only the text is encoded anew.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,12 @@ _MIN_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class ResponseInfo:
-    """The parts of a response that do not depend on the generated text."""
+    """The parts of a response that do not depend on the generated text.
+
+    Attributes:
+        prompts: token ids of the prompt of each choice, in a response that has token ids; None in
+            others.
+    """
 
     id: str
     created: int
@@ -33,6 +38,7 @@ class ResponseInfo:
     with_logprobs: bool
     include_usage: bool = False
     continuous_usage: bool = False
+    prompts: tuple[tuple[int, ...], ...] | None = None
 
 
 def format_event(content: dict[str, Any]) -> bytes:
@@ -53,13 +59,16 @@ def format_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int)
 class EventWriter:
     """Formats the text deltas of one stream as events.
 
-    With `ResponseInfo.continuous_usage`, each event has the usage of the request so far.
+    With `ResponseInfo.continuous_usage`, each event has the usage of the request so far. With
+    `ResponseInfo.prompts`, the first event of each choice has the token ids of its prompt, and each
+    event those of its output, also if they have no text yet.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
+        self._has_details = info.with_logprobs or info.prompts is not None
         self._completion_tokens = self._cached_tokens = 0
-        self._with_role: set[int] = set()
+        self._started: set[int] = set()
         self._envelope = {
             "id": info.id,
             "object": "chat.completion.chunk" if info.chat else "text_completion",
@@ -77,14 +86,14 @@ class EventWriter:
         """Return the events of a batch of deltas; empty if there is nothing to send yet."""
         events = []
         for delta in deltas:
-            if self._info.chat and delta.choice not in self._with_role:
-                self._with_role.add(delta.choice)
-                events.append(self._full(delta.choice, {"role": "assistant", "content": ""}))
+            if self._info.chat and delta.choice not in self._started:
+                self._started.add(delta.choice)
+                events.append(self._greeting(delta.choice))
             self._completion_tokens += len(delta.tokens)
             self._cached_tokens += delta.cached_tokens
             if self._info.continuous_usage:
                 self._end = b',"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
-            if delta.finish or self._info.with_logprobs:
+            if delta.finish or self._has_details:
                 events.extend(self._detailed(delta))
             elif delta.text:
                 events.append(
@@ -106,30 +115,63 @@ class EventWriter:
     def _usage(self) -> dict[str, Any]:
         return format_usage(self._info.prompt_tokens, self._completion_tokens, self._cached_tokens)
 
+    def _greeting(self, choice: int) -> bytes:
+        """Return the first event of a choice of a chat, which has no output."""
+        prompts = self._info.prompts
+        prompt = None if prompts is None else prompts[choice]
+        content = {"delta": {"role": "assistant", "content": ""}}
+        return self._full(choice, content, prompt=prompt)
+
     def _detailed(self, delta: TextDelta) -> list[bytes]:
         logprobs = None
         if self._info.with_logprobs and delta.tokens:
             logprobs = format_logprobs(self._info, delta.tokens, delta.offsets)
         reason = FINISH_REASONS.get(delta.finish)
+        ids = self._token_ids(delta)
         if not self._info.chat:
-            return [self._full(delta.choice, delta.text, logprobs, reason)]
+            return [self._full(delta.choice, {"text": delta.text, **ids}, logprobs, reason)]
         events = []
-        if delta.text or logprobs:
-            events.append(self._full(delta.choice, {"content": delta.text}, logprobs))
+        if delta.text or logprobs or (ids and delta.tokens and not reason):
+            content = {"delta": {"content": delta.text}, **ids}
+            events.append(self._full(delta.choice, content, logprobs))
+            ids = ids and {"token_ids": []}
         if reason:
-            events.append(self._full(delta.choice, {}, None, reason))
+            events.append(self._full(delta.choice, {"delta": {}, **ids}, None, reason))
         return events
 
+    def _token_ids(self, delta: TextDelta) -> dict[str, Any]:
+        """Return the fields of a choice that have token ids; none if they were not requested.
+
+        Completions have those of the prompt here: in the first event of a choice, then null.
+        """
+        prompts = self._info.prompts
+        if prompts is None:
+            return {}
+        ids = {"token_ids": [token.token for token in delta.tokens]}
+        if self._info.chat:
+            return ids
+        first = delta.choice not in self._started
+        self._started.add(delta.choice)
+        return {"prompt_token_ids": prompts[delta.choice] if first else None, **ids}
+
     def _full(
-        self, choice: int, content: Any, logprobs: Any = None, reason: str | None = None
+        self,
+        choice: int,
+        content: dict[str, Any],
+        logprobs: Any = None,
+        reason: str | None = None,
+        prompt: tuple[int, ...] | None = None,
     ) -> bytes:
-        entry = {
-            "index": choice,
-            "delta" if self._info.chat else "text": content,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+        """Return an event with one choice.
+
+        Args:
+            content: fields of the choice beside its index, logprobs and finish reason.
+            prompt: token ids of the prompt, for the top level of the event; None for none.
+        """
+        entry = {"index": choice, **content, "logprobs": logprobs, "finish_reason": reason}
         chunk: dict[str, Any] = {**self._envelope, "choices": [entry]}
+        if prompt is not None:
+            chunk["prompt_token_ids"] = prompt
         if self._info.continuous_usage:
             chunk["usage"] = self._usage()
         elif self._info.include_usage:
@@ -168,16 +210,17 @@ class ResponseBuilder:
         """Return the response body."""
         info = self._info
         count = sum(len(output.tokens) for output in self._choices)
-        return orjson.dumps(
-            {
-                "id": info.id,
-                "object": "chat.completion" if info.chat else "text_completion",
-                "created": info.created,
-                "model": info.model,
-                "choices": [self._choice(i, c) for i, c in enumerate(self._choices)],
-                "usage": format_usage(info.prompt_tokens, count, self._cached_tokens),
-            }
-        )
+        content: dict[str, Any] = {
+            "id": info.id,
+            "object": "chat.completion" if info.chat else "text_completion",
+            "created": info.created,
+            "model": info.model,
+            "choices": [self._choice(i, c) for i, c in enumerate(self._choices)],
+            "usage": format_usage(info.prompt_tokens, count, self._cached_tokens),
+        }
+        if info.chat and info.prompts is not None:
+            content["prompt_token_ids"] = info.prompts[0]
+        return orjson.dumps(content)
 
     def _choice(self, index: int, output: _ChoiceOutput) -> dict[str, Any]:
         info = self._info
@@ -188,11 +231,17 @@ class ResponseBuilder:
         logprobs = None
         if info.with_logprobs:
             logprobs = format_logprobs(info, output.tokens, output.offsets)
+        ids: dict[str, Any] = {}
+        if info.prompts is not None:
+            ids["token_ids"] = [token.token for token in output.tokens]
+            if not info.chat:
+                ids["prompt_token_ids"] = info.prompts[index]
         return {
             "index": index,
             **content,
             "logprobs": logprobs,
             "finish_reason": output.finish,
+            **ids,
         }
 
 

@@ -116,9 +116,8 @@ IN_REQUEST = _declare(
             *("continue_final_message", "early_stopping", "echo", "include_stop_str_in_output"),
             *("no_stop_trim", "return_cached_tokens_details", "return_hidden_states"),
             *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
-            *("return_routed_experts", "return_token_ids", "return_token_offsets"),
-            *("return_tokens_as_token_ids", "store", "use_audio_in_video", "use_beam_search"),
-            *("watermarking",),
+            *("return_routed_experts", "return_token_offsets", "return_tokens_as_token_ids"),
+            *("store", "use_audio_in_video", "use_beam_search", "watermarking"),
         ),
     ),
     (

@@ -42,6 +42,16 @@ class Usage(_Response):
 
 
 FinishReason = Literal["stop", "length"]
+PromptTokenIds = Annotated[
+    list[int], Field(description="token ids of the prompt, with `return_token_ids` only")
+]
+OutputTokenIds = Annotated[
+    list[int],
+    Field(
+        description="token ids of the output, with those of an end-of-sequence token or of a stop "
+        "string that ended it; with `return_token_ids` only"
+    ),
+]
 
 
 class CompletionLogprobs(_Response):
@@ -67,6 +77,8 @@ class CompletionChoice(_Response):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    token_ids: OutputTokenIds = Field(default_factory=list)
+    prompt_token_ids: PromptTokenIds = Field(default_factory=list)
 
 
 class CompletionResponse(_Response):
@@ -114,6 +126,7 @@ class ChatChoice(_Response):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: OutputTokenIds = Field(default_factory=list)
 
 
 class ChatResponse(_Response):
@@ -125,6 +138,7 @@ class ChatResponse(_Response):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: PromptTokenIds = Field(default_factory=list)
 
 
 class TokenizeResponse(_Response):

@@ -262,6 +262,7 @@ class _Routes:
             with_logprobs=first.options.logprobs is not None,
             include_usage=stream.include_usage,
             continuous_usage=stream.continuous_usage_stats,
+            prompts=_prompts_of_choices(requests) if body.return_token_ids else None,
         )
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
@@ -282,3 +283,8 @@ class _Routes:
             await self._gateway.prompts.encode_prompt(one, size) if isinstance(one, str) else one
             for one in prompts
         ]
+
+
+def _prompts_of_choices(requests: Sequence[GenerationRequest]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of the prompt of each choice, in the order of the choices."""
+    return tuple(request.prompt for request in requests for _ in range(request.options.n))

@@ -117,6 +117,9 @@ class _GenerationBody(_Body, GenerationFields):
     stream_options: Annotated[
         StreamOptions | None, Field(description="options of the stream; requires stream")
     ] = None
+    return_token_ids: Annotated[
+        bool, Field(description="return the token ids of the prompt and of the output, as in vLLM")
+    ] = False
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "_GenerationBody":
