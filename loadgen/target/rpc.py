@@ -99,6 +99,7 @@ class RpcTarget:
             if response.HasField("usage"):
                 record.reported_tokens = response.usage.completion_tokens
                 record.input_tokens = response.usage.prompt_tokens
+                record.cached_tokens = response.usage.cached_tokens
             if self._options.keep_answers:
                 record.text += response.text
                 record.token_ids += [token.token for token in response.tokens]

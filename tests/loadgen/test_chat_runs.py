@@ -72,18 +72,31 @@ def test_prompts_grow_by_answers_and_are_cached(
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", [False, True])
 def test_chats_over_grpc(tmp_path: Path, ids: bool) -> None:
-    """Token ids of answers become part of the next prompt; cached tokens are not reported."""
-    with serving(Behaviour(ttft_s=0.01)) as server:
+    """Token ids of answers become part of the next prompt."""
+    with serving(Behaviour(ttft_s=0.01, prefix_cache=BLOCK)) as server:
         code, output = loadgen(
             "run", f"grpc://{server.grpc_target}", *CHATS, *OPEN, "--tokenizer-url", server.url,
             "--out", tmp_path, *(["--token-ids"] if ids else ["--endpoint", "chat"]),
         )  # fmt: skip
         truths = server.log()
     assert code == 0, output
-    assert "not reported by the target" in output
     counts = sorted(truth.prompt_tokens for truth in truths)
     lengths = [SYSTEM + QUESTION + turn * (ANSWER + QUESTION) for turn in range(3)]
     assert counts == sorted(5 * lengths)
+    cached = sum(truth.cached_tokens or 0 for truth in truths)
+    assert read_run(tmp_path)[1]["cached"]["tokens"] == cached
+    for record in read_run(tmp_path)[0]:
+        if record.turn > 1:  # all of the previous turn, in whole blocks
+            history = lengths[record.turn - 2] + ANSWER
+            assert record.cached_tokens == history // BLOCK * BLOCK
+
+
+@pytest.mark.slow
+def test_cached_tokens_that_are_not_reported_are_named(tmp_path: Path) -> None:
+    with serving(Behaviour()) as server:
+        code, output = play(server, tmp_path, *OPEN)
+    assert code == 0, output
+    assert "not reported by the target" in output
     assert all(turn["cached"] is None for turn in turns_of(tmp_path))
     assert "Cached prompt tokens are not reported" in (tmp_path / "report.html").read_text()
 

@@ -83,8 +83,8 @@ class Behaviour:
             at the time when the last event was *due*, so that lateness does not accumulate.
             Requests whose outcome has no events use no slot, except those with `EMPTY`.
         outcomes: outcomes of requests in order of arrival, repeated cyclically.
-        prefix_cache: tokens per block of a prefix cache without evictions, whose hits are reported
-            over HTTP; None for a server without one.
+        prefix_cache: tokens per block of a prefix cache without evictions, whose hits are reported;
+            None for a server without one, which reports no hits over HTTP, and 0 over gRPC.
         prefill_s: seconds for each prompt token that is not cached, in addition to ``ttft_s``.
 
     Raises:

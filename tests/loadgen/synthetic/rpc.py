@@ -97,4 +97,5 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
             response.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
             response.usage.prompt_tokens = truth.prompt_tokens
             response.usage.completion_tokens = span.stop
+            response.usage.cached_tokens = truth.cached_tokens or 0
         return response
