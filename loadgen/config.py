@@ -12,7 +12,6 @@ from loadgen.faults import Fault
 from loadgen.measures import Objective
 from loadgen.objectives import Requirement
 from loadgen.schedule import Cancellations, Limits
-from loadgen.target.api import is_rpc
 from loadgen.target.base import Endpoint
 from loadgen.validity import MAX_LAG_S
 from loadgen.workload import (
@@ -284,14 +283,7 @@ class RunConfig:
         """Raise `UsageError` if the target does not support the prompts."""
         if self.workload.token_ids and self.endpoint is Endpoint.CHAT:
             raise UsageError("--endpoint chat needs prompts of text: omit --token-ids")
-        if self.workload.turns is None:
-            return
-        if self.workload.token_ids and not all(map(is_rpc, self.target.split(","))):
-            raise UsageError(
-                "--token-ids with --turns needs a gRPC target: over HTTP, answers have no token "
-                "ids, of which the history of a chat consists"
-            )
-        if self.cancellations.fraction:
+        if self.workload.turns is not None and self.cancellations.fraction:
             raise UsageError("--cancel is not supported with --turns")
 
 

@@ -62,16 +62,16 @@ class Record:
         wanted_tokens: output tokens requested as ``max_tokens``.
         sent: time when sending began, connection set-up included; None if never sent.
         times: arrival time of each chunk of the answer that contains tokens.
-        counts: number of tokens in each chunk; always 1 over HTTP, where it is not reported.
+        counts: number of tokens in each chunk; over HTTP 1, unless the answer has token ids.
         ended: time when the answer ended, failed or was cancelled; None if the run stopped first.
         reported_tokens: number of output tokens as reported by the target; None if it reports none.
         cancelled: whether the client disconnected on purpose; such a request is neither a success
             nor a failure.
         failure, detail: kind of failure and its message; None and "" if the request did not fail.
         stages: seconds spent in each stage, as reported by the target.
-        text: text of the answer, kept only for a comparison with a reference.
-        token_ids: token ids of the answer, kept only for a comparison with a reference and if the
-            target reports them.
+        text: text of the answer, kept only for a comparison with a reference, and for a chat until
+            its next turn.
+        token_ids: token ids of the answer if the target reports them, kept as long as ``text``.
         chat: index of the chat to which the request belongs; None if it belongs to none.
         turn: number of the turn in its chat, from 1.
         cached_tokens: number of prompt tokens that the target found in its prefix cache; None if it

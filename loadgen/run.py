@@ -87,6 +87,7 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
             config.temperature,
             ignore_eos=config.ignore_eos,
             keep_answers=config.reference is not None or config.workload.turns is not None,
+            token_ids=config.workload.token_ids and config.workload.turns is not None,
             extra=config.extra,
         )
         if config.concurrency is not None:
@@ -211,10 +212,25 @@ async def _send(
             faults.run(clock),
             *(end.watch(runner, clock) for end in ends),
         ):
-            await runner.run(clock)
+            with _usage_errors():
+                await runner.run(clock)
     finally:
         await target.close()
     return target.name, runner
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Raise the `UsageError` of a task of the block instead of the group that contains it."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        error: Exception | None = group.subgroup(UsageError)
+        if error is None:
+            raise
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 @asynccontextmanager

@@ -46,6 +46,8 @@ class Options:
         temperature: sampling temperature; 0 is greedy.
         ignore_eos: whether to generate up to ``max_tokens``; not supported by every server.
         keep_answers: whether to store text and token ids in the records.
+        token_ids: whether answers must have token ids. Over HTTP they are requested with the field
+            ``return_token_ids``, as in vLLM.
         extra: additional fields of HTTP request bodies, such as ``{"top_k": 5}``.
     """
 
@@ -54,6 +56,7 @@ class Options:
     temperature: float = 0.0
     ignore_eos: bool = False
     keep_answers: bool = False
+    token_ids: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -34,6 +34,13 @@ _READ_BYTES = 1 << 16
 _MAX_UNKNOWN = 8
 """Number of unknown fields after which an answer's fields are not collected any more."""
 
+_TOKEN_IDS = "return_token_ids"
+_NO_TOKEN_IDS = (
+    "{} returns no token ids of answers, of which the histories of chats with --token-ids consist: "
+    f"omit --token-ids, or use a server that supports {_TOKEN_IDS}, such as Headrace, or vLLM from "
+    "0.10.2 on"
+)
+
 _PATHS = {Endpoint.COMPLETIONS: "/completions", Endpoint.CHAT: "/chat/completions"}
 
 
@@ -78,12 +85,19 @@ class HttpTarget:
         await self._session.close()
 
     async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
+        """Send one request and write its result into ``record``.
+
+        Raises:
+            UsageError: if the options need token ids of answers, and the server returns none.
+        """
         body = orjson.dumps(self._body(scheduled))
         error: Exception | None = None
         record.sent = clock()
         try:
             async with asyncio.timeout(self._options.timeout_s), until_cancelled(scheduled):
                 await self._exchange(body, scheduled, record, clock)
+        except _NoTokenIds:
+            error = UsageError(_NO_TOKEN_IDS.format(self.name))
         except Exception as caught:  # noqa: BLE001 - `finish` raises bugs
             error = caught
         finish(record, clock, error)
@@ -96,7 +110,10 @@ class HttpTarget:
         try:
             with _failures(Failure.INTERRUPTED):
                 if response.status != 200:
-                    raise await _refusal(response)
+                    refusal = await _refusal(response)
+                    if self._options.token_ids and _TOKEN_IDS in str(refusal):
+                        raise _NoTokenIds
+                    raise refusal
                 await self._read(response, scheduled, record, clock)
         except BaseException:
             response.close()  # the connection must not be reused
@@ -110,7 +127,7 @@ class HttpTarget:
         record: Record,
         clock: Clock,
     ) -> None:
-        answer = _Answer(scheduled, record, keep=self._options.keep_answers)
+        answer = _Answer(scheduled, record, self._options)
         events = Events()
         async for received in response.content.iter_any():
             at = clock()
@@ -129,6 +146,8 @@ class HttpTarget:
         }
         if options.ignore_eos:
             body["ignore_eos"] = True
+        if options.token_ids:
+            body[_TOKEN_IDS] = True
         if self._endpoint is Endpoint.COMPLETIONS:
             body["prompt"] = joined(prompt)
         else:
@@ -136,13 +155,18 @@ class HttpTarget:
         return body | options.extra
 
 
+class _NoTokenIds(Exception):
+    """The server does not return the token ids that were requested."""
+
+
 class _Answer:
     """State of one streamed answer."""
 
-    def __init__(self, scheduled: ScheduledRequest, record: Record, *, keep: bool) -> None:
+    def __init__(self, scheduled: ScheduledRequest, record: Record, options: Options) -> None:
         self._scheduled = scheduled
         self._record = record
-        self._keep = keep
+        self._keep = options.keep_answers
+        self._with_ids = options.token_ids
         self._finished = self._done = False
         self._unknown: set[str] = set()
 
@@ -169,12 +193,25 @@ class _Answer:
     def _choice(self, choice: dict[str, Any], at: float) -> None:
         if choice.get("finish_reason") is not None:
             self._finished = True
-        if text := text_of(choice):
-            if self._keep:
-                self._record.text += text
+        text = text_of(choice)
+        if self._keep:
+            self._record.text += text
+        if self._with_ids:
+            self._token_ids(choice, at)
+        elif text:
             add_chunk(self._record, self._scheduled, at, 1)
         elif len(self._unknown) < _MAX_UNKNOWN:
             self._unknown |= unknown_fields(choice)
+
+    def _token_ids(self, choice: dict[str, Any], at: float) -> None:
+        """Record the tokens of an event, which may have no text yet."""
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise _NoTokenIds
+        if self._keep:
+            self._record.token_ids += ids
+        if ids:
+            add_chunk(self._record, self._scheduled, at, len(ids))
 
     def end(self) -> None:
         """Raise `RequestFailed` if the stream is not complete, or its text is not found."""

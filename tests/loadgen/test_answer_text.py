@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import RequestFailed
+from loadgen.target.base import Options, RequestFailed
 from loadgen.target.http import _Answer
 from loadgen.workload.base import RequestSpec
 
@@ -16,7 +16,7 @@ def answer(*choices: dict[str, Any], tokens: int | None = None) -> Record:
     """Process a stream of these choices, then a finish reason and the usage."""
     record = Record(0, 0.0, 3, 8)
     request = ScheduledRequest(RequestSpec("w1", 3, 8), 0.0)
-    stream = _Answer(request, record, keep=True)
+    stream = _Answer(request, record, Options("m", keep_answers=True))
     events: list[dict[str, Any]] = [{"choices": [{"index": 0, **choice}]} for choice in choices]
     events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     if tokens is not None:

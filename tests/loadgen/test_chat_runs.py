@@ -31,13 +31,15 @@ def turns_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [OPEN, CLOSED], ids=["open", "closed"])
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize(
+    "prompts", [(), ("--token-ids",), ("--endpoint", "chat")], ids=["text", "token ids", "chat"]
+)
 def test_prompts_grow_by_answers_and_are_cached(
-    tmp_path: Path, load: tuple[str, ...], endpoint: str
+    tmp_path: Path, load: tuple[str, ...], prompts: tuple[str, ...]
 ) -> None:
     """The server's word tokenizer counts exactly what the history must have."""
     with serving(Behaviour(ttft_s=0.01, itl_s=0.002, prefix_cache=BLOCK)) as server:
-        code, output = play(server, tmp_path, *load, "--endpoint", endpoint)
+        code, output = play(server, tmp_path, *load, *prompts)
         truths = server.log()
     assert code == 0, output
     records, summary = read_run(tmp_path)
@@ -191,9 +193,24 @@ def test_shared_prefix_workload(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reference_gets_the_same_history(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [OPEN, CLOSED], ids=["open", "closed"])
+def test_server_without_token_ids_ends_the_run_with_an_explanation(
+    tmp_path: Path, load: tuple[str, ...]
+) -> None:
+    with serving(Behaviour(token_ids=False)) as server:
+        code, output = play(server, tmp_path, *load, "--token-ids")
+    assert code == 2, output
+    assert f"{server.url}/v1 returns no token ids of answers" in output
+    assert "omit --token-ids, or use a server that supports return_token_ids" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [False, True])
+def test_reference_gets_the_same_history(tmp_path: Path, ids: bool) -> None:
+    flags = (*OPEN, *(["--token-ids"] if ids else []))
     with serving(Behaviour()) as server, serving(Behaviour()) as reference:
-        code, output = play(server, tmp_path, *OPEN, "--check-against", reference.url + "/v1")
+        code, output = play(server, tmp_path, *flags, "--check-against", reference.url + "/v1")
         counts = sorted(truth.prompt_tokens for truth in reference.log())
     assert code == 0, output
     assert "15 equal" in output
@@ -203,7 +220,6 @@ def test_reference_gets_the_same_history(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--token-ids",), "--token-ids with --turns needs a gRPC target"),
         (("--cancel", "0.5"), "--cancel is not supported with --turns"),
         (("--file", "x.jsonl"), "--file cannot be combined"),
         (("--turns", "8"), "not a length distribution"),

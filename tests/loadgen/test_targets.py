@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from grpc import aio
 
 from loadgen.clock import Clock
@@ -16,7 +19,7 @@ from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.choice import open_target
-from loadgen.target.http import HttpTarget, _cached_tokens, _reason
+from loadgen.target.http import HttpTarget, _Answer, _cached_tokens, _reason
 from loadgen.target.rpc import RpcTarget, _failed
 from loadgen.workload.base import Dialogue, Message, RequestSpec, Role, Turn
 from tests.loadgen.synthetic import (
@@ -198,6 +201,61 @@ async def test_tokens_per_chunk_are_counted_over_grpc() -> None:
     assert over_rpc.counts == [4, 4, 2]
     assert over_http.counts == [1, 1, 1]
     assert over_rpc.output_tokens == over_http.output_tokens == 10
+
+
+async def test_token_ids_are_requested_and_counted_over_http() -> None:
+    options = replace(OPTIONS, token_ids=True)
+    with serving(Behaviour(tokens_per_event=4)) as server:
+        async with opened(lambda one: HttpTarget(one.url + "/v1", options), server) as target:
+            record = await send(target, request_of(10))
+        async with opened(TARGETS["completions"], server) as target:
+            without = await send(target, request_of(10))
+    assert record.token_ids == list(range(10))
+    assert record.counts == [4, 4, 2]
+    assert (record.text, record.output_tokens) == (without.text, 10)
+    assert without.token_ids == []
+
+
+def test_event_with_tokens_and_no_text_is_a_chunk() -> None:
+    """The text of a character comes with its last token, and a server may send no new tokens."""
+    record = Record(0, 0.0, 3, 3)
+    answer = _Answer(request_of(), record, replace(OPTIONS, token_ids=True))
+    for at, (text, ids) in enumerate([("", [7]), ("é", [8, 9]), ("", [])]):
+        choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": None}
+        answer.take(orjson.dumps({"choices": [choice]}), at)
+    assert (record.times, record.counts) == ([0, 1], [1, 2])
+    assert (record.token_ids, record.text) == ([7, 8, 9], "é")
+
+
+async def test_server_without_token_ids_is_a_usage_error() -> None:
+    options = replace(OPTIONS, token_ids=True)
+    with serving(Behaviour(token_ids=False)) as server:
+        async with opened(lambda one: HttpTarget(one.url + "/v1", options), server) as target:
+            with pytest.raises(UsageError, match="omit --token-ids, or use a server"):
+                await send(target, request_of())
+        async with opened(TARGETS["completions"], server) as target:
+            assert (await send(target, request_of())).succeeded
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_refusal_that_names_the_field_is_a_usage_error(named: bool) -> None:
+    """Other refusals are failures of the request."""
+    reason = "unknown field return_token_ids" if named else "the prompt is too long"
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": reason}}, status=400)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    async with TestServer(app) as server:
+        target = HttpTarget(str(server.make_url("/v1")), replace(OPTIONS, token_ids=True))
+        if named:
+            with pytest.raises(UsageError, match="returns no token ids"):
+                await send(target, request_of())
+        else:
+            record = await send(target, request_of())
+            assert (record.failure, reason in record.detail) == (Failure.CLIENT_ERROR, True)
+        await target.close()
 
 
 async def test_prompts_of_token_ids() -> None:

@@ -86,6 +86,7 @@ class Behaviour:
         prefix_cache: tokens per block of a prefix cache without evictions, whose hits are reported;
             None for a server without one, which reports no hits over HTTP, and 0 over gRPC.
         prefill_s: seconds for each prompt token that is not cached, in addition to ``ttft_s``.
+        token_ids: whether completions support ``return_token_ids``; otherwise it is ignored.
 
     Raises:
         ValueError: if a value is out of range.
@@ -99,6 +100,7 @@ class Behaviour:
     outcomes: tuple[Outcome, ...] = (Outcome.OK,)
     prefix_cache: int | None = None
     prefill_s: float = 0.0
+    token_ids: bool = True
 
     def __post_init__(self) -> None:
         stall = self.stall_s or (0.0, 0.0)

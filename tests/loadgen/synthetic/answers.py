@@ -16,6 +16,7 @@ class AnswerFormat:
         self.stream = bool(request.get("stream"))
         self._chat = chat
         self._include_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+        self._has_ids = bool(request.get("return_token_ids")) and not chat
         self._prompt_tokens = truth.prompt_tokens
         self._cached_tokens = truth.cached_tokens
         kind = "text_completion"
@@ -24,18 +25,24 @@ class AnswerFormat:
         self._envelope = {"id": truth.id, "object": kind, "created": int(time.time())}
         self._envelope["model"] = MODEL
 
-    def event(self, content: str | dict[str, str], finish: str | None) -> bytes:
-        """Return one event; for a chat, ``content`` may be a complete delta."""
-        part: dict[str, Any] = {"text": content}
+    def event(self, tokens: range, finish: str | None) -> bytes:
+        """Return the event of some tokens."""
+        part: dict[str, Any] = {"text": text_of(tokens)}
         if self._chat:
-            part = {"delta": {"content": content} if isinstance(content, str) else content}
+            part = {"delta": {"content": text_of(tokens)}}
+        if self._has_ids:
+            part["token_ids"] = list(tokens)
+        return self._event(part, finish)
+
+    def _event(self, part: dict[str, Any], finish: str | None) -> bytes:
         choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish}
         content_ = {**self._envelope, "choices": [choice]}
         return event_of({**content_, "usage": None} if self._include_usage else content_)
 
     def greeting(self) -> bytes:
         """Return the first event of a chat, which contains no token."""
-        return self.event({"role": "assistant", "content": ""}, None) if self._chat else b""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return self._event(role, None) if self._chat else b""
 
     def usage(self, tokens: int) -> bytes:
         """Return the usage event, if requested."""

@@ -11,7 +11,7 @@ import orjson
 
 from tests.loadgen.synthetic import DEFAULT_MAX_TOKENS, MODEL, Outcome, Truth
 from tests.loadgen.synthetic.answers import AnswerFormat, chunk, error_of, event_of, head_of
-from tests.loadgen.synthetic.schedule import HASHED, Schedule, Slot, text_of
+from tests.loadgen.synthetic.schedule import HASHED, Schedule, Slot
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -129,6 +129,8 @@ class Connection(asyncio.Protocol):
             request.get("max_tokens") or request.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
         )
         id = headers.get("x-request-id", "")
+        if not self._server.behaviour.token_ids:
+            request.pop("return_token_ids", None)
         truth = self._truth = self._server.arrive(read, id, self._prompt(request), limit)
         shape = AnswerFormat(truth, request, chat=chat)
         match truth.outcome:
@@ -159,7 +161,7 @@ class Connection(asyncio.Protocol):
         async with Slot(self._server, truth) as slot:
             for i, span in enumerate(spans):
                 await slot.until(i)
-                data = shape.event(text_of(span), "length" if i == len(spans) - 1 else None)
+                data = shape.event(span, "length" if i == len(spans) - 1 else None)
                 if i == len(spans) // 2:
                     if self._break_off(outcome):
                         return
