@@ -60,9 +60,7 @@ class Traffic:
         return "chats/s" if self.turns else "requests/s"
 
     def workload(self, answer: int, variant: int) -> WorkloadConfig:
-        """Return the workload of one run.
-
-        Chats are texts, because answers over HTTP have no token ids.
+        """Return the workload of one run. Its prompts, also histories of chats, are token ids.
 
         Args:
             answer: answer length in tokens.
@@ -71,7 +69,7 @@ class Traffic:
         return WorkloadConfig(
             inputs=self.inputs,
             outputs=f"fixed:{answer}",
-            token_ids=self.turns is None,
+            token_ids=True,
             prefix_tokens=self.prefix_tokens,
             prefix_groups=self.prefix_groups,
             turns=self.turns,
