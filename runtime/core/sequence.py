@@ -125,6 +125,8 @@ class SequenceGroup:
             that its first chunk starts after them, or another worker sends the KV that follows
             them; a multiple of the page size.
         may_reuse: maximum of ``reused``; None for no limit.
+        may_compute: if at most this many prompt tokens are not in cached pages when a group with
+            `Purpose.RECEIVE` is admitted, its purpose becomes `Purpose.GENERATE`.
     """
 
     purpose: Purpose
@@ -133,6 +135,7 @@ class SequenceGroup:
     position: int | None = None
     reused: int = 0
     may_reuse: int | None = None
+    may_compute: int = 0
 
     @classmethod
     def of(

@@ -28,13 +28,20 @@ class Reserve:
 
     Tokens of the prompt that the other worker evicts get no pages.
 
+    If cached pages hold all but a few tokens of the prompt, no other worker may be needed: see
+    ``may_compute``. The decision is made when the request is admitted, because pages may be evicted
+    until then. The prompt is then computed as with `Add`, and the request is reported in
+    `StepOutput.started` instead of `StepOutput.reserved`.
+
     Attributes:
         may_reuse: maximum number of prompt tokens whose KV is taken from cached pages, so that it
             need not be sent; None for no limit.
+        may_compute: maximum number of prompt tokens that this engine computes itself.
     """
 
     request: Request
     may_reuse: int | None = None
+    may_compute: int = 0
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class Engine:
         match command:
             case Add(request, hold):
                 self._submit(request, Purpose.HOLD if hold else Purpose.GENERATE, output)
-            case Reserve(request, may_reuse):
-                self._submit(request, Purpose.RECEIVE, output, may_reuse)
+            case Reserve(request, may_reuse, may_compute):
+                self._submit(request, Purpose.RECEIVE, output, may_reuse, may_compute)
             case Arrived(request_id, first):
                 if request_id in self.scheduler:
                     self._start_received(self.scheduler.arrived(request_id), first, output)
@@ -172,10 +172,11 @@ class Engine:
         purpose: Purpose,
         output: StepOutput,
         may_reuse: int | None = None,
+        may_compute: int = 0,
     ) -> None:
         try:
             request.validate(self.executor.shape.config)
-            self.scheduler.submit(request, purpose, may_reuse)
+            self.scheduler.submit(request, purpose, may_reuse, may_compute)
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
 

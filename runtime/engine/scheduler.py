@@ -132,11 +132,34 @@ class Scheduler:
         """
         return self.pages.prefixes.cached_tokens(self._group(request, Purpose.RECEIVE))
 
-    def submit(self, request: Request, purpose: Purpose, may_reuse: int | None = None) -> None:
+    def uncached_tokens(self, request: Request) -> int | None:
+        """Return how many prompt tokens of a request would have to be computed now.
+
+        Like `cached_tokens`, it may be called on any thread, and the result is a hint. If pages are
+        encoded, a prompt can only follow pages that were computed here, because it attends to KV
+        that is not sent.
+
+        Returns:
+            None if no page of the prompt is cached, or if the pools have too few pages to compute
+            the request.
+        """
+        group = self._group(request, Purpose.GENERATE)
+        cached = self.pages.prefixes.cached_tokens(group)
+        if not cached or not self.pages.need(group).fits(self.pages.total):
+            return None
+        return len(group.tokens) - cached
+
+    def submit(
+        self,
+        request: Request,
+        purpose: Purpose,
+        may_reuse: int | None = None,
+        may_compute: int = 0,
+    ) -> None:
         """Queue a request.
 
         Args:
-            may_reuse: see `SequenceGroup`.
+            may_reuse, may_compute: see `SequenceGroup`.
 
         Raises:
             InvalidRequest: the request has more choices than there are batch slots.
@@ -146,7 +169,7 @@ class Scheduler:
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
         group = self._group(request, purpose)
-        group.may_reuse = may_reuse
+        group.may_reuse, group.may_compute = may_reuse, may_compute
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
@@ -345,6 +368,8 @@ class Scheduler:
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
+            if group.may_compute:
+                self._choose_purpose(group)
             self.pages.admit(group)
             if group.purpose is Purpose.RECEIVE:
                 self._received[group.request.id] = group
@@ -355,6 +380,17 @@ class Scheduler:
                     self._prompt_tokens += group.left
                 self._prefilling.append(group)
         return reserved
+
+    def _choose_purpose(self, group: SequenceGroup) -> None:
+        """Let a prompt to be received be computed here, if `SequenceGroup.may_compute` allows it.
+
+        Receiving it may need fewer pages. It is received if only these are free.
+        """
+        group.purpose = Purpose.GENERATE
+        left = len(group.tokens) - self.pages.prefixes.cached_tokens(group)
+        if left > group.may_compute or not self.pages.suffice_for(group):
+            group.purpose = Purpose.RECEIVE
+        group.may_compute = 0
 
     def _admissible(self, group: SequenceGroup) -> bool:
         slots = self.num_running + group.slots
