@@ -259,6 +259,8 @@ class Heartbeat(Message):
             because that was faster on the link.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
             an id until the router answers a heartbeat that contains it.
+        computed_here: on a decode worker, ids of the placements whose prompts it computes itself,
+            so that their prefill workers will not get them; repeated like those in ``admitted``.
         reason: why the worker is not ready.
     """
 
@@ -277,6 +279,9 @@ class Heartbeat(Message):
     kv_wire_bytes: Bytes = 0
     kv_faster_raw_bytes: Bytes = 0
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
+        default_factory=list
+    )
+    computed_here: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
         default_factory=list
     )
     reason: Annotated[str, Field(max_length=512)] | None = None

@@ -1,8 +1,9 @@
 """Registered workers: their epochs, load, health, and promised placements.
 
 A new placement is a promise on each of its workers, until the worker's heartbeat lists it as
-admitted, the request is released, or ``placement_ttl_s`` has passed. The load of a worker is the
-load in its last heartbeat plus its promises. No placement is counted twice.
+admitted, the request is released, or ``placement_ttl_s`` has passed. That on a prefill worker also
+ends if the decode worker's heartbeat says that it computes the prompt itself. The load of a worker
+is the load in its last heartbeat plus its promises. No placement is counted twice.
 
 Changed workers are noted, and `Fleet.roster` updates only their entries in the index of the workers
 (see `services.router.roster`). Changes of health that only depend on the time are noted when they
@@ -167,6 +168,8 @@ class Fleet:
         worker.slowdown = slowdown(beat.pace, islice(self._paces_beside(worker), MAX_COMPARED))
         for placement_id in beat.admitted:
             worker.admit(placement_id, now)
+        for placement_id in beat.computed_here:
+            self._forget_prefill(placement_id, beat.worker_id)
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
@@ -310,6 +313,16 @@ class Fleet:
         for address in record.addresses:
             worker = self._find(address.worker_id, address.epoch)
             if worker and worker.forget(record.placement.placement_id):
+                self._changed[address.worker_id] = None
+
+    def _forget_prefill(self, placement_id: str, decode_id: str) -> None:
+        """Remove the promise of a prompt that this decode worker computes instead."""
+        record = self._records.get(placement_id)
+        if record is None or record.placement.decode.worker_id != decode_id:
+            return
+        if address := record.placement.prefill:
+            worker = self._find(address.worker_id, address.epoch)
+            if worker and worker.forget(placement_id):
                 self._changed[address.worker_id] = None
 
     def _registrations_changed(self, worker_id: str) -> None:

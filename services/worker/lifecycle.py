@@ -193,6 +193,11 @@ class Worker(ABC):
         if self.registrar is not None:
             self.registrar.admit(placement_id)
 
+    def report_computed_here(self, placement_id: str) -> None:
+        """Report a placement whose prefill worker is not needed; see `Registrar`."""
+        if self.registrar is not None:
+            self.registrar.computed_here(placement_id)
+
     def observe(self) -> None:
         """Set the gauges, and repeat a failed self-test; called periodically."""
         if self.self_test.failure:

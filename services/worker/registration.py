@@ -53,6 +53,11 @@ class Registrar:
         }
         """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
         older ones are dropped, and the router lets them expire."""
+        self._computed_here: dict[str, deque[str]] = {
+            url: deque(maxlen=MAX_ADMITTED) for url in routers
+        }
+        """Placements without work for their prefill workers that no heartbeat has reported, by URL;
+        bounded like those above."""
         # Heartbeats to a router are sent one at a time, in order.
         self._beats = {url: asyncio.Lock() for url in routers}
         self._tasks: list[asyncio.Task[None]] = []
@@ -87,6 +92,11 @@ class Registrar:
         """
         for pending in self._admitted.values():
             pending.append((self._engine.submitted, placement_id))
+
+    def computed_here(self, placement_id: str) -> None:
+        """Report with the next heartbeat that this worker computes the prompt of a placement."""
+        for pending in self._computed_here.values():
+            pending.append(placement_id)
 
     def start(self) -> None:
         """Start registering and sending heartbeats."""
@@ -138,6 +148,7 @@ class Registrar:
 
     async def _send(self, url: str) -> bool:
         load, pending = self._engine.load, self._admitted[url]
+        computed_here = list(self._computed_here[url])
         admitted = [placement for number, placement in pending if number <= load.commands]
         is_blocked = self.state is WorkerState.READY and self.not_ready is not None
         beat = Heartbeat(
@@ -157,11 +168,15 @@ class Registrar:
             kv_wire_bytes=self._transfers.total.wire,
             kv_faster_raw_bytes=self._transfers.total.faster_raw,
             admitted=admitted,
+            computed_here=computed_here,
         )
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
         response.raise_for_status()
         while pending and pending[0][0] <= load.commands:  # some may have been dropped since
             pending.popleft()
+        reported, left = set(computed_here), self._computed_here[url]
+        while left and left[0] in reported:
+            left.popleft()
         reply = response.json()  # a newer router may send further fields
         self._unmatched[url] = reply.get("unmatched")
         return not reply.get("register_again", False)

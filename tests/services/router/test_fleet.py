@@ -108,6 +108,24 @@ def test_prompts_on_their_way_to_a_worker_do_not_let_it_idle() -> None:
     assert snapshot(fleet, "p0").max_pending_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
 
 
+def test_a_prompt_that_its_decode_worker_computes_is_not_expected_by_the_prefill_worker() -> None:
+    fleet = fleet_of("p0", "d0", "d1")
+    for placement_id in "ab":
+        promise(fleet, placement_id)
+    assert load(fleet, "p0")[0] == 34
+    fleet.heartbeat(beat("d1", computed_here=["a"]), 0.1)
+    assert load(fleet, "p0")[0] == 34, "another worker's placement"
+    for _ in range(2):
+        fleet.heartbeat(beat("d0", computed_here=["a", "unknown"]), 0.1)
+        assert load(fleet, "p0") == (17, 62, 1)
+        assert load(fleet, "d0")[0] == 64, "it is not admitted yet"
+    fleet.heartbeat(beat("d0", queue_tokens=32, admitted=["a"]), 0.2)
+    assert load(fleet, "d0")[0] == 64
+    fleet.release(Release(placement_id="a", outcome=Outcome.OK), 0.3)
+    fleet.heartbeat(beat("d0", computed_here=["a"]), 0.4)
+    assert load(fleet, "p0")[0] == 17
+
+
 def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:
     one, other = fleet_of("p0", "d0"), fleet_of("p0", "d0")
     for placement_id in "abc":

@@ -176,6 +176,30 @@ async def test_placements_dropped_during_a_heartbeat_do_not_hide_later_ones(
     await registrar.stop()
 
 
+async def test_placements_computed_here_are_repeated_until_a_router_answers(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "MAX_ADMITTED", 3)
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+    registrar.computed_here("a")
+    registrar.computed_here("b")
+    reported = []
+    for later, is_answered in (("c", False), ("d", True), ("e", True), (None, True)):
+        beat = asyncio.create_task(registrar.drain())
+        heartbeat, answered = await router.next()
+        if later:
+            registrar.computed_here(later)
+        if is_answered:
+            answered.set()
+        else:
+            beat.cancel()
+        await asyncio.wait([beat])
+        reported.append("".join(heartbeat["computed_here"]))
+    assert reported == ["ab", "abc", "d", "e"], "'a' was dropped while it was reported"
+    await registrar.stop()
+
+
 async def test_worker_says_how_a_router_refused_it(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
