@@ -12,6 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.pages.plan import PageCount
 from runtime.pages.sent import SentTokens
 from services.common.tracing import Kind
+from services.decode.computed_here import ComputedHere
 from services.decode.settings import DecodeSettings
 from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
@@ -43,6 +44,11 @@ class FetchedStreams(StreamService):
     stream looks for them when it asks, while the pages may still be evicted. If the reservation
     then has fewer of them, the prefill is given back, too, and asked for again.
 
+    If all but a few tokens of a prompt are in cached pages, this worker computes these itself, if
+    that is predicted to be faster (`ComputedHere`). The prefill worker does not learn of such a
+    stream. The engine decides when it admits the reservation: if it finds fewer cached pages than
+    were expected, the stream fetches the KV.
+
     With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
     """
 
@@ -50,18 +56,30 @@ class FetchedStreams(StreamService):
         super().__init__(worker)
         self._receiver = receiver
         self._settings = settings
+        self._here = ComputedHere(worker, settings.compute_tokens)
 
     def deliver(self, output: StepOutput) -> None:
-        """Pass on which pages are reserved or deferred, then the rest of the output."""
+        """Pass on which pages are reserved or deferred, then the rest of the output.
+
+        A stream that was to be computed here, but got a reservation, starts to fetch its KV.
+        """
         for reserved in output.reserved:
             stream = self.streams.get(reserved.id)
             if stream and stream.reserved and not stream.reserved.done():
                 if reserved.first_token < stream.asked_from:
                     self._give_back(stream)
                 stream.reserved.set_result(reserved)
+                if stream.may_compute:
+                    stream.may_compute = 0
+                    self._start_transfer(stream, stream.reserved)
         for key in output.deferred:
             if stream := self.streams.get(key):
                 self._give_back(stream)
+        for key in output.started:
+            stream = self.streams.get(key)
+            if stream and stream.reserved and not stream.reserved.done():
+                stream.reserved = None
+                self._here.start(stream)
         super().deliver(output)
 
     def _give_back(self, stream: Stream) -> None:
@@ -79,7 +97,19 @@ class FetchedStreams(StreamService):
             super()._admit(stream)
             return
         stream.reserved = asyncio.get_running_loop().create_future()
-        stream.transfer = asyncio.create_task(self._fetch(stream, stream.reserved))
+        stream.may_compute = self._here.tokens_of(stream, self.streams.values())
+        if stream.may_compute:
+            self._submit(stream, Reserve(stream.request, may_compute=stream.may_compute))
+        else:
+            self._start_transfer(stream, stream.reserved)
+
+    def _computed(self, stream: Stream) -> None:
+        super()._computed(stream)
+        if stream.may_compute:
+            self._here.complete(stream)
+
+    def _start_transfer(self, stream: Stream, reserved: asyncio.Future[Reserved]) -> None:
+        stream.transfer = asyncio.create_task(self._fetch(stream, reserved))
         stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
 
     def _free(self, stream: Stream) -> None:
@@ -116,7 +146,9 @@ class FetchedStreams(StreamService):
             FetchFailed: the KV did not arrive.
         """
         sent = self._worker.sent_tokens(stream.start.request)
-        if not self._has_room():
+        if reserved.done():
+            log.debug("few tokens could not be computed here", **stream.log_fields)
+        elif not self._has_room():
             self._submit(stream, Reserve(stream.request))
         else:
             stream.asked_from = self._worker.engine.cached_tokens(stream.request)
@@ -134,7 +166,7 @@ class FetchedStreams(StreamService):
             finally:
                 stream.early = None
         with stream.span.child("reserve"):
-            first = (await reserved).first_token
+            first = stream.asked_from = (await reserved).first_token
         await self._fetch_kv(stream, reserved, replace(sent, first=first))
 
     async def _fetch_kv(
@@ -149,9 +181,15 @@ class FetchedStreams(StreamService):
             FetchFailed: the KV did not arrive.
         """
         digest: asyncio.Future[str] | None = None
+        watch = self._here.watch(sent)
+
+        def take_first(message: prefill_pb2.FirstTokens) -> bool:
+            watch.take_first(message)
+            return self._take_first(stream, message)
 
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
+            watch.complete()
             if stream.key in self.streams:
                 if self._settings.kv_digest:  # runs before the next step
                     digest = self._worker.digest(reserved.result().page_tables, sent)
@@ -171,7 +209,7 @@ class FetchedStreams(StreamService):
                 request=stream.start.request,
                 reserved=reserved,
                 sent=sent,
-                on_first=lambda first: self._take_first(stream, first),
+                on_first=take_first,
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 span=span,
@@ -236,13 +274,12 @@ class FetchedStreams(StreamService):
         return not stream.unfinished
 
     def _record(self, stream: Stream, times: FetchTimes, digest: str | None) -> None:
-        for stage, seconds in (
-            ("queue", stream.stages.queue),
-            ("prefill", stream.stages.prefill),
-            ("transfer", times.transfer),
-            ("verify", times.decode_kv),
-        ):
-            self._worker.metrics.stages.labels(stage).observe(seconds)
+        self._worker.metrics.observe_stages(
+            queue=stream.stages.queue,
+            prefill=stream.stages.prefill,
+            transfer=times.transfer,
+            verify=times.decode_kv,
+        )
         log.debug(
             "kv arrived",
             **stream.log_fields,

@@ -46,6 +46,15 @@ class DecodeSettings(WorkerSettings):
         description="time that a prefill worker has to answer a gRPC ping before it counts as "
         "lost, seconds",
     )
+    compute_tokens: int = Field(
+        512,
+        ge=0,
+        le=1 << 20,
+        description="maximum prompt tokens, of all streams together, that this worker computes "
+        "itself at a time although a prefill worker was given, if the KV of all earlier tokens is "
+        "cached and this is predicted to be faster; they delay the next tokens of running "
+        "streams; 0: none",
+    )
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",
         description="tokens on this worker above which the router sends whole requests to prefill "

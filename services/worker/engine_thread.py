@@ -167,6 +167,13 @@ class EngineThread:
         """
         return self._engine.scheduler.cached_tokens(request)
 
+    def uncached_tokens(self, request: Request) -> int | None:
+        """Return how many prompt tokens of a request this worker would have to compute now.
+
+        See `Scheduler.uncached_tokens`. It is called on the event loop, as `cached_tokens` is.
+        """
+        return self._engine.scheduler.uncached_tokens(request)
+
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""
         self.submitted += len(commands)

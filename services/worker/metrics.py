@@ -28,7 +28,7 @@ class WorkerMetrics:
         )
         self.stages = make.seconds(
             "worker_stage",
-            "Seconds of a fetched sequence in each stage before its decode.",
+            "Seconds of a sequence in each stage before its decode.",
             "stage",
         )
         self.running = make.gauge("num_requests_running", "Sequences in the batch.")
@@ -74,6 +74,11 @@ class WorkerMetrics:
         self._steps = 0
         self._busy_s = 0.0
 
+    def observe_stages(self, **seconds: float) -> None:
+        """Add the seconds of a sequence in the stages with these names."""
+        for stage, duration_s in seconds.items():
+            self.stages.labels(stage).observe(duration_s)
+
     def observe(self, engine: EngineThread) -> None:
         """Set the gauges to the load of the engine; advance the counters and histograms."""
         load = engine.load
@@ -99,7 +104,11 @@ class WorkerMetrics:
 
 
 class PrefixMetrics:
-    """Metrics of the prefix cache."""
+    """Metrics of the prefix cache.
+
+    Attributes:
+        computed_here: counts prompts that a decode worker computes itself.
+    """
 
     def __init__(self, make: MetricFactory) -> None:
         self._cached = make.gauge(
@@ -117,6 +126,11 @@ class PrefixMetrics:
         )
         self._evicted = make.counter(
             "prefix_cache_evictions", "Cached KV pages that were evicted to be reused.", "group"
+        )
+        self.computed_here = make.counter(
+            "worker_prompts_computed_here",
+            "Prompts with a prefill worker whose last tokens this decode worker computed itself, "
+            "because it had the KV of the others.",
         )
         self._before = PrefixCounts()
 

@@ -98,7 +98,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         for key, token in output.tokens:
             if stream := self.streams.get(key):
                 if stream.reserved is None and not stream.decoding_since:
-                    stream.start_decoding()  # forced decode steps have followed the prompt
+                    self._computed(stream)  # forced decode steps have followed the prompt
                 stream.session.push(stream, token)
                 delivered += 1
         self._worker.metrics.generation_tokens.inc(delivered)
@@ -122,7 +122,14 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         for chunk in output.computed:
             stream = self.streams.get(chunk.id)
             if chunk.samples and stream and stream.reserved is None and not stream.decoding_since:
-                stream.start_decoding()
+                self._computed(stream)
+
+    def _computed(self, stream: Stream) -> None:
+        """Record that this worker has computed the prompt of a stream, and now decodes it."""
+        stream.start_decoding()
+        self._worker.metrics.observe_stages(
+            queue=stream.stages.queue, prefill=stream.stages.prefill
+        )
 
     def _fail(self, stream: Stream, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         """End a stream with an error of this worker."""

@@ -47,6 +47,8 @@ class Stream:
         early: timeout scope that can cancel a fetch which began before its pages were reserved;
             None for other fetches.
         asked_from: first token whose KV an early fetch has asked for.
+        may_compute: number of prompt tokens that a decode worker is to compute itself although a
+            prefill worker was given; 0 if it fetches their KV.
         cached_tokens: number of tokens of the request that no worker has computed; None once it was
             sent to the gateway, with the first token.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
@@ -71,6 +73,7 @@ class Stream:
     transfer: asyncio.Task[None] | None = None
     early: asyncio.Timeout | None = None
     asked_from: int = 0
+    may_compute: int = 0
     cached_tokens: int | None = 0
     deadline_s: float = 0.0
     expiry: asyncio.TimerHandle | None = None

@@ -289,7 +289,7 @@ class Site:
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {**DEFAULTS, "slots": 3, "ping_timeout_s": 20, **changes}
+            {**DEFAULTS, "slots": 3, "ping_timeout_s": 20, "compute_tokens": 0, **changes}
         )
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"decode-{loaded.identity.epoch}")

@@ -37,6 +37,10 @@ SMALL = (
         Bounds(sequences=1, layers=1, faults=1, kinds=FAULTS, notifications=False),
     ),
     Case("pages of one decode worker and one prefill worker", PageBounds()),
+    Case(
+        "pages of a decode worker that computes prompts",
+        PageBounds(streams=2, computes=True, decode_pages=2, prompt=15, outputs=4),
+    ),
 )
 
 CASES = (
@@ -59,5 +63,10 @@ CASES = (
         200_000,
     ),
     Case("pages with a cancelled stream", PageBounds(cancels=1), 200_000),
+    Case(
+        "pages of a decode worker that computes prompts, with a cancelled stream",
+        PageBounds(cancels=1, computes=True, decode_pages=2, prompt=15, outputs=4),
+        200_000,
+    ),
 )
 """A million states. Some cases end before all states are reached."""

@@ -23,6 +23,8 @@ class PageBounds:
         prefill_pages, decode_pages: pages of each worker. A page has 16 tokens.
         prompt, outputs: tokens of each request.
         cancels: number of streams with fetched KV that may be cancelled.
+        computes: whether decode workers may compute prompts of streams themselves, or mean to, but
+            find fewer cached pages than they expected.
     """
 
     decodes: int = 1
@@ -33,6 +35,12 @@ class PageBounds:
     prompt: int = 10
     outputs: int = 2
     cancels: int = 0
+    computes: bool = False
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How a decode worker may begin a stream: it fetches KV, or means to compute it."""
+        return ("early", "with pages", *(("computed", "evicted") if self.computes else ()))
 
 
 def _engine_of(pages: int) -> Engine:

@@ -154,11 +154,12 @@ class PagedDecode:
             metrics=IGNORE,
             draining=False,
             report_admitted=lambda placement_id: None,
+            report_computed_here=lambda placement_id: None,
             count_saved=lambda sent: None,
             sent_tokens=lambda request: SentTokens.whole(PagePlan(PAGE_SIZE), bounds.prompt),
             sizes=SimpleNamespace(max_running=SLOTS),
         )
-        settings = SimpleNamespace(colocated=False, kv_digest=False)
+        settings = SimpleNamespace(colocated=False, kv_digest=False, compute_tokens=0)
         self._service = FetchedStreams(
             cast(Any, worker), cast(Any, self._receiver), cast(Any, settings)
         )
@@ -184,9 +185,11 @@ class PagedDecode:
 
     def _take(self, given: tuple[Any, ...]) -> None:
         match given:
-            case "open", name, expects_room:
+            case "open", name, how:
                 service = self._service
-                service._has_room = lambda: expects_room == "early"  # type: ignore[method-assign]
+                service._has_room = lambda: how == "early"  # type: ignore[method-assign]
+                tokens = {"computed": self._bounds.prompt, "evicted": 1}.get(how, 0)
+                service._here.tokens_of = lambda *_: tokens  # type: ignore[method-assign]
                 session = StreamSession(name, service.open, service.drop, service.cancel_choice)
                 self._sessions[name] = session
                 session._start(_start(name, self._bounds))
@@ -233,7 +236,10 @@ class PagedDecode:
             (key, s.reserved is not None and s.reserved.done(), s.early is None, s.transfer is None)
             for key, s in self._service.streams.items()
         ]
-        decoding = [(s.decoding_since > 0, len(s.first)) for s in self._service.streams.values()]
+        decoding = [
+            (s.decoding_since > 0, len(s.first), s.may_compute)
+            for s in self._service.streams.values()
+        ]
         fetching = [
             (name, each.fetch.key, each.computed.done(), each.ended.done())
             for name, each in self._receiver.fetching.items()

@@ -80,8 +80,8 @@ class PagedWorld:
         for at, number in enumerate(state.decodes):
             if state.streams < self._bounds.streams:
                 after = state._replace(streams=state.streams + 1)
-                for when in ("early", "with pages"):
-                    given = "open", f"s{after.streams}", when
+                for how in self._bounds.ways:
+                    given = "open", f"s{after.streams}", how
                     yield self._move(after, at, given, progress=False)
             if state.cancels:
                 after = state._replace(cancels=state.cancels - 1)
