@@ -49,15 +49,31 @@ def cases(
         name: part of the seed.
         device: cpu or cuda, also that of the deployment.
     """
-    engine = _engine(device)
-    found = list[Case]()
     rng = random.Random(f"{SEED}:{name}:{prompt_tokens}")
-    while len(found) < count:
-        prompt = tuple(rng.randrange(1000, 40_000) for _ in range(prompt_tokens))
-        answer, gap = _generate(engine, prompt, max_tokens)
+    return tuple(_find((), rng, prompt_tokens, max_tokens, device) for _ in range(count))
+
+
+@cache
+def next_turn(case: Case, new_tokens: int, max_tokens: int, device: str = "cpu") -> Case:
+    """Return a case whose prompt is another one with its answer, and further tokens.
+
+    Args:
+        device: see `cases`.
+    """
+    history = case.prompt + case.answer
+    rng = random.Random(f"{SEED}:{history}:{new_tokens}")
+    return _find(history, rng, new_tokens, max_tokens, device)
+
+
+def _find(
+    history: tuple[int, ...], rng: random.Random, new_tokens: int, max_tokens: int, device: str
+) -> Case:
+    """Return a case with random tokens behind ``history``, whose gaps are clear."""
+    while True:
+        prompt = history + tuple(rng.randrange(1000, 40_000) for _ in range(new_tokens))
+        answer, gap = _generate(_engine(device), prompt, max_tokens)
         if gap >= _CLEAR[device]:
-            found.append(Case(prompt, answer))
-    return tuple(found)
+            return Case(prompt, answer)
 
 
 @cache
@@ -68,6 +84,7 @@ def _engine(device: str) -> Engine:
             "device": device,
             "codec": "raw",
             "colocated": True,
+            "prefix_cache": False,
             "gpu_memory_utilization": GPU_SHARE,
         }
     )

@@ -45,6 +45,8 @@ _SETTINGS = {
     "HEADRACE_PREFILL_RANK_TIMEOUT_S": "6",
     "HEADRACE_DECODE_RANK_TIMEOUT_S": "6",
     "HEADRACE_GATEWAY_MAX_LOST_WORKERS": "8",
+    # Prompts are sent several times, and every time from a prefill worker.
+    "HEADRACE_DECODE_COMPUTE_TOKENS": "0",
 }
 _WORKERS = {
     "cpu": {"SLOTS": "8", "SLOT_BYTES": str(32 << 10)},  # 600 tokens have several segments
