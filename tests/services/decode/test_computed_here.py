@@ -77,7 +77,7 @@ async def test_routers_learn_which_placements_need_no_prefill_worker(site: Site)
 
 
 async def test_first_prompts_are_fetched(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are prompts of which less than half is cached, and all before any time is measured."""
+    """Prompts of which less than half is cached are fetched as well, as is the very first one."""
     decode, prefill = await pair_of(site)
     asked: list[object] = []
     monkeypatch.setattr(computed_here, "is_faster_here", lambda *sizes: asked.append(sizes))
@@ -103,7 +103,7 @@ async def test_no_more_tokens_are_computed_than_allowed(site: Site, compute_toke
 
 @pytest.mark.usefixtures("faster_here")
 async def test_prompts_beyond_the_limit_are_fetched_while_others_wait(site: Site) -> None:
-    """Of five prompts with 10 uncached tokens each, two are computed at the same time."""
+    """Five prompts have 10 uncached tokens each, and 20 may be computed at a time."""
     decode, prefill = await pair_of(site, compute_tokens=20)
     prompt = prompt_of(96)
     await ask(decode, prefill, prompt)
