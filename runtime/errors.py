@@ -10,6 +10,7 @@ RuntimeFault
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
+├── NotCached             pages of a prefix are not cached, or are evicted
 ├── PeerAccessError       GPUs of a worker cannot access the memory of one another
 ├── EventTimeout          a rank did not launch a step in time
 ├── RankTimeout           a rank did not take the messages of the first rank in time
@@ -57,6 +58,10 @@ class QueueFull(RuntimeFault):
 
 class NotFinite(RuntimeFault):
     """A sequence's logits are NaN or infinite, so no token can be sampled."""
+
+
+class NotCached(RuntimeFault):
+    """The KV of a prefix is not in cached pages, for example because they were evicted."""
 
 
 class PeerAccessError(RuntimeFault):

@@ -127,6 +127,8 @@ class SequenceGroup:
         may_reuse: maximum of ``reused``; None for no limit.
         may_compute: if at most this many prompt tokens are not in cached pages when a group with
             `Purpose.RECEIVE` is admitted, its purpose becomes `Purpose.GENERATE`.
+        receives: position up to which another worker sends KV of a prompt that is held; 0 for none.
+        worth: minimum number of tokens to receive; see `runtime.engine.Add`.
     """
 
     purpose: Purpose
@@ -136,6 +138,8 @@ class SequenceGroup:
     reused: int = 0
     may_reuse: int | None = None
     may_compute: int = 0
+    receives: int = 0
+    worth: int = 1
 
     @classmethod
     def of(
@@ -178,6 +182,11 @@ class SequenceGroup:
     def left(self) -> int:
         """Number of prompt tokens that are not computed."""
         return len(self.tokens) - self.computed
+
+    @property
+    def lacks_history(self) -> bool:
+        """Whether enough KV before ``receives`` is missing to receive it from another worker."""
+        return self.receives - self.reused >= max(self.worth, 1)
 
     @property
     def queued(self) -> int:

@@ -13,10 +13,41 @@ class Add:
     Attributes:
         hold: whether to stop after prefill. The first token of every choice is sampled, and the
             pages are kept until `Cancel`.
+        receives: position up to which another worker sends the KV of the prompt, a multiple of the
+            page size that is less than the number of tokens; 0 for none. Only held requests whose
+            tokens are not evicted receive KV.
+        worth: minimum number of tokens to receive. If this engine lacks fewer tokens before
+            ``receives``, it computes them.
     """
 
     request: Request
     hold: bool = False
+    receives: int = 0
+    worth: int = 1
+
+
+@dataclass(frozen=True)
+class HistoryArrived:
+    """End of the transfer of KV that an `Add` receives. Unknown ids are ignored.
+
+    Attributes:
+        complete: whether all KV is verified and in the pages. Otherwise the engine computes it.
+    """
+
+    id: str
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Keep cached pages of a request until `Cancel`, so that another worker can read them.
+
+    The pages are those of all full pages of the request before its last token. The step that takes
+    the command reports them as chunks in `StepOutput.computed`, or refuses the request with
+    `NotCached`. Nothing is allocated, so a `Pin` never waits.
+    """
+
+    request: Request
 
 
 @dataclass(frozen=True)
@@ -82,7 +113,7 @@ class CancelChoice:
     choice: int
 
 
-Command = Add | Reserve | Arrived | Cancel | CancelChoice
+Command = Add | HistoryArrived | Pin | Reserve | Arrived | Cancel | CancelChoice
 
 
 @dataclass(frozen=True)
@@ -140,15 +171,16 @@ class StepOutput:
         tokens: pairs of request id and sampled token, in sampling order.
         finished: request id, choice and reason of each choice that ended. The last token of a
             choice is in ``tokens`` of the same step.
-        computed: chunks whose computation was launched. Chunks of a preempted sequence are
-            reported again.
-        reserved: pages allocated for requests whose KV another worker will send.
+        computed: chunks whose computation was launched, and those of a `Pin`. Chunks of a
+            preempted sequence are reported again.
+        reserved: pages allocated for KV that another worker will send. Those of an `Add` include
+            pages of tokens after its ``receives``.
         deferred: ids of requests in a `Reserve` of this step for which there are no pages yet.
         refused: pairs of request id and reason. A refused request has no pages.
-        started: ids of requests whose first chunk is computed in this step. A preempted request
-            is reported again when its prefill restarts.
+        started: ids of requests whose first chunk is computed in this step, or whose pages are
+            pinned. A preempted request is reported again when its prefill restarts.
         reused: pairs of id and number of reused prompt tokens of requests in ``started`` that reuse
-            some.
+            some, including those that another worker has sent.
         ended: ids of requests whose choices have all finished. Their pages are released, except
             those of held requests.
     """

@@ -21,6 +21,8 @@ from runtime.engine.commands import (
     CancelChoice,
     Command,
     Computed,
+    HistoryArrived,
+    Pin,
     Reserve,
     Reserved,
     StepOutput,
@@ -100,8 +102,9 @@ class Engine:
             arrived. If the in-flight step must be read first, its tokens are included.
 
         Raises:
-            ValueError: a request id was added twice, or KV arrived for a request without a
-                reservation. Both are bugs of the caller and cannot be caused by a user's request.
+            ValueError: a request id was added twice, KV arrived for a request without a
+                reservation, or a request cannot receive KV. These are bugs of the caller and cannot
+                be caused by a user's request.
         """
         output = StepOutput()
         for command in incoming:
@@ -153,8 +156,13 @@ class Engine:
 
     def _execute(self, command: Command, output: StepOutput) -> None:
         match command:
-            case Add(request, hold):
-                self._submit(request, Purpose.HOLD if hold else Purpose.GENERATE, output)
+            case Add(request, hold, receives, worth):
+                purpose = Purpose.HOLD if hold else Purpose.GENERATE
+                self._submit(request, purpose, output, receives=receives, worth=worth)
+            case HistoryArrived(request_id, complete):
+                self.scheduler.history_arrived(request_id, complete=complete)
+            case Pin(request):
+                self._pin(request, output)
             case Reserve(request, may_reuse, may_compute):
                 self._submit(request, Purpose.RECEIVE, output, may_reuse, may_compute)
             case Arrived(request_id, first):
@@ -173,12 +181,44 @@ class Engine:
         output: StepOutput,
         may_reuse: int | None = None,
         may_compute: int = 0,
+        *,
+        receives: int = 0,
+        worth: int = 1,
     ) -> None:
         try:
             request.validate(self.executor.shape.config)
-            self.scheduler.submit(request, purpose, may_reuse, may_compute)
+            self.scheduler.submit(
+                request, purpose, may_reuse, may_compute, receives=receives, worth=worth
+            )
         except RuntimeFault as fault:
             output.refused.append((request.id, fault))
+
+    def _pin(self, request: Request, output: StepOutput) -> None:
+        """Hold cached pages, and report them as computed chunks."""
+        try:
+            request.validate(self.executor.shape.config)
+            group = self.scheduler.pin(request)
+        except RuntimeFault as fault:
+            output.refused.append((request.id, fault))
+            return
+        output.started.append(request.id)
+        ready = self.executor.record_event()  # another rank may still execute the last step
+        plan, chunk = self.scheduler.pages.plan, self.executor.shape.options.limits.chunk_tokens
+        end = len(group.sequences[0].page_tables[0]) * plan.page_size
+        for first in range(0, end, chunk):
+            count = min(chunk, end - first)
+            pages = plan.span(first, first + count)
+            tables = group.sequences[0].page_tables
+            output.computed.append(
+                Computed(
+                    request.id,
+                    first,
+                    count,
+                    tuple(tuple(table[pages.start : pages.stop]) for table in tables),
+                    ready,
+                    completes=first + count == end,
+                )
+            )
 
     def _launch(self, plan: StepPlan, output: StepOutput) -> _InFlightStep:
         """Launch a step, report its chunks, and record the launch in the scheduler."""

@@ -139,6 +139,27 @@ class SequencePages:
         if group.reused and not received:
             self.set_computed(group, group.reused)
 
+    def pin(self, group: SequenceGroup) -> bool:
+        """Give a group the cached pages of all full pages before its last token.
+
+        Return whether all of them are cached; otherwise the group gets none.
+        """
+        prefix = self.prefixes.pin(group)
+        if prefix is None:
+            return False
+        for held in prefix.tables:
+            table = [FREED] * prefix.pages
+            for indices, shared in held:
+                table[indices.start : indices.stop] = shared
+            group.sequences[0].page_tables.append(table)
+        return True
+
+    def history_arrived(self, group: SequenceGroup) -> None:
+        """Record that the KV of a group before `SequenceGroup.receives` is complete."""
+        self.prefixes.keep_received(group, group.receives)
+        group.reused = group.receives
+        self.set_computed(group, group.reused)
+
     def _share_prompt(
         self, first: SequenceState, others: Sequence[SequenceState], tokens: int
     ) -> None:

@@ -32,7 +32,9 @@ SENT: Mapping[type, frozenset[str]] = {
 NOT_READ: Mapping[type, frozenset[str]] = {
     StepPlan: frozenset({"reserved", "deferred", "refused"}),
     Chunk: frozenset(),
-    SequenceGroup: frozenset({"computed", "position", "reused", "may_reuse", "may_compute"}),
+    SequenceGroup: frozenset(
+        {"computed", "position", "reused", "may_reuse", "may_compute", "receives", "worth"}
+    ),
     SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes"}),
     Request: frozenset({"id", "tokens", "max_tokens", "stop_token_ids", "choices", "salt"}),
     SamplingParams: frozenset(),

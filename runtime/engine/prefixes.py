@@ -116,14 +116,22 @@ class Prefixes:
 
     def take(self, group: SequenceGroup) -> Prefix:
         """Add a reference to the pages of the longest cached prefix of a group."""
-        pages = self._find(group)
+        prefix = self._share(group, self._find(group))
+        if group.sequences[0].hashes is not None:
+            self._queried_tokens += len(group.tokens)
+            self._reused_tokens += prefix.pages * self._plan.page_size
+        return prefix
+
+    def pin(self, group: SequenceGroup) -> Prefix | None:
+        """Add a reference to all full pages before the last token of a group, if all are cached."""
+        pages = self._plan.full(len(group.tokens) - 1)
+        return self._share(group, pages) if 0 < pages == self._find(group) else None
+
+    def _share(self, group: SequenceGroup, pages: int) -> Prefix:
         tables = self._tables(group, pages)
         for pool, table in zip(self._pools, tables, strict=True):
             for _, shared in table:
                 pool.share(shared)
-        if group.sequences[0].hashes is not None:
-            self._queried_tokens += len(group.tokens)
-            self._reused_tokens += pages * self._plan.page_size
         return Prefix(pages, tables)
 
     def computed(self, chunk: Chunk) -> ComputedPages:
@@ -141,14 +149,19 @@ class Prefixes:
         if pages.completes:
             self._start_others(first, others)
 
-    def keep_received(self, group: SequenceGroup) -> None:
-        """Record the content of the prompt pages of a group whose KV was received and verified."""
+    def keep_received(self, group: SequenceGroup, end: int) -> None:
+        """Record the content of prompt pages whose KV was received and verified.
+
+        Args:
+            end: position after the last received token.
+        """
         first, *others = group.sequences
         plan = self._plan
-        pages = range(plan.full(group.reused), plan.full(len(group.tokens)))
+        pages = range(plan.full(group.reused), plan.full(end))
         tables = [table[pages.start : pages.stop] for table in first.page_tables]
         self._keep(first, pages.start, tables)
-        self._start_others(first, others)
+        if end == len(group.tokens):
+            self._start_others(first, others)
 
     def keep_decoded(self, sequence: SequenceState) -> None:
         """Record the content of pages with output tokens of a sequence that stops.

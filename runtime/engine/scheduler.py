@@ -28,7 +28,7 @@ from runtime.core.request import Request
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.engine.waiting import WaitingQueue, by_arrival
-from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
+from runtime.errors import InvalidRequest, NotCached, OutOfPages, QueueFull, RuntimeFault
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
 
@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def pending_prompt_tokens(self) -> int:
         """Number of prompt tokens to compute, without prompts whose KV another worker sends."""
-        groups = (*self._waiting, *self._prefilling)
+        groups = (*self._waiting, *self._prefilling, *self._received.values())
         return sum(group.left for group in groups if group.purpose is not Purpose.RECEIVE)
 
     @property
@@ -124,13 +124,16 @@ class Scheduler:
             bool(self._waiting) and self._admissible(self._waiting[0])
         )
 
-    def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request to be received are in cached pages now.
+    def cached_tokens(self, request: Request, purpose: Purpose = Purpose.RECEIVE) -> int:
+        """Return how many tokens of a request are in cached pages now.
 
         It may be called on any thread. The result is a hint, because pages may be evicted at any
         time.
+
+        Args:
+            purpose: decides which pages a prefix needs; by default, the rest will be received.
         """
-        return self.pages.prefixes.cached_tokens(self._group(request, Purpose.RECEIVE))
+        return self.pages.prefixes.cached_tokens(self._group(request, purpose))
 
     def uncached_tokens(self, request: Request) -> int | None:
         """Return how many prompt tokens of a request would have to be computed now.
@@ -155,21 +158,27 @@ class Scheduler:
         purpose: Purpose,
         may_reuse: int | None = None,
         may_compute: int = 0,
+        *,
+        receives: int = 0,
+        worth: int = 1,
     ) -> None:
         """Queue a request.
 
         Args:
-            may_reuse, may_compute: see `SequenceGroup`.
+            may_reuse, may_compute, receives, worth: see `SequenceGroup`.
 
         Raises:
             InvalidRequest: the request has more choices than there are batch slots.
             OutOfPages: the tokens need more pages than the pool has.
-            ValueError: the request id already exists.
+            ValueError: the request id already exists, or the request cannot receive KV up to
+                ``receives``.
         """
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
         group = self._group(request, purpose)
+        self._check_receives(group, receives)
         group.may_reuse, group.may_compute = may_reuse, may_compute
+        group.receives, group.worth = receives, worth
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
@@ -189,7 +198,33 @@ class Scheduler:
             raise ValueError(f"KV arrived for request {request_id}, which has no reservation")
         group = self._received.pop(request_id)
         self.pages.set_computed(group, len(group.tokens))
-        self.pages.prefixes.keep_received(group)
+        self.pages.prefixes.keep_received(group, len(group.tokens))
+        return group
+
+    def history_arrived(self, request_id: str, *, complete: bool) -> None:
+        """Let the prefill of a group start that received KV; see `HistoryArrived`."""
+        group = self._received.pop(request_id, None)
+        if group is None:
+            return
+        if complete:
+            self.pages.history_arrived(group)
+        self._prefilling.append(group)
+
+    def pin(self, request: Request) -> SequenceGroup:
+        """Hold cached pages; see `Pin`.
+
+        Raises:
+            NotCached: a page is not cached, or no page may be reused.
+            ValueError: the request id already exists.
+        """
+        if request.id in self:
+            raise ValueError(f"request {request.id} already exists")
+        group = self._group(request, Purpose.HOLD)
+        if not self.pages.pin(group):
+            raise NotCached(f"the KV of {len(request.tokens) - 1} tokens is not cached")
+        self._arrivals += group.slots
+        self._held[request.id] = group
+        self._unfinished[request.id] = group.slots
         return group
 
     def drop(self, request_id: str) -> None:
@@ -364,20 +399,20 @@ class Scheduler:
             sequence.rewind(self.pages.plan.prefilled(known, prompt, sequence.evicts))
 
     def _admit(self) -> list[SequenceGroup]:
-        """Admit waiting groups in order. Return those whose KV another worker will send."""
+        """Admit waiting groups in order. Return those to which another worker will send KV."""
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
             if group.may_compute:
                 self._choose_purpose(group)
             self.pages.admit(group)
-            if group.purpose is Purpose.RECEIVE:
+            if group.purpose is not Purpose.RECEIVE and group.position is None:
+                group.position = self._prompt_tokens
+                self._prompt_tokens += group.left
+            if group.purpose is Purpose.RECEIVE or group.lacks_history:
                 self._received[group.request.id] = group
                 reserved.append(group)
             else:
-                if group.position is None:
-                    group.position = self._prompt_tokens
-                    self._prompt_tokens += group.left
                 self._prefilling.append(group)
         return reserved
 
@@ -391,6 +426,16 @@ class Scheduler:
         if left > group.may_compute or not self.pages.suffice_for(group):
             group.purpose = Purpose.RECEIVE
         group.may_compute = 0
+
+    def _check_receives(self, group: SequenceGroup, end: int) -> None:
+        plan = self.pages.plan
+        last = plan.full(len(group.tokens) - 1) * plan.page_size
+        is_prompt = group.purpose is Purpose.HOLD and not group.evicts and not plan.encodes
+        if end and not (is_prompt and 0 < end <= last and end % plan.page_size == 0):
+            raise ValueError(
+                f"request {group.request.id} of {len(group.tokens)} tokens cannot receive KV of "
+                f"its first {end} tokens"
+            )
 
     def _admissible(self, group: SequenceGroup) -> bool:
         slots = self.num_running + group.slots

@@ -9,7 +9,7 @@ from runtime.pages.plan import PageCount, PagePlan
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Tokens of a request that a prefill worker computes, and whose KV it sends.
+    """Tokens of a request that a worker has computed, and whose KV it sends.
 
     Both workers derive them from the request, its first token to send, and the plan.
 
@@ -67,6 +67,18 @@ class SentTokens:
     def whole(cls, plan: PagePlan, tokens: int) -> Self:
         """Return the value for a prompt whose tokens are all computed and sent."""
         return cls(plan, tokens, tokens)
+
+    @classmethod
+    def cached(cls, plan: PagePlan, known: int, first: int = 0) -> Self:
+        """Return the value for a request whose KV is cached on the worker that sends it.
+
+        It sends the full pages before the last token, and computes nothing.
+
+        Args:
+            known: number of tokens of the request.
+            first: see `SentTokens`, which also describes the errors.
+        """
+        return cls(plan, known, plan.full(max(known - 1, 0)) * plan.page_size, first=first)
 
     @property
     def samples_first(self) -> bool:

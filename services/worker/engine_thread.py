@@ -16,6 +16,7 @@ import torch
 
 from runtime.core.plan import StepSize
 from runtime.core.request import Request
+from runtime.core.sequence import Purpose
 from runtime.engine import Command, Engine, StepOutput
 from runtime.engine.prefixes import PrefixCounts
 from runtime.pages.plan import PageCount, PagePlan
@@ -159,13 +160,13 @@ class EngineThread:
         """Seconds since the thread made progress in the current step; 0 while there is no work."""
         return self._stall.seconds(self.step_s)
 
-    def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request to be received are in cached pages now.
+    def cached_tokens(self, request: Request, purpose: Purpose = Purpose.RECEIVE) -> int:
+        """Return how many tokens of a request are in cached pages now.
 
         It is called on the event loop, at the same time as a step: `Scheduler.cached_tokens` says
         why that is safe, and why the result is a hint.
         """
-        return self._engine.scheduler.cached_tokens(request)
+        return self._engine.scheduler.cached_tokens(request, purpose)
 
     def uncached_tokens(self, request: Request) -> int | None:
         """Return how many prompt tokens of a request this worker would have to compute now.
