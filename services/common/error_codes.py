@@ -64,6 +64,7 @@ VERDICTS: "dict[error_pb2.ErrorCode.ValueType, Verdict]" = {
     error_pb2.ERROR_CODE_CANCELLED: Verdict(Cause.REQUEST, InternalFault),
     error_pb2.ERROR_CODE_INTERNAL: Verdict(Cause.FAULT),
     error_pb2.ERROR_CODE_NOT_FINITE: Verdict(Cause.REQUEST, OutputNotFinite),
+    error_pb2.ERROR_CODE_NOT_CACHED: Verdict(Cause.CONGESTION),  # no worker sends it to gateways
 }
 """The verdict on every error code. A gateway treats a code that it does not know as INTERNAL."""
 UNREACHED = Verdict(Cause.FAULT)

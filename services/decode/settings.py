@@ -22,6 +22,10 @@ class DecodeSettings(WorkerSettings):
     def computes_prompts(self) -> bool:
         return self.colocated
 
+    @property
+    def exchanges_history(self) -> bool:
+        return not self.colocated
+
     colocated: bool = Field(False, description="this worker also computes prompts")
     credits_per_sequence: int = Field(
         4, ge=1, le=1024, description="maximum number of segments of one sequence in flight"

@@ -14,6 +14,16 @@ class PrefillSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="HEADRACE_PREFILL_")
     holds_prompts: ClassVar[bool] = True
 
+    @property
+    def exchanges_history(self) -> bool:
+        return self.read_history
+
+    read_history: bool = Field(
+        True,
+        description="read the KV of earlier turns of a chat from the decode worker that has it in "
+        "its prefix cache, where that is measured to be faster than computing it; with "
+        "`prefix_cache`, without `kv_eviction`, in formats that encode no pages",
+    )
     lease_s: float = Field(
         30.0,
         gt=0,

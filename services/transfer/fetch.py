@@ -1,4 +1,4 @@
-"""State of one fetch: a sequence whose prompt another worker computes."""
+"""State of one fetch: a sequence whose KV another worker sends."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ class FetchFailed(Exception):
 
 @dataclass
 class Fetch:
-    """Request for the KV of one sequence whose prompt another worker computes.
+    """Request for the KV of one sequence that another worker computes, or has cached.
 
     Attributes:
         key: the engine's id of the sequence.
-        prefill: the worker that computes the prompt.
-        request: the request for the prefill worker.
+        prefill: the worker that sends the KV.
+        request: the request for that worker.
         reserved: future of the decode worker's pages, into which the KV is decoded. Nothing is
             read before it is done.
         sent: tokens and pages that the prefill worker is asked to send.
@@ -52,6 +52,7 @@ class Fetch:
         on_verified: called at most once, when all KV is verified and in the pages, with the times
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
+        cached: whether to ask for KV in cached pages, and for no computation.
         span: span of the fetch, below which the prefill worker's span will be.
         closed: whether the fetch has failed, was cancelled, or needs no KV. If so, no decode is
             started.
@@ -65,6 +66,7 @@ class Fetch:
     on_first: Callable[[pb.FirstTokens], bool]
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
+    cached: bool = False
     span: Span = NO_SPAN
     closed: bool = False
 

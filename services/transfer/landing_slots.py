@@ -13,11 +13,12 @@ class LandingSlots:
     """The slots of one rank's landing slab, and their credits. Runs on the event loop.
 
     Args:
-        slots: number of slots.
+        slots: numbers of the slots in the slab.
         credits_per_sequence: maximum slots of one sequence.
         grant: called with a sequence's key and the number of its new credits.
 
     Attributes:
+        slots: number of slots.
         quarantined: number of slots of ended sequences that a READ or a decode may still touch.
             They are neither held nor free.
         overdue: number of slots in quarantine because their READ is overdue. They become free only
@@ -25,11 +26,11 @@ class LandingSlots:
     """
 
     def __init__(
-        self, slots: int, credits_per_sequence: int, grant: Callable[[str, int], None]
+        self, slots: range, credits_per_sequence: int, grant: Callable[[str, int], None]
     ) -> None:
-        self.slots = slots
+        self.slots = len(slots)
         self._slots = SlotPool(slots)
-        self._credits = CreditPool(slots, credits_per_sequence)
+        self._credits = CreditPool(self.slots, credits_per_sequence)
         self._grant = grant
         self.quarantined = 0
         self.overdue = 0

@@ -1,4 +1,7 @@
-"""A decode worker's sessions with prefill workers: one session for each worker."""
+"""A worker's sessions with those that send it KV: one session for each worker.
+
+They are prefill workers for a decode worker. A prefill worker reads from decode workers, too.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -25,8 +28,9 @@ from services.common.grpc_server import (
 )
 from services.common.tls import MutualTls
 from services.transfer.endpoint import KVEndpoint
-from services.transfer.errors import PeerRefused, TransferError
+from services.transfer.errors import TransferError
 from services.transfer.fetch import Fetch, FetchFailed
+from services.transfer.known_peers import KnownPeers
 from services.transfer.routes import Route, heads_of, routes_between
 
 log = structlog.get_logger()
@@ -52,6 +56,7 @@ class Subscription:
             request=fetch.request,
             deadline_s=deadline_s,
             first_token=fetch.sent.first,
+            cached=fetch.cached,
             trace=request_pb2.TraceContext(**trace) if trace else None,
         )
         self.client.send(pb.PrefillCommand(start=start))
@@ -97,6 +102,7 @@ class PrefillClient:
     Attributes:
         split: ranks of this worker to which a route is split, see `Route`.
         alive: whether new sequences can be subscribed.
+        unreachable: whether NIXL has lost the peer.
         ended: event set after the session's cleanup; another session may be opened then.
     """
 
@@ -112,6 +118,7 @@ class PrefillClient:
         self.routes = routes
         self.split = frozenset(route.reader for route in routes if route.split)
         self.alive = True
+        self.unreachable = False
         self.ended = asyncio.Event()
         self._subscriptions: dict[int, Subscription] = {}
         self._sequences = sequences
@@ -145,6 +152,7 @@ class PrefillClient:
     def disconnect(self) -> None:
         """End the session: NIXL has lost the peer, and only a new session can add it again."""
         self.alive = False
+        self.unreachable = True
         if self._call is not None:
             self._call.cancel()
 
@@ -189,11 +197,12 @@ class PrefillClient:
 
 
 class PrefillClients:
-    """The sessions of one decode worker, opened on first use and dropped when they end.
+    """The sessions of one reader, opened on first use and dropped when they end.
 
     Args:
-        endpoints: endpoint of each rank of the decode worker.
-        hello: handshake message of the decode worker; `connect` fills in the expected epoch.
+        endpoints: endpoint of each rank of the reader.
+        peers: agents that the endpoints know.
+        hello: handshake message of the reader; `connect` fills in the expected epoch.
         handshake_s: deadline for connecting, the handshake and the exchange of NIXL metadata.
         ping_timeout_s: see `services.common.grpc_server.open_channel`.
     """
@@ -201,6 +210,7 @@ class PrefillClients:
     def __init__(
         self,
         endpoints: Sequence[KVEndpoint],
+        peers: KnownPeers,
         hello: pb.Hello,
         *,
         token: str | None,
@@ -209,6 +219,7 @@ class PrefillClients:
         tls: MutualTls | None = None,
     ) -> None:
         self._endpoints = endpoints
+        self._peers = peers
         self._hello = hello
         self._metadata = credentials(token)
         self._tls = tls
@@ -253,21 +264,19 @@ class PrefillClients:
         channel = open_channel(worker.address, self._tls, ping_timeout_s=self._ping_timeout_s)
         session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
-        adding: list[tuple[KVEndpoint, str, Future[None]]] = []
+        added: list[tuple[int, str]] = []
         try:
             async with asyncio.timeout(self._handshake_s):
                 welcome, routes = await self._shake_hands(call, worker)
-                for endpoint, sender in self._peers(welcome, routes):
-                    added = endpoint.add_peer(sender.agent_name, sender.agent_metadata)
-                    adding.append((endpoint, sender.agent_name, added))
-                await asyncio.gather(*(asyncio.wrap_future(added) for _, _, added in adding))
+                adding: list[Future[None]] = []
+                for own, sender in _agents(welcome, routes):
+                    adding.append(self._peers.add(own, sender, call))
+                    added.append((own, sender.agent_name))
+                await asyncio.gather(*map(asyncio.wrap_future, adding))
         except BaseException as error:
             call.cancel()
-            # NIXL may have added a peer after the timeout. A peer that it refuses has another
-            # session.
-            for endpoint, agent, added in adding:
-                if not _is_refused(added):
-                    endpoint.remove_peer(agent)
+            for own, agent in added:  # NIXL may add a peer after the timeout
+                self._peers.remove(own, agent, call)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
@@ -313,13 +322,6 @@ class PrefillClients:
             ) from error
         return welcome, routes
 
-    def _peers(
-        self, welcome: pb.Welcome, routes: Sequence[Route]
-    ) -> list[tuple[KVEndpoint, pb.Endpoint]]:
-        """Return pairs of an own endpoint and a rank of a prefill worker from which it reads."""
-        pairs = {(route.reader, route.sender): None for route in routes}
-        return [(self._endpoints[own], welcome.endpoints[peer]) for own, peer in pairs]
-
     async def _run(
         self,
         client: PrefillClient,
@@ -330,8 +332,11 @@ class PrefillClients:
             await client.run(call)
         finally:
             self._clients.pop((client.worker.worker_id, client.worker.epoch), None)
-            for endpoint, sender in self._peers(client.welcome, client.routes):
-                endpoint.remove_peer(sender.agent_name)
+            for own, sender in _agents(client.welcome, client.routes):
+                if client.unreachable:
+                    self._peers.forget(own, sender.agent_name)
+                else:
+                    self._peers.remove(own, sender.agent_name, call)
             client.ended.set()
             await channel.close(None)
 
@@ -349,11 +354,10 @@ def routes_from(welcome: pb.Welcome, endpoints: Sequence[KVEndpoint]) -> tuple[R
     return routes_between(senders, [endpoint.kv_heads for endpoint in endpoints])
 
 
-def _is_refused(added: "Future[None]") -> bool:
-    """Return whether NIXL has refused to add a peer, for example because it was added already."""
-    if not added.done() or added.cancelled():
-        return False
-    return isinstance(added.exception(), PeerRefused)
+def _agents(welcome: pb.Welcome, routes: Sequence[Route]) -> list[tuple[int, pb.Endpoint]]:
+    """Return pairs of a rank of the reader and a rank of the sender from which it reads."""
+    pairs = {(route.reader, route.sender): None for route in routes}
+    return [(own, welcome.endpoints[peer]) for own, peer in pairs]
 
 
 def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:

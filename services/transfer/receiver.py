@@ -60,6 +60,7 @@ class Receiver:
 
     Args:
         endpoints: endpoint of each rank; the first receives notifications.
+        slots: slots of each slab for segments that are received; default: all.
         credits_per_sequence: maximum number of segments of one sequence in flight on a rank.
         read_timeout_s: seconds without the end of any READ from a peer after which its READs are
             overdue.
@@ -77,10 +78,15 @@ class Receiver:
         credits_per_sequence: int,
         read_timeout_s: float,
         metrics: TransferMetrics,
+        slots: range | None = None,
     ) -> None:
         self._endpoints = endpoints
         self.landing = [
-            LandingSlots(endpoint.readable.slots, credits_per_sequence, partial(self._grant, rank))
+            LandingSlots(
+                slots or range(endpoint.readable.slots),
+                credits_per_sequence,
+                partial(self._grant, rank),
+            )
             for rank, endpoint in enumerate(endpoints)
         ]
         self._clients = clients

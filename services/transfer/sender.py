@@ -46,6 +46,7 @@ class Sender:
 
     Args:
         endpoints: endpoint of each rank.
+        slots: slots of each slab for segments that are sent; default: all.
         policy: chooses between raw and SplitZip.
         epoch: epoch of this worker, 32 hex digits; part of every frame.
         lease_s: seconds without progress of a reader after which the leases of its sequences with
@@ -60,9 +61,12 @@ class Sender:
         epoch: str,
         lease_s: float,
         metrics: TransferMetrics,
+        slots: range | None = None,
     ) -> None:
         self._endpoints = endpoints
-        self._slots = [SharedSlots(endpoint.readable.slots) for endpoint in endpoints]
+        self._slots = [
+            SharedSlots(slots or range(endpoint.readable.slots)) for endpoint in endpoints
+        ]
         self.policy = policy
         self._epoch = epoch
         self._leases = LeaseTable(lease_s)

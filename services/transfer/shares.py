@@ -33,9 +33,12 @@ class SharedSlots:
     """Slots shared by readers that may stop without releasing them. Pure bookkeeping.
 
     The shares of the readers follow `may_take`.
+
+    Args:
+        slots: numbers of the slots in their slab.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: range) -> None:
         self._pool = SlotPool(slots)
         self._held: Counter[str] = Counter()
 

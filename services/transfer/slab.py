@@ -93,11 +93,14 @@ class SlotPool:
 
     The slot that has been free the longest is used first, so a late access most likely hits a free
     slot.
+
+    Args:
+        slots: numbers of the slots in their slab.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._free = deque(range(slots))
-        self._generations = [0] * slots
+    def __init__(self, slots: range) -> None:
+        self._free = deque(slots)
+        self._generations = dict.fromkeys(slots, 0)
         self._held: dict[int, SlotRef] = {}
 
     @property

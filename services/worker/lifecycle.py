@@ -45,6 +45,7 @@ class Worker(ABC):
 
     Attributes:
         endpoints: endpoints of KV transfers.
+        address: gRPC address at which other services reach this worker.
         fault: future that fails when the engine or the transfer fails; the process must then end.
         draining: whether new work is refused.
         registrar: reports admitted placements; None until the worker registers.
@@ -52,6 +53,7 @@ class Worker(ABC):
         overflow_tokens: see `Registration.overflow_tokens`.
     """
 
+    address = ""
     decodes = False
     overflow_tokens: int | None = None
 
@@ -132,6 +134,10 @@ class Worker(ABC):
                     f"{stalled_s:.0f} s"
                 )
         return None
+
+    def serve_at(self, address: str) -> None:
+        """Set ``address``, before the server starts."""
+        self.address = address
 
     @abstractmethod
     def end_requests(self) -> None:
@@ -281,8 +287,9 @@ async def _start(
     worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
 ) -> tuple[Registrar, OperationServers]:
     """Start the engine, the gRPC server, metrics and probes, and the registration."""
+    address = f"{bracketed(settings.advertised_host)}:{server.port}"
     registrar = Registrar(
-        _registration(worker, server, settings, role),
+        _registration(worker, address, settings, role),
         worker.engine,
         settings.routers,
         worker.transfers,
@@ -290,6 +297,7 @@ async def _start(
         tls=settings.tls,
     )
     worker.registrar = registrar
+    worker.serve_at(address)
     worker.metrics.secrets.observe(settings.secret_files, settings.token_check)
     worker.engine.start()
     await server.start()
@@ -334,7 +342,7 @@ def _probes(worker: Worker, registrar: Registrar, stall_s: float) -> Probes:
 
 
 def _registration(
-    worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
+    worker: Worker, address: str, settings: WorkerSettings, role: Role
 ) -> Registration:
     identity = worker.identity
     limits = worker.sizes.limits
@@ -343,7 +351,7 @@ def _registration(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         role=role,
-        address=f"{bracketed(settings.advertised_host)}:{server.port}",
+        address=address,
         model=identity.model,
         compatibility=identity.compatibility,
         pages_total=worker.engine.page_plan.by_name(worker.engine.pages_total),

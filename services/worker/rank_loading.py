@@ -85,7 +85,7 @@ class LoadedRank:
         return LocalEndpoint(
             self.executor.cache,
             self.codecs,
-            Slab(self.sizes.slots, self.sizes.slot_bytes, self.device),
+            Slab(self.sizes.slab_slots, self.sizes.slot_bytes, self.device),
             agent,
         )
 

@@ -27,6 +27,11 @@ class WorkerSettings(ServiceSettings):
     holds_prompts: ClassVar[bool] = False
 
     @property
+    def exchanges_history(self) -> bool:
+        """Whether the worker sends or reads KV of history, see `services.prefill.history`."""
+        return True
+
+    @property
     def computes_prompts(self) -> bool:
         """Whether the worker computes prompts regularly, not only after preemption."""
         return True
@@ -172,12 +177,18 @@ class WorkerSettings(ServiceSettings):
         "splitzip",
     )
     kv_digest: bool = Field(False, description="log a digest of each sequence's pages, for tests")
-    slots: int = Field(16, ge=1, le=65536, description="number of slots in this worker's slab")
+    slots: int = Field(
+        16,
+        ge=1,
+        le=65536,
+        description="number of slots in this worker's slab; a quarter of this number, at least 2, "
+        "is added if prefill workers read history from decode workers",
+    )
     slot_bytes: Annotated[int, Field(ge=1 << 14, le=1 << 30, multiple_of=16)] | Literal["auto"] = (
         Field(
             "auto",
             description="bytes of a slot, the maximum size of an encoded segment; auto: 4 MiB on "
-            "the CPU, 256 MiB of KV on a GPU, less if all slots would use over 3 % of its memory",
+            "the CPU, 256 MiB of KV on a GPU, less if `slots` of them used over 3 % of its memory",
         )
     )
 

@@ -10,8 +10,11 @@ from services.worker.settings import WorkerSettings
 _SEGMENT_BYTES = 256 << 20
 """KV bytes of a segment on a GPU. The hosts were measured to take 0.7 ms for a segment, in which
 NVLink moves some 270 MB (H200)."""
+_SLOTS_PER_HISTORY_SLOT = 4
+"""Number of slots for prompts per slot for history, of which there are less."""
+_LEAST_HISTORY_SLOTS = 2
 _SLAB_SHARE = 0.03
-"""Maximum share of a GPU's memory that the slab may use."""
+"""Maximum share of a GPU's memory that the slots for prompts may use."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +23,36 @@ class WorkerSizes:
 
     Attributes:
         limits: limits of the engine.
-        slots: number of slots of the slab.
+        slots: number of slots of the slab for KV of prompts.
         slot_bytes: bytes of a slot.
+        history_slots: number of slots that follow them in the slab, for KV that prefill workers
+            read from decode workers; 0 if this worker does not take part.
     """
 
     limits: Limits
     slots: int
     slot_bytes: int
+    history_slots: int = 0
+
+    @property
+    def slab_slots(self) -> int:
+        """Number of slots of the slab."""
+        return self.slots + self.history_slots
 
     @property
     def slab_bytes(self) -> int:
         """Bytes of the slab."""
-        return self.slots * self.slot_bytes
+        return self.slab_slots * self.slot_bytes
+
+    @property
+    def of_prompts(self) -> range:
+        """Slots for KV of prompts."""
+        return range(self.slots)
+
+    @property
+    def of_history(self) -> range:
+        """Slots for KV that prefill workers read from decode workers."""
+        return range(self.slots, self.slab_slots)
 
     @classmethod
     def of(cls, settings: WorkerSettings, codecs: SegmentCodecs, *, gpu_bytes: int) -> Self:
@@ -59,7 +80,24 @@ class WorkerSizes:
             step_tokens=step,
             chunk_tokens=_given(settings.chunk_tokens, min(step, 1024) // 16 * 16),
         )
-        return cls(limits, settings.slots, slot_bytes=_given(settings.slot_bytes, slot))
+        return cls(
+            limits,
+            settings.slots,
+            slot_bytes=_given(settings.slot_bytes, slot),
+            history_slots=_history_slots(settings, codecs),
+        )
+
+
+def _history_slots(settings: WorkerSettings, codecs: SegmentCodecs) -> int:
+    """Return the number of slots for history; one worker may hold three quarters of them.
+
+    A prefill attends to all KV as it was computed. Decode workers do not have it if pages are
+    encoded, and not at its place if tokens are evicted.
+    """
+    is_shared = settings.prefix_cache and not settings.kv_eviction
+    if not settings.exchanges_history or not is_shared or codecs.layout.plan.encodes:
+        return 0
+    return max(_LEAST_HISTORY_SLOTS, settings.slots // _SLOTS_PER_HISTORY_SLOT)
 
 
 def _given(setting: int | Literal["auto"], chosen: int) -> int:

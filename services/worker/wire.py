@@ -11,7 +11,7 @@ from typing import Any
 from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
-from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
+from runtime.errors import InvalidRequest, NotCached, NotFinite, RuntimeFault
 from services.common.messages import (
     MAX_CHOICES,
     MAX_DEADLINE_S,
@@ -142,4 +142,6 @@ def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
         return error_pb2.ERROR_CODE_INVALID
     if isinstance(fault, NotFinite):
         return error_pb2.ERROR_CODE_NOT_FINITE
+    if isinstance(fault, NotCached):
+        return error_pb2.ERROR_CODE_NOT_CACHED
     return error_pb2.ERROR_CODE_OVERLOADED

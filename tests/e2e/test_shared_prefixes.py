@@ -19,3 +19,4 @@ def test_chats_have_the_tokens_of_a_deployment_without_a_cache(kv_format: str) -
     assert found.comparison.equal >= CHATS * TURNS - 2, found.comparison.close
     assert found.cached > 0.3 * found.prompt
     assert found.saved_bytes > 0
+    assert (found.history > 0) is (kv_format == "dense")

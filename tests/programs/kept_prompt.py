@@ -27,12 +27,13 @@ from runtime.pages.sent import SentTokens
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
-from services.prefill.service import SERVICE, PrefillWorker
+from services.prefill.service import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.tokenizer.loading import load_tokenizer
 from services.transfer.agent import TransferAgent
 from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.loading import load_worker
+from services.worker.prefill_service import SERVICE
 from services.worker.threads import set_switch_interval
 
 SMOLLM2 = "smollm2-135m"
@@ -136,7 +137,7 @@ async def serve(workload: Workload, codec: str) -> None:
     endpoint = loaded.rank.new_endpoint(agent)
     worker = PrefillWorker(settings, replace(loaded, engine=engine), (endpoint,))
     server = GrpcServer(settings.endpoint, [SERVICE])
-    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(worker.prefills, server.server)
     warm_up_transfers(loaded.rank, endpoint)
     set_switch_interval()
     worker.engine.start()

@@ -167,12 +167,14 @@ class Outcome:
     Attributes:
         cached, prompt: cached tokens and all tokens of the prompts.
         saved_bytes: bytes of KV that were not transferred.
+        history: tokens whose KV the prefill worker has read from the decode worker.
     """
 
     comparison: Comparison
     cached: int
     prompt: int
     saved_bytes: float
+    history: float
 
 
 def run(
@@ -194,6 +196,7 @@ def run(
         warm = asyncio.run(replay(running, chats))
         running.wait_until_idle()
         saved = running.metric("decode-0", "headrace_kv_saved_bytes_total")
+        history = running.metric("prefill-0", "headrace_kv_history_tokens_total")
     turns = [turn.case for chat in chats.turns for turn in chat]
     for turn in turns:
         cached = warm.cached[turn.name]
@@ -201,7 +204,7 @@ def run(
         assert cached < len(turn.prompt)
     prompt = sum(len(turn.prompt) for turn in turns)
     comparison = compare(cold.answers, warm.answers)
-    return Outcome(comparison, sum(warm.cached.values()), prompt, saved)
+    return Outcome(comparison, sum(warm.cached.values()), prompt, saved, history)
 
 
 def _cache(value: str) -> dict[str, str]:
@@ -220,7 +223,8 @@ def main() -> int:
     console.print(
         f"{own.kv_format}: {comparison.equal} equal, {len(comparison.close)} close, "
         f"{len(comparison.different)} different; {found.cached:,} of {found.prompt:,} prompt "
-        f"tokens cached, {found.saved_bytes / 1e6:,.1f} MB not transferred",
+        f"tokens cached, {found.saved_bytes / 1e6:,.1f} MB not transferred, "
+        f"{found.history:,.0f} tokens of history read",
         soft_wrap=True,
     )
     for line in (*comparison.close, *comparison.different):

@@ -25,7 +25,7 @@ from services.common.placement import Compatibility, ModelInfo
 from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
-from services.prefill.service import SERVICE, PrefillWorker
+from services.prefill.service import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer import frame
 from services.transfer.agent import TransferAgent
@@ -37,6 +37,7 @@ from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_codec
 from services.worker.loading import Identity, Loaded
 from services.worker.peers import RankFacts
+from services.worker.prefill_service import SERVICE
 from services.worker.rank_loading import LoadedRank
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
@@ -198,11 +199,17 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """A decode worker without a server."""
+    """A decode worker.
+
+    Attributes:
+        server: serves history to prefill workers; None if the worker does not. Streams are opened
+            without a server.
+    """
 
     worker: DecodeWorker
     loaded: Loaded
     agent: TransferAgent
+    server: GrpcServer | None = None
 
     @property
     def slab(self) -> Slab:
@@ -267,7 +274,7 @@ class Site:
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
         worker = PrefillWorker(settings, loaded, (loaded.rank.new_endpoint(agent), *others))
         server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=settings.token_check)
-        prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(worker.prefills, server.server)
         await server.start()
         address = decode_pb2.WorkerAddress(
             worker_id=loaded.identity.worker_id,
@@ -294,13 +301,21 @@ class Site:
         loaded, others = ranked(loaded_of(settings, pages), ranks)
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         worker = DecodeWorker(settings, loaded, (loaded.rank.new_endpoint(agent), *others))
+        server = None
+        if worker.history is not None:
+            server = GrpcServer("127.0.0.1:0", [SERVICE], token_check=settings.token_check)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(worker.history, server.server)
+            await server.start()
+            worker.serve_at(f"127.0.0.1:{server.port}")
         if started:
             worker.engine.start()
-        self._decodes.append(Decode(worker, loaded, agent))
+        self._decodes.append(Decode(worker, loaded, agent, server))
         return self._decodes[-1]
 
     async def close(self) -> None:
         for decode in self._decodes:
+            if decode.server is not None:
+                await decode.server.stop(0)
             await decode.worker.close()
             await _close(decode.worker.endpoints)
         for prefill in self._prefills:

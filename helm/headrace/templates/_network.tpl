@@ -2,7 +2,7 @@
 {{- define "headrace.connections" -}}
 gateway: {router: [http], prefill: [grpc], decode: [grpc]}
 router: {}
-prefill: {router: [http], decode: [transfer]}
+prefill: {router: [http], decode: [grpc, transfer]}
 decode: {router: [http], prefill: [grpc, transfer]}
 model: {}
 test: {gateway: [http]}

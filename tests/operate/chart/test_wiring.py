@@ -35,7 +35,7 @@ ARROWS = {
     ("prefill", "router"): {8002},
     ("decode", "router"): {8002},
     ("decode", "prefill"): {8003, range(21000, 21016)},
-    ("prefill", "decode"): {range(21000, 21016)},
+    ("prefill", "decode"): {8003, range(21000, 21016)},
     ("test", "gateway"): {8000},
 }
 """Ports to which a role may connect, by caller and called role. 21000 to 21015: KV transfers."""

@@ -89,7 +89,8 @@ async def test_turns_of_a_chat_transfer_what_the_decode_worker_lacks(
 ) -> None:
     """Digests of the KV that is sent and that arrives are equal, too."""
     shared: dict[str, Any] = {"prefix_cache": True, "kv_format": kv_format, "pages": 100}
-    prefill, decode = await site.prefill(**shared), await site.decode(**shared)
+    prefill = await site.prefill(read_history=False, **shared)
+    decode = await site.decode(**shared)
     cold = await site.decode(colocated=True, kv_format=kv_format, pages=100)
     monkeypatch.setattr(decode.worker.service, "_has_room", lambda: has_room)
     prompt, held, known = list(prompt_of(120)), [], []
@@ -147,7 +148,7 @@ async def test_prefill_worker_sends_pages_that_it_has_and_the_decode_worker_lack
 
 async def test_prefill_worker_computes_what_only_the_decode_worker_has(site: Site) -> None:
     decode = await site.decode(prefix_cache=True)
-    first, second = [await site.prefill(prefix_cache=True) for _ in range(2)]
+    first, second = [await site.prefill(prefix_cache=True, read_history=False) for _ in range(2)]
     prompt = prompt_of(100)
     expected = await ask(decode, first, prompt)
     found = await ask(decode, second, prompt)

@@ -24,7 +24,7 @@ def granted() -> _Granted:
 
 @pytest.fixture
 def landing(granted: _Granted) -> LandingSlots:
-    return LandingSlots(3, 2, granted)
+    return LandingSlots(range(3), 2, granted)
 
 
 def test_oldest_sequence_gets_credits_first(landing: LandingSlots, granted: _Granted) -> None:

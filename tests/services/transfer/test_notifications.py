@@ -2,8 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -194,13 +193,14 @@ async def test_decode_workers_memory_is_not_offered_to_prefill_workers(site: Sit
 async def test_second_session_of_an_agent_keeps_its_notifications(site: Site) -> None:
     """The decode worker reconnected, but the end of its earlier session is noticed later."""
     prefill, decode = await site.prefill(), await site.decode()
-    reader = decode.worker.endpoints[0].connection
-    earlier: Any = SimpleNamespace(peer="decode", agent=reader.agent_name)
-    await prefill.worker._connect("decode", reader)
-    prefill.worker._sessions.append(earlier)
+    reader = decode.worker._hello.endpoints[0]
+    earlier = Mock(peer="decode", agent=reader.agent_name)
+    service = prefill.worker.prefills
+    await service._connect(earlier, reader)
+    service._sessions.append(earlier)
     assert (await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
-    prefill.worker._sessions.remove(earlier)
-    prefill.worker._forget(earlier)
+    service._sessions.remove(earlier)
+    service._forget(earlier)
     adding = prefill.agent.add_peer(reader.agent_name, reader.agent_metadata)
     with pytest.raises(PeerRefused, match="added already"):
         adding.result(LIMIT_S)

@@ -64,14 +64,16 @@ class StoredKV(FakeExecutor):
 class RankedWorker:
     """KV and endpoints of a worker."""
 
-    def __init__(self, kind: str, config: ModelConfig, size: int, name: str) -> None:
+    def __init__(
+        self, kind: str, config: ModelConfig, size: int, name: str, slots: int = SLOTS
+    ) -> None:
         self.kv = RankedKV.of(config, size, PAGES, kind)
         self._first: Any = StoredKV(config, self.kv)
         self._others = tuple(
             LocalEndpoint(
                 own,
                 SegmentCodecs(own.layout, self.kv.books(), first_kv_head=heads.start),
-                Slab(SLOTS, SLOT_BYTES),
+                Slab(slots, SLOT_BYTES),
                 TransferAgent(f"{name}-{rank}"),
             )
             for rank, (heads, own) in enumerate(zip(self.kv.heads, self.kv.caches, strict=True))

@@ -28,13 +28,13 @@ def take_all(slots: SharedSlots, reader: str) -> list[SlotRef]:
     ],
 )
 def test_stopped_readers_leave_slots_for_others(slots: int, shares: list[int]) -> None:
-    shared = SharedSlots(slots)
+    shared = SharedSlots(range(slots))
     assert [len(take_all(shared, f"reader {n}")) for n in range(len(shares))] == shares
     assert shared.in_use == slots
 
 
 def test_released_slot_can_be_acquired_again() -> None:
-    shared = SharedSlots(4)
+    shared = SharedSlots(range(4))
     first = take_all(shared, "a")
     for ref in first:
         shared.release(ref, "a")
@@ -51,7 +51,7 @@ def test_released_slot_can_be_acquired_again() -> None:
 def test_reader_without_a_slot_always_gets_a_free_one(
     slots: int, calls: list[tuple[str, bool]]
 ) -> None:
-    shared = SharedSlots(slots)
+    shared = SharedSlots(range(slots))
     refs: dict[str, list[SlotRef]] = {reader: [] for reader in "abcd"}
     for reader, wants in calls:
         held = len(refs[reader])

@@ -48,7 +48,7 @@ def test_slab_on_a_gpu_is_vram() -> None:
 
 
 def test_slot_free_the_longest_is_acquired_first() -> None:
-    pool = SlotPool(3)
+    pool = SlotPool(range(3))
     first, second = pool.acquire(), pool.acquire()
     pool.release(second)
     pool.release(first)
@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(self.SLOTS)
+        self.pool = SlotPool(range(self.SLOTS))
         self.uses = [0] * self.SLOTS
         self.in_use: set[SlotRef] = set()
 

@@ -5,6 +5,7 @@ Every second rank runs in another process, with half of the KV heads, a slab and
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -52,7 +53,7 @@ OPTIONS = EngineOptions(
     pages=PageCount(64),
     limits=Limits(max_running=4, max_waiting=8, step_tokens=64, chunk_tokens=CHUNK),
 )
-SLOTS = 3
+SLOTS, SLAB_SLOTS = 3, 5
 
 
 def books_of(executor: LocalExecutor) -> Books:
@@ -65,7 +66,7 @@ def start_endpoint(pipe: Connection, name: str, executor: LocalExecutor) -> None
     layout = executor.cache.layout
     first = executor.model.config.first_kv_head
     codecs = SegmentCodecs(layout, books_of(executor), first_kv_head=first)
-    slab = Slab(SLOTS, SLOT_BYTES)
+    slab = Slab(SLAB_SLOTS, SLOT_BYTES)
     endpoint = LocalEndpoint(executor.cache, codecs, slab, TransferAgent(name))
     threading.Thread(target=serve_endpoint, args=(pipe, endpoint), daemon=True).start()
 
@@ -78,8 +79,8 @@ class RankedWorker:
     two: TwoRanks | None = None
 
     @classmethod
-    def of_one(cls) -> "RankedWorker":
-        executor = whole_executor(OPTIONS)
+    def of_one(cls, options: EngineOptions) -> "RankedWorker":
+        executor = whole_executor(options)
         return cls(Ranked(Engine(executor), executor))
 
     @classmethod
@@ -99,13 +100,20 @@ class RankedWorker:
 def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankedWorker]]:
     """Two workers of one rank and two of two ranks; those at even indices compute prompts."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ones = [RankedWorker.of_one() for _ in range(2)]
+    with ranked_workers(tmp_path, OPTIONS) as started:
+        yield started
+
+
+@contextmanager
+def ranked_workers(folder: Path, options: EngineOptions) -> Iterator[list[RankedWorker]]:
+    """Start two workers of one rank and two of two ranks. Set GLOO_SOCKET_IFNAME before."""
+    ones = [RankedWorker.of_one(options) for _ in range(2)]
     pipes = [Pipe() for _ in range(2)]
     starts = [
         partial(start_endpoint, theirs, f"second-{number}")
         for number, (_, theirs) in enumerate(pipes)
     ]
-    with two_rank_workers(str(tmp_path / "rendezvous"), OPTIONS, *starts) as ranks:
+    with two_rank_workers(str(folder / "rendezvous"), options, *starts) as ranks:
         twos = [RankedWorker.of_two(two, own) for two, (own, _) in zip(ranks, pipes, strict=True)]
         yield ones + twos
 

@@ -17,8 +17,8 @@ from runtime.errors import InvalidRequest
 from services.common.grpc_server import GrpcServer, open_channel
 from services.common.messages import MAX_DEADLINE_S
 from services.gateway.settings import GatewaySettings
-from services.prefill.session import Job
 from services.transfer.fetch import FetchFailed
+from services.worker.prefill_session import Job
 from services.worker.stream_service import SERVICE
 from services.worker.wire import request_from_message, token_from_message
 from tests.runtime.tiny import CONFIG
@@ -133,7 +133,7 @@ def _spoil_first_tokens(
         spoil(first)
         return first
 
-    monkeypatch.setattr("services.prefill.session.pb.FirstTokens", spoiled)
+    monkeypatch.setattr("services.worker.prefill_session.pb.FirstTokens", spoiled)
 
 
 async def test_first_token_outside_the_vocabulary_does_not_reach_the_engine(

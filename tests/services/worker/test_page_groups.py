@@ -1,7 +1,6 @@
 """A worker with three page groups is served, registered, counted and listed by the same code."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -87,7 +86,6 @@ async def test_worker_is_registered_listed_and_measured_by_group(
 
 def registrar_of(decode: Decode) -> Registrar:
     worker = decode.worker
-    server = cast(Any, SimpleNamespace(port=1))
-    known = _registration(worker, server, DecodeSettings.model_validate({}), Role.DECODE)
+    known = _registration(worker, "127.0.0.1:1", DecodeSettings.model_validate({}), Role.DECODE)
     engine, transfers = worker.engine, worker.transfers
     return Registrar(known, engine, ["http://127.0.0.1"], transfers, token=None)

@@ -89,6 +89,33 @@ async def test_fetched_stream_has_a_span_for_each_stage(site: Site, collector: C
     assert ids["prefill admitted"] == prompt.id
 
 
+async def test_history_that_is_read_has_spans_below_the_prefill(
+    site: Site, collector: Collector
+) -> None:
+    decode = await site.decode(prefix_cache=True)
+    for number in range(2):  # the second prefill worker has nothing cached
+        prefill = await site.prefill(prefix_cache=True)
+        start = start_of(prefill.address, decode.worker.identity.epoch)
+        if number == 0:
+            start.ClearField("trace")
+        start_stream(decode.worker.service, start)
+        await until(lambda: decode.worker.idle)
+    names = ("fetch_kv", "read_history", "queue", "pin")
+    fetch, read, queue, pin = await collected(collector, *names)
+    await until(lambda: collector.names.count(PROMPT) == 2)
+    forward, pinned = sorted(
+        (span for span in collector.spans if span.name == PROMPT), key=lambda span: span.start_ns
+    )
+    assert (forward.parent, pinned.parent) == (fetch.id, read.id)
+    assert (read.parent, read.kind) == (forward.id, "client")
+    assert (queue.parent, pin.parent) == (forward.id, pinned.id)
+    assert queue.contains(read)
+    assert read.contains(pin)
+    assert read.attributes["headrace.decode_worker"] == decode.worker.identity.worker_id
+    assert read.attributes["headrace.tokens"] == 96
+    assert not any(span.failed for span in collector.spans)
+
+
 async def test_whole_request_has_a_span_for_each_stage(site: Site, collector: Collector) -> None:
     prefill = await site.prefill()
     session = start_stream(prefill.worker.service, start_of(None, prefill.worker.identity.epoch))

@@ -77,6 +77,7 @@ class PrefillSessionPort(Port):
             case 0 | 1 | 2:
                 started.append(started[-1] + 1)
                 start = start_of(rng.choice((1, 16, 40, 100)), rng.choice((1, 8)), started[-1])
+                start.cached = rng.random() < 0.2
                 return pb.PrefillCommand(start=start)
             case 3 | 4:
                 return pb.PrefillCommand(credit=pb.Credit(sequence=sequence, segments=2))

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.v1 import decode_pb2
 from headrace.v1 import prefill_pb2 as pb
+from services.transfer.known_peers import KnownPeers
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.prefill_client import PrefillClient, PrefillClients, routes_from
 from tests.services.transfer.protocol.agent import Stream
@@ -21,7 +22,8 @@ class Clients(PrefillClients):
     """
 
     def __init__(self, endpoint: LocalEndpoint, epoch: int, slots: int) -> None:
-        super().__init__((endpoint,), pb.Hello(), token=None, handshake_s=1.0)
+        peers = KnownPeers((endpoint,))
+        super().__init__((endpoint,), peers, pb.Hello(), token=None, handshake_s=1.0)
         self._epoch = epoch
         self._slots = slots
         self._names = count(1)
@@ -31,7 +33,6 @@ class Clients(PrefillClients):
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         peer = f"prefill-{worker.epoch}"
-        self._endpoints[0].add_peer(peer, b"")
         sender = pb.Endpoint(agent_name=peer, num_kv_heads=1, slots=self._slots, memory_kind="DRAM")
         welcome = pb.Welcome(
             epoch=f"{int(worker.epoch):032x}",
@@ -43,6 +44,7 @@ class Clients(PrefillClients):
         client = PrefillClient(worker, welcome, routes, self._sequences)
         name = f"{self._epoch}.{next(self._names)}"
         stream = self.streams[name] = Stream()
+        self._peers.add(0, sender, stream)
         self.opened.append((name, peer))
         run = asyncio.get_running_loop().create_task(self._run(client, stream, _CHANNEL))
         run.add_done_callback(partial(self._ended, name))

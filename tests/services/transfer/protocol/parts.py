@@ -12,13 +12,13 @@ import torch
 import codec
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
-from services.prefill import session
 from services.transfer import announced, local_endpoint, prefill_client, pulls, sender
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
+from services.worker import prefill_session
 
 T = TypeVar("T")
 
@@ -210,11 +210,11 @@ NONCES = Nonces()
 def replaced() -> Iterator[None]:
     """Replace clock and random numbers of the product, and disable its log."""
     with ExitStack() as stack:
-        for module in (sender, local_endpoint, pulls, session):
+        for module in (sender, local_endpoint, pulls, prefill_session):
             stack.enter_context(patch.object(module, "time", CLOCK))
-        for module in (sender, announced, prefill_client, session):
+        for module in (sender, announced, prefill_client, prefill_session):
             stack.enter_context(patch.object(module, "log", IGNORE))
         stack.enter_context(patch.object(sender, "secrets", NONCES))
-        job = partial(session.Job, accepted=0.0)  # its default is the time
-        stack.enter_context(patch.object(session, "Job", job))
+        job = partial(prefill_session.Job, accepted=0.0)  # its default is the time
+        stack.enter_context(patch.object(prefill_session, "Job", job))
         yield

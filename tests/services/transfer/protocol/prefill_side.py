@@ -12,12 +12,12 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import SampledToken
 from runtime.engine import Add, Cancel, Computed
 from runtime.pages.sent import SentTokens
-from services.prefill.session import Job, PrefillSession
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.routes import Route
 from services.transfer.sender import Sender
+from services.worker.prefill_session import Job, PrefillSession
 from tests.services.transfer.protocol.agent import Agent, Stream
 from tests.services.transfer.protocol.fingerprint import fingerprint
 from tests.services.transfer.protocol.loop import StepLoop

@@ -1,4 +1,9 @@
-"""One decode worker's session with a prefill worker.
+"""One reader's session with a worker that sends it KV.
+
+Usually a decode worker reads the KV of prompts from a prefill worker, which computes them. The
+engine then holds the prompt (`Add`). A prefill worker, in turn, reads the history of a chat from
+the decode worker that has it in cached pages. The engine of the decode worker pins these (`Pin`),
+and nothing is computed or sampled. All else is the same in both directions.
 
 First tokens are sent as soon as they are sampled, before the KV of the last chunk is encoded. The
 client gets its first token without waiting for the transfer, and the decode worker needs the KV
@@ -10,17 +15,20 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from operator import add
+from typing import NamedTuple, Protocol
 
 import grpc
 import structlog
 
-from headrace.v1 import error_pb2
+from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import Request, SampledToken
-from runtime.engine import Add, Cancel
+from runtime.engine import Add, Cancel, Pin, Reserved
 from runtime.errors import InvalidRequest
+from runtime.pages.sent import SentTokens
 from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_batch, next_message
+from services.common.token_ids import count_tokens
 from services.transfer.outgoing import Outgoing
 from services.transfer.routes import Route
 from services.transfer.sender import Sender
@@ -34,12 +42,26 @@ from services.worker.wire import (
 
 log = structlog.get_logger()
 
+_PIN_S = 60.0
+"""Maximum time for which cached pages are kept for a reader, in seconds."""
+
+
+class WantedHistory(NamedTuple):
+    """KV of a prompt to receive from its reader: `Add.receives` and `Add.worth`."""
+
+    receives: int = 0
+    worth: int = 1
+
+
+_NO_HISTORY = WantedHistory()
+
 
 @dataclass
 class Job:
-    """State of one sequence that this worker computes.
+    """State of one sequence that this worker computes, or has cached.
 
     Attributes:
+        start: the reader's message.
         ends_at_once: whether the next token reaches the maximum length, so that no KV is sent.
         expiry: timer that ends the sequence at its deadline.
         accepted: time of acceptance, in seconds of `time.perf_counter`.
@@ -48,10 +70,14 @@ class Job:
             sequence.
         computed: time of the first tokens, on the same clock; 0 until then.
         reused: number of tokens of the request that this worker does not compute.
+        wanted: KV to receive from the reader.
+        receiving: task that receives the KV of the first tokens; None if there is nothing to
+            receive. The pages must not be freed before it has ended.
         first: first tokens sampled so far, one per choice.
     """
 
     session: "PrefillSession"
+    start: pb.StartPrefill
     outgoing: Outgoing
     request: Request
     ends_at_once: bool
@@ -60,6 +86,8 @@ class Job:
     computing_since: float = 0.0
     computed: float = 0.0
     reused: int = 0
+    wanted: WantedHistory = _NO_HISTORY
+    receiving: asyncio.Task[None] | None = None
     page_tables: tuple[tuple[int, ...], ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
@@ -72,8 +100,9 @@ class Job:
         """Record a child span for each stage that was reached, then end the span."""
         span, encodes = self.outgoing.span, self.outgoing.encodes
         if self.computing_since:
-            span.record("queue", self.accepted, self.computing_since)
-        if self.computed:
+            stage = "pin" if self.start.cached else "queue"
+            span.record(stage, self.accepted, self.computing_since)
+        if self.computed and not self.start.cached:
             span.record("prefill", self.computing_since, self.computed)
         if encodes.end > encodes.start:
             segments = {"headrace.kv.segments": self.outgoing.issued}
@@ -81,18 +110,35 @@ class Job:
         span.end()
 
 
+class History(Protocol):
+    """Receives the KV of first tokens of prompts from the readers, which have them cached."""
+
+    def wanted(self, reader: decode_pb2.WorkerAddress, job: Job) -> WantedHistory:
+        """Return which KV to receive for a new sequence, before the engine takes it."""
+
+    def receive(self, reader: decode_pb2.WorkerAddress, job: Job, reserved: Reserved) -> None:
+        """Start `Job.receiving`, which ends with a `HistoryArrived` unless it is cancelled."""
+
+    def forget(self, peer: str) -> None:
+        """Drop what is known of a reader that has left."""
+
+
 class PrefillSession:
-    """Executes the commands of one decode worker, and sends it the resulting events.
+    """Executes the commands of one reader, and sends it the resulting events.
 
     Args:
-        hello: the decode worker's message of the handshake.
+        hello: the reader's message of the handshake.
         routes: ranks and KV heads between which KV is sent.
-        worker: the prefill worker.
+        worker: this worker.
         jobs: sequences of all sessions, by the engine's id.
+        computes: whether this worker computes prompts for readers. Otherwise it sends only KV that
+            it has cached.
+        history: receives KV from the reader; None to compute all tokens that are not cached here.
 
     Attributes:
-        peer: id of the decode worker.
+        peer: id of the reader.
         agent: name of the NIXL agent of its first rank, or "".
+        reader: the reader, at the address at which it serves its own KV; that is "" if it does not.
     """
 
     def __init__(
@@ -103,10 +149,18 @@ class PrefillSession:
         worker: Worker,
         sender: Sender,
         jobs: dict[str, Job],
+        *,
+        computes: bool = True,
+        history: History | None = None,
     ) -> None:
         self._name = name
         self.peer = hello.worker_id
+        self.reader = decode_pb2.WorkerAddress(
+            worker_id=hello.worker_id, epoch=hello.epoch, address=hello.address
+        )
         self.agent = hello.endpoints[0].agent_name if hello.endpoints else ""
+        self._computes = computes
+        self._history = history
         self._slot_bytes = hello.slot_bytes
         self._routes = routes
         self._worker = worker
@@ -117,7 +171,7 @@ class PrefillSession:
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
 
     async def run(self, commands: MessageStream) -> None:
-        """Serve until the decode worker disconnects, then end its sequences."""
+        """Serve until the reader disconnects, then end its sequences."""
         writer = asyncio.create_task(self._write(commands))
         try:
             while (message := await next_message(commands)) is not None:
@@ -179,11 +233,21 @@ class PrefillSession:
                 f"the prefill worker is full: {len(self._jobs)} sequences",
             )
             return
+        job = self._new_job(key, start)
+        self._jobs[key] = job
+        self._sender.open(job.outgoing)
+        self._submit(job)
+        log.debug("prefill admitted", **job.outgoing.log_fields, tokens=len(job.request.tokens))
+
+    def _new_job(self, key: str, start: pb.StartPrefill) -> Job:
+        """Return the job of a new sequence.
+
+        Raises:
+            InvalidRequest: the message is malformed, or asks for what this worker does not do.
+        """
+        message = start.request
         request = request_from_message(key, message)
-        try:
-            sent = self._worker.sent_tokens(message, start.first_token)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+        sent = self._sent(start)
         deadline_s = deadline_from_message(start.deadline_s)
         outgoing = Outgoing(
             key=key,
@@ -201,7 +265,7 @@ class PrefillSession:
             span=request_span("Prefill/StartPrefill", start),
         )
         expiry = asyncio.get_running_loop().call_later(
-            deadline_s,
+            min(deadline_s, _PIN_S) if start.cached else deadline_s,
             self.fail,
             key,
             error_pb2.ERROR_CODE_DEADLINE,
@@ -209,11 +273,38 @@ class PrefillSession:
         )
         limit = request.limit(self._worker.identity.model.context_length)
         ends_at_once = sent.samples_first and len(request.tokens) + 1 >= limit
-        self._jobs[key] = Job(self, outgoing, request, ends_at_once, expiry)
-        self._sender.open(outgoing)
-        self._worker.engine.submit(Add(request, hold=True))
-        self._worker.report_admitted(message.placement_id)
-        log.debug("prefill admitted", **outgoing.log_fields, tokens=len(request.tokens))
+        return Job(self, start, outgoing, request, ends_at_once, expiry)
+
+    def _sent(self, start: pb.StartPrefill) -> SentTokens:
+        """Return which KV a reader asks for.
+
+        Raises:
+            InvalidRequest: it cannot be sent.
+        """
+        try:
+            if start.cached:
+                plan, known = self._worker.engine.page_plan, count_tokens(start.request.tokens)
+                return SentTokens.cached(plan, known, start.first_token)
+            if not self._computes:
+                raise ValueError("this worker does not compute prompts for other workers")
+            return self._worker.sent_tokens(start.request, start.first_token)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _submit(self, job: Job) -> None:
+        """Let the engine compute the prompt, or pin its pages."""
+        if job.start.cached:
+            self._worker.engine.submit(Pin(job.request))
+            return
+        if self._history is not None:
+            job.wanted = self._history.wanted(self.reader, job)
+        self._worker.engine.submit(Add(job.request, True, *job.wanted))
+        self._worker.report_admitted(job.start.request.placement_id)
+
+    def receive(self, job: Job, reserved: Reserved) -> None:
+        """Receive KV into pages that the engine has allocated for it."""
+        assert self._history is not None
+        self._history.receive(self.reader, job, reserved)
 
     def computing(self, job: Job) -> None:
         """Record the start of the first chunk; request credits if KV will be sent."""
@@ -257,7 +348,11 @@ class PrefillSession:
         job.expiry.cancel()
         job.end_span()
         self._sender.close(key)
-        self._worker.engine.submit(Cancel(key))
+        if job.receiving is None or job.receiving.done():
+            self._worker.engine.submit(Cancel(key))
+        else:
+            job.receiving.add_done_callback(lambda _: self._worker.engine.submit(Cancel(key)))
+            job.receiving.cancel()
 
     def _fail(self, sequence: int, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         failed = pb.PrefillFailed(
