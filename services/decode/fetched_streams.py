@@ -83,8 +83,11 @@ class FetchedStreams(StreamService):
         super().deliver(output)
 
     def _give_back(self, stream: Stream) -> None:
-        """Cancel the early fetch of a stream, if it has one, before anything can be read."""
-        if stream.early:
+        """Cancel the early fetch of a stream, if it has one, before anything can be read.
+
+        A fetch that was cancelled in an earlier step may still wait for its decodes to stop.
+        """
+        if stream.early and not stream.early.expired():
             stream.early.reschedule(asyncio.get_running_loop().time())
 
     def _refusal(self, stream: Stream) -> str | None:

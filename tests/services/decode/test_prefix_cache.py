@@ -1,5 +1,6 @@
 """Workers that keep prefixes: only what is missing is computed and sent, with the same tokens."""
 
+import asyncio
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from runtime.engine import Reserved, StepOutput
 from services.common.token_ids import pack_tokens
+from services.transfer.fetch import Fetch
 from services.worker.streams import StreamSession
 from tests.runtime.tiny import prompt_of
 from tests.services.workers import (
@@ -180,6 +183,36 @@ async def test_pages_that_are_evicted_before_the_reservation_are_fetched(
     assert ids_of(found) == ids_of(expected)
     assert value_of(decode, "worker_prefills_given_back_total") == 1
     assert value_of(decode, "kv_transfer_tokens_total") == 200
+    await check_idle(prefill, decode)
+
+
+async def test_reservation_with_fewer_pages_while_the_prefill_is_given_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step defers it. The next one grants it, while the early fetch still stops its decodes."""
+    prefill, decode = await site.prefill(), await site.decode(prefix_cache=True, started=False)
+    service, engine = decode.worker.service, decode.worker.engine
+    monkeypatch.setattr(engine, "cached_tokens", lambda _: 32)
+    stopped, stop_decodes = asyncio.Event(), service._receiver._stop_decodes
+
+    async def stop_later(fetch: Fetch) -> None:
+        await stopped.wait()
+        await stop_decodes(fetch)
+
+    monkeypatch.setattr(service._receiver, "_stop_decodes", stop_later)
+    session = send(decode, prefill, prompt_of(100), answer=4)
+    await until(lambda: prefill.worker.jobs)
+    [stream] = service.streams.values()
+    service.deliver(StepOutput(deferred=[stream.key]))
+    await until(lambda: stream.early is not None and stream.early.expired())
+    assert stream.early is not None, "the early fetch has not ended"
+    service.deliver(StepOutput(reserved=[Reserved(stream.key, (tuple(range(7)),), None, 0)]))
+    stopped.set()
+    engine.start()  # it allocates the same pages
+    await until(lambda: not session.streams)
+    assert not output_of(session).HasField("error")
+    assert len(ids_of(output_of(session))) == 4
+    assert value_of(decode, "kv_transfer_tokens_total") == 100
     await check_idle(prefill, decode)
 
 
