@@ -209,11 +209,14 @@ class Prefixes:
         hashes = group.sequences[0].hashes
         if hashes is None:
             return 0
-        received = group.purpose is Purpose.RECEIVE
-        found = cached_pages(self._plan, self._pools, hashes, group.tokens, received=received)
-        if group.may_reuse is not None:
-            found = min(found, self._plan.full(group.may_reuse))
-        return found
+        return cached_pages(
+            self._plan,
+            self._pools,
+            hashes,
+            group.tokens,
+            received=group.purpose is Purpose.RECEIVE,
+            may_reuse=group.may_reuse,
+        )
 
     def _tables(
         self, group: SequenceGroup, pages: int

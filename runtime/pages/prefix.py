@@ -78,6 +78,7 @@ def cached_pages(
     tokens: Sequence[int],
     *,
     received: bool,
+    may_reuse: int | None = None,
 ) -> int:
     """Return the length in pages of the longest prefix of a prompt whose pages are in the pools.
 
@@ -89,9 +90,11 @@ def cached_pages(
         pools: pool of each page group.
         tokens: tokens of the prompt, none of which will be evicted.
         received: whether another worker sends the rest of the KV.
+        may_reuse: maximum number of tokens of the prefix; None for no limit.
     """
     groups = range(len(pools))
-    limit = max(0, plan.full(len(tokens) - 1))
+    most = len(tokens) - 1 if may_reuse is None else min(may_reuse, len(tokens) - 1)
+    limit = max(0, plan.full(most))
     windows = {at: pools[at] for at in groups if plan.slides(at) and not received}
     needed = [
         (pools[at], pages)

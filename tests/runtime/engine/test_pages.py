@@ -7,7 +7,7 @@ from runtime.core.sequence import Purpose, SequenceState
 from runtime.engine.pages import SequencePages
 from runtime.engine.scheduler import Scheduler
 from runtime.pages.plan import PageCount, PagePlan
-from tests.runtime.pages.plans import compressed_plan
+from tests.runtime.pages.plans import compressed_plan, sliding_plan
 from tests.runtime.tiny import request_of
 
 
@@ -64,3 +64,26 @@ def test_choices_of_a_short_prompt_take_no_encoded_pages(purpose: Purpose) -> No
         group.sequences[0].page_tables[1]
     ]
     assert len({sequence.page_tables[0][0] for sequence in group.sequences}) == 3
+
+
+def test_a_prefix_cut_to_its_limit_has_the_pages_of_its_window() -> None:
+    """Of the window's pages, the first two were evicted: 32 tokens cannot be reused alone."""
+    plan = sliding_plan(16, 24)
+    scheduler = Scheduler(
+        Limits(4, 4), plan=plan, total=plan.each(20), context_length=400, prefix_root=b"root"
+    )
+    scheduler.submit(request_of("first", 100), Purpose.GENERATE)
+    step = scheduler.plan()
+    evicted = step.chunks[0].group.sequences[0].page_tables[1][:2]
+    scheduler.step_completed(scheduler.step_launched(step))
+    scheduler.drop("first")
+    for page in evicted:
+        scheduler.pages.pools[1].forget(page)
+    reused = {}
+    for may_reuse in (None, 32, 64):
+        key = str(may_reuse)
+        scheduler.submit(request_of(key, 100), Purpose.RECEIVE, may_reuse, may_compute=100)
+        [chunk] = scheduler.plan().chunks
+        reused[may_reuse] = chunk.group.reused
+        scheduler.drop(key)
+    assert reused == {None: 96, 32: 0, 64: 64}
