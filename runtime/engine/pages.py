@@ -67,8 +67,12 @@ class SequencePages:
         """Number of free pages."""
         return PageCount(*(pool.free for pool in self.pools))
 
-    def need(self, group: SequenceGroup) -> PageCount:
-        """Return the number of free pages needed to admit a group and run one decode step."""
+    def need(self, group: SequenceGroup, choices: int | None = None) -> PageCount:
+        """Return the number of free pages needed to admit a group and run one decode step.
+
+        Args:
+            choices: number of choices; None for the sequences of the group.
+        """
         first = group.sequences[0]
         if group.purpose is Purpose.HOLD:
             return self.plan.computed(len(first.tokens), first.evicts)
@@ -77,7 +81,7 @@ class SequencePages:
             limit=first.limit,
             known=first.known,
             evicted=first.evicts,
-            choices=len(group.sequences),
+            choices=choices or len(group.sequences),
             received=group.purpose is Purpose.RECEIVE,
         )
 

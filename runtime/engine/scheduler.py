@@ -20,6 +20,7 @@ decoded again as forced tokens (`SequenceState.forced`).
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from runtime.core.limits import Limits
@@ -133,7 +134,7 @@ class Scheduler:
         Args:
             purpose: decides which pages a prefix needs; by default, the rest will be received.
         """
-        return self.pages.prefixes.cached_tokens(self._group(request, purpose))
+        return self.pages.prefixes.cached_tokens(self._first_choice(request, purpose))
 
     def uncached_tokens(self, request: Request) -> int | None:
         """Return how many prompt tokens of a request would have to be computed now.
@@ -146,9 +147,9 @@ class Scheduler:
             None if no page of the prompt is cached, or if the pools have too few pages to compute
             the request.
         """
-        group = self._group(request, Purpose.GENERATE)
+        group = self._first_choice(request, Purpose.GENERATE)
         cached = self.pages.prefixes.cached_tokens(group)
-        if not cached or not self.pages.need(group).fits(self.pages.total):
+        if not cached or not self.pages.need(group, request.choices).fits(self.pages.total):
             return None
         return len(group.tokens) - cached
 
@@ -449,6 +450,10 @@ class Scheduler:
         self._rewind(group.sequences)
         self.pages.prefixes.start(group)
         return group
+
+    def _first_choice(self, request: Request, purpose: Purpose) -> SequenceGroup:
+        """Return a group of the first choice alone, without a copy of the prompt for each other."""
+        return self._group(replace(request, choices=1), purpose)
 
     def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:
         """Move a group whose prompt is complete to those that are held, or run its sequences.

@@ -1,5 +1,8 @@
 """Allocation of pages to sequences."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
 from runtime.core.limits import Limits
@@ -87,3 +90,26 @@ def test_a_prefix_cut_to_its_limit_has_the_pages_of_its_window() -> None:
         reused[may_reuse] = chunk.group.reused
         scheduler.drop(key)
     assert reused == {None: 96, 32: 0, 64: 64}
+
+
+def test_a_search_for_cached_pages_copies_the_prompt_once() -> None:
+    """It runs on the event loop of a worker, whatever the number of choices."""
+    copies: list[int] = []
+
+    class Prompt(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            copies.append(len(self))
+            return super().__iter__()
+
+    total = PageCount(20)
+    scheduler = Scheduler(
+        Limits(64, 4), plan=PagePlan(16), total=total, context_length=400, prefix_root=b"root"
+    )
+    one = request_of("first", 100)
+    scheduler.submit(one, Purpose.GENERATE)
+    scheduler.step_completed(scheduler.step_launched(scheduler.plan()))
+    for choices, uncached in ((8, 4), (64, None)):
+        request = replace(one, tokens=Prompt(one.tokens), choices=choices)
+        assert scheduler.cached_tokens(request) == 96
+        assert scheduler.uncached_tokens(request) == uncached
+    assert copies == [100] * 4
