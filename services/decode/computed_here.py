@@ -21,7 +21,6 @@ class ComputedHere:
 
     Args:
         compute_tokens: this bound; 0: none are computed.
-
     """
 
     def __init__(self, worker: Worker, compute_tokens: int) -> None:
