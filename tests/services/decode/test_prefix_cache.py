@@ -201,7 +201,7 @@ async def test_reservation_with_fewer_pages_while_the_prefill_is_given_back(
 
     monkeypatch.setattr(service._receiver, "_stop_decodes", stop_later)
     session = send(decode, prefill, prompt_of(100), answer=4)
-    await until(lambda: prefill.worker.jobs)
+    await until(lambda: bool(prefill.worker.jobs))
     [stream] = service.streams.values()
     service.deliver(StepOutput(deferred=[stream.key]))
     await until(lambda: stream.early is not None and stream.early.expired())
