@@ -108,6 +108,7 @@ class Generator:
                     except WorkerFailure as failure:
                         attempt.fail(failure.reason, failure.message)
                         timeline.fail(failure.reason)
+                        progress.fail(failure)
                         _record_failure(failure, routed, retries, progress.advanced)
                         if not progress.finish_reason():
                             self._check_retry(failure, progress, retries)

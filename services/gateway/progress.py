@@ -34,6 +34,8 @@ class Progress:
         # Prompt tokens that no attempt has computed, and the number that was reported.
         self._cached: int | None = None
         self._reported = 0
+        # Whether the current attempt has sent the number of its cached tokens.
+        self._has_cached = False
 
     @property
     def started(self) -> bool:
@@ -64,6 +66,16 @@ class Progress:
         self.stop_token_ids = () if self._request.options.ignore_eos else stop_token_ids
         self.max_tokens = min(self._request.max_tokens, len(self.replayed) + placement.max_tokens)
         self._delivered_before = self._count
+        self._has_cached = False
+
+    def fail(self, failure: WorkerFailure) -> None:
+        """Record that the current attempt has failed.
+
+        If it ended before its first token, it may have computed any part of the prompt. The next
+        attempt may find that part cached, but the request has computed it.
+        """
+        if not self._has_cached and failure.may_have_computed:
+            self._cached = 0
 
     def accept(self, deltas: Sequence[decode_pb2.StreamDelta], placement: Placement) -> None:
         """Record tokens; call this before they are delivered. On an error, nothing is recorded.
@@ -96,6 +108,7 @@ class Progress:
             if delta.HasField("cached_tokens"):
                 known = len(self._request.prompt) if self._cached is None else self._cached
                 self._cached = min(delta.cached_tokens, known)
+                self._has_cached = True
 
     def newly_cached(self) -> int:
         """Return the change of the number of cached prompt tokens since the last call."""

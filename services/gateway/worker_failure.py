@@ -41,6 +41,11 @@ class WorkerFailure(Exception):
         self.reason = failure_reason(code)
         self.verdict = VERDICTS[code] if reached else UNREACHED
 
+    @property
+    def may_have_computed(self) -> bool:
+        """Whether the worker, or its prefill worker, may have computed a part of the prompt."""
+        return self.verdict is not UNREACHED and self.code != error_pb2.ERROR_CODE_OVERLOADED
+
     @classmethod
     def of(cls, error: error_pb2.Error, worker_id: str) -> Self:
         """Return the failure of a worker's stream; an unknown error code becomes INTERNAL."""

@@ -86,6 +86,31 @@ async def test_tokens_that_any_attempt_has_computed_are_not_cached(
     assert cached_of(answer["usage"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (error_pb2.ERROR_CODE_OVERLOADED, 2),
+        (error_pb2.ERROR_CODE_DRAINING, 0),
+        (error_pb2.ERROR_CODE_PREFILL_LOST, 0),
+        (error_pb2.ERROR_CODE_TRANSFER_FAILED, 0),
+    ],
+)
+async def test_tokens_that_a_failed_attempt_may_have_computed_are_not_cached(
+    open_site: OpenSite, code: "error_pb2.ErrorCode.ValueType", expected: int
+) -> None:
+    """The first attempt ends before its first token; a full worker has computed nothing."""
+    site: Site = await open_site(workers=2)
+
+    async def fail(stream: FakeStream) -> None:
+        await stream.fail(code)
+
+    site.workers[0].script = fail
+    site.workers[1].script = cached_say
+    answer = (await completion(site)).json()
+    assert site.workers[0].streams
+    assert cached_of(answer["usage"]) == expected
+
+
 async def salt_of(site: Site, key: str | None = None, **fields: Any) -> bytes:
     """Return the salt that the worker gets with a request."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
