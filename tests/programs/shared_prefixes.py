@@ -98,7 +98,7 @@ async def play(running: Running, chats: Chats) -> Result:
         history: tuple[int, ...] = ()
         for number in range(TURNS):
             turn = chats.next_turn(chat, history, number)
-            await _ask(stub, turn, result)
+            await ask(stub, turn, result)
             history = turn.case.prompt + result.answers[turn.case.name].tokens[:ANSWER]
 
     await _each(running, chats.count, send)
@@ -111,7 +111,7 @@ async def replay(running: Running, chats: Chats) -> Result:
 
     async def send(stub: "InferenceAsyncStub", chat: int) -> None:
         for turn in chats.turns[chat]:
-            await _ask(stub, turn, result)
+            await ask(stub, turn, result)
 
     await _each(running, chats.count, send)
     return result
@@ -129,10 +129,9 @@ async def _each(running: Running, count: int, send) -> None:  # type: ignore[no-
         await asyncio.gather(*map(one, range(count)))
 
 
-async def _ask(stub: "InferenceAsyncStub", turn: Turn, result: Result) -> None:
-    """Send a turn; the tokens of its choices follow one another."""
+def request_of(turn: Turn) -> pb.GenerateRequest:
     case = turn.case
-    request = pb.GenerateRequest(
+    return pb.GenerateRequest(
         tokens=pb.TokenIds(ids=case.prompt),
         max_tokens=case.max_tokens,
         temperature=case.temperature,
@@ -144,9 +143,14 @@ async def _ask(stub: "InferenceAsyncStub", turn: Turn, result: Result) -> None:
         ignore_eos=True,
         cache_salt=turn.salt,
     )
+
+
+async def ask(stub: "InferenceAsyncStub", turn: Turn, result: Result) -> None:
+    """Send a turn; the tokens of its choices follow one another."""
+    case = turn.case
     tokens: list[list[int]] = [[] for _ in range(turn.choices)]
     gaps: list[list[float]] = [[] for _ in range(turn.choices)]
-    async for response in stub.Generate(request):
+    async for response in stub.Generate(request_of(turn)):
         choice = response.choice
         for token in response.tokens:
             top = sorted((top.logprob for top in token.top), reverse=True)
