@@ -198,6 +198,23 @@ class RequestContext:
         return self.tenant or Tenant(self.client)
 
 
+def cache_salt(tenant: Tenant | None, own: str | None) -> bytes:
+    """Return the salt of a request: only requests with the same salt share caches.
+
+    Otherwise, one tenant could find out the prompts of another by the time of answers.
+
+    Args:
+        tenant: owner of the API key; None if no key is required.
+        own: salt of the client.
+
+    Returns:
+        Empty bytes if both are None, else a hash.
+    """
+    if tenant is None and own is None:
+        return b""
+    return hashlib.sha256(json.dumps([tenant and tenant.id, own]).encode()).digest()
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to complete, validated.
@@ -226,15 +243,8 @@ class GenerationRequest:
 
     @property
     def cache_salt(self) -> bytes:
-        """Salt of the KV: only requests with the same salt reuse the KV of one another.
-
-        It depends on the tenant of the API key and on the salt of the client; empty without both.
-        Otherwise, one tenant could find out the prompts of another by the time of answers.
-        """
-        tenant, own = self.context.tenant, self.options.cache_salt
-        if tenant is None and own is None:
-            return b""
-        return hashlib.sha256(json.dumps([tenant and tenant.id, own]).encode()).digest()
+        """Salt of the KV: only requests with the same salt reuse the KV of one another."""
+        return cache_salt(self.context.tenant, self.options.cache_salt)
 
     @property
     def required_tokens(self) -> int | None:

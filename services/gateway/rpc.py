@@ -28,7 +28,12 @@ from services.common.grpc_server import GrpcServer
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.request_errors import check_message_count, invalid_field
-from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
+from services.gateway.requests import (
+    GenerationOptions,
+    GenerationRequest,
+    RequestContext,
+    cache_salt,
+)
 from services.gateway.spans import end_request, rpc_span
 
 log = structlog.get_logger()
@@ -209,17 +214,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _parse(
         self, message: inference_pb2.GenerateRequest, size: int, context: RequestContext
     ) -> GenerationRequest:
+        options = _options(message)
+        salt = cache_salt(context.tenant, options.cache_salt)
         kind = message.WhichOneof("prompt")
         if kind == "chat":
             messages = message.chat.messages
-            prompt = await self._gateway.prompts.encode_chat(messages, _template_input, size)
+            prompt = await self._gateway.prompts.encode_chat(messages, _template_input, size, salt)
         elif kind == "text":
-            prompt = await self._gateway.prompts.encode_prompt(message.text, size)
+            prompt = await self._gateway.prompts.encode_prompt(message.text, size, salt)
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
-        options = _options(message)
         return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
 
 

@@ -13,7 +13,7 @@ _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 
-_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA_3 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
 _QWEN_2 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{_REST}"
 _TEKKEN = rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_REST_WITH_SLASH}"
@@ -24,12 +24,12 @@ _GPT_4O = (
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 _SEQUENCES = {
-    ("default",): (_PUNCTUATION, _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    ("falcon",): (_PUNCTUATION.replace("|]", "|`]"), _GPT_2, "[0-9][0-9][0-9]"),
-    ("gpt-2", "phi-2", "roberta-bpe", "mpt", "olmo", "jais", "trillion"): (_GPT_2,),
+    ("default",): (_PUNCTUATION, GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    ("falcon",): (_PUNCTUATION.replace("|]", "|`]"), GPT_2, "[0-9][0-9][0-9]"),
+    ("gpt-2", "phi-2", "roberta-bpe", "mpt", "olmo", "jais", "trillion"): (GPT_2,),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (
         r"\p{N}",
-        _GPT_2,
+        GPT_2,
     ),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"): (
         _LLAMA_3,
@@ -39,9 +39,9 @@ _SEQUENCES = {
     ("gpt-4o", "llama4"): (_GPT_4O,),
     ("deepseek-v3",): (
         r"\p{N}{1,3}",
-        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        + _SPACES,
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
     ),
     ("deepseek-coder",): (
         r"[\r\n]",
@@ -52,6 +52,9 @@ _SEQUENCES = {
     ),
 }
 _BY_NAME = {name: sequence for names, sequence in _SEQUENCES.items() for name in names}
+
+SEQUENCES = frozenset(_SEQUENCES.values())
+"""All sequences of expressions, spelled as in ``tokenizer.json`` of the same models."""
 
 KNOWN = frozenset(_BY_NAME)
 """Supported names."""

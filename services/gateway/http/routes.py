@@ -45,7 +45,7 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.requests import GenerationRequest, RequestContext
+from services.gateway.requests import GenerationRequest, RequestContext, cache_salt
 
 _DESCRIPTION = """OpenAI-compatible API.
 
@@ -175,7 +175,8 @@ class _Routes:
         context = self._accept(request)
         async with self._read(request, context, CompletionBody) as (body, size):
             options = body.options()
-            prompts = await self._prompts(body.prompt, size)
+            salt = cache_salt(context.tenant, options.cache_salt)
+            prompts = await self._prompts(body.prompt, size, salt)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -186,7 +187,8 @@ class _Routes:
         context = self._accept(request)
         async with self._read(request, context, ChatBody) as (body, size):
             options = body.options()
-            prompt = await self._chat(body.messages, size)
+            salt = cache_salt(context.tenant, options.cache_salt)
+            prompt = await self._chat(body.messages, size, salt)
         generation = self._gateway.builder.build(
             context, prompt, options, chat=True, names=body.client_names
         )
@@ -194,15 +196,18 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
-        async with self._read(request, self._accept(request), TokenizeBody) as (body, size):
+        context = self._accept(request)
+        salt = cache_salt(context.tenant, None)
+        async with self._read(request, context, TokenizeBody) as (body, size):
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
             if body.messages is not None:
-                tokens = await self._chat(body.messages, size)
+                tokens = await self._chat(body.messages, size, salt)
             else:
                 tokens = await self._gateway.prompts.encode(
                     body.prompt or "",
                     size,
+                    salt,
                     add_special=body.add_special_tokens,
                     parse_special=body.parse_special,
                 )
@@ -266,12 +271,14 @@ class _Routes:
         )
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
-    async def _chat(self, messages: Sequence[Message], size: int) -> list[int]:
+    async def _chat(self, messages: Sequence[Message], size: int, salt: bytes) -> list[int]:
         """Return the token ids of a conversation in a body of this size."""
-        return await self._gateway.prompts.encode_chat(messages, Message.as_template_input, size)
+        return await self._gateway.prompts.encode_chat(
+            messages, Message.as_template_input, size, salt
+        )
 
     async def _prompts(
-        self, prompt: str | list[str] | list[int] | list[list[int]], size: int
+        self, prompt: str | list[str] | list[int] | list[list[int]], size: int, salt: bytes
     ) -> list[Sequence[int]]:
         """Return the token ids of each prompt in a body of this size."""
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
@@ -280,7 +287,9 @@ class _Routes:
         if not 1 <= len(prompts) <= limit:
             raise InvalidRequest(f"a request must have 1 to {limit} prompts", param="prompt")
         return [
-            await self._gateway.prompts.encode_prompt(one, size) if isinstance(one, str) else one
+            await self._gateway.prompts.encode_prompt(one, size, salt)
+            if isinstance(one, str)
+            else one
             for one in prompts
         ]
 
