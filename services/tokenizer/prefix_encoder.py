@@ -67,8 +67,8 @@ class PrefixEncoder:
         """Return a text in UTF-8, or None if it is short or the normalizer may change it."""
         if len(text) < MIN_CHARS or any(string in text for string in self._replaced):
             return None
-        # Python's Unicode version is later than that of `tokenizers`: NFC of an earlier version does
-        # not change a text that is in NFC of a later one.
+        # Python has a later Unicode version than `tokenizers`. NFC of an earlier version does not
+        # change a text that is in NFC of a later one.
         if self._composes and not unicodedata.is_normalized("NFC", text):
             return None
         try:

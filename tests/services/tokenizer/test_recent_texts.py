@@ -1,0 +1,84 @@
+"""Recent texts: longest common beginning, owners and limits."""
+
+from array import array
+from os.path import commonprefix
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.tokenizer.recent_texts import EncodedText, RecentTexts
+
+
+def text(data: bytes, tokens: int = 0) -> EncodedText:
+    return EncodedText(data, array("I", bytes(4 * tokens)), array("I", bytes(4 * tokens)))
+
+
+def test_text_with_the_longest_common_beginning_is_found() -> None:
+    recent = RecentTexts()
+    for data in (b"abc1", b"abcd2", b"x"):
+        recent.add("me", text(data), None)
+    found, common = recent.longest("me", b"abcdef")
+    assert found is not None
+    assert (found.data, common) == (b"abcd2", 4)
+    assert recent.longest("me", b"y") == (None, 0)
+    assert recent.longest("other", b"abcdef") == (None, 0)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=40), st.data())
+def test_length_is_that_of_a_comparison_by_byte(
+    kept: list[bytes], shared: bytes, draw: st.DataObject
+) -> None:
+    recent = RecentTexts()
+    every = [shared + rest for rest in kept]
+    for data in every:
+        recent.add("me", text(data), None)
+    new = shared + draw.draw(st.binary(max_size=40))
+
+    lengths = [len(commonprefix([new, other])) for other in every]
+    assert recent.longest("me", new)[1] == max(lengths, default=0)
+
+
+def test_continued_text_replaces_the_shorter_one() -> None:
+    recent = RecentTexts()
+    recent.add("me", text(b"ab"), None)
+    earlier, _ = recent.longest("me", b"abc")
+    recent.add("me", text(b"abc"), earlier)
+    assert len(recent) == 1
+    earlier, _ = recent.longest("me", b"abd")
+    recent.add("me", text(b"abd"), earlier)
+    assert len(recent) == 2
+
+
+def test_least_recently_used_text_is_removed() -> None:
+    recent = RecentTexts(max_texts=2)
+    recent.add("me", text(b"a1"), None)
+    recent.add("me", text(b"b1"), None)
+    earlier, _ = recent.longest("me", b"a2")
+    recent.add("me", text(b"a2"), earlier)
+    assert recent.longest("me", b"b1") == (None, 0)
+    assert recent.longest("me", b"a1")[1] == 2
+
+
+@pytest.mark.parametrize("size", [40, 250])
+def test_memory_is_limited(size: int) -> None:
+    recent = RecentTexts(max_texts=64, max_bytes=1000)
+    for number in range(100):
+        recent.add(number % 3, text(b"%3d" % number + bytes(size - 19), tokens=2), None)
+    assert len(recent) == 1000 // size
+
+
+def test_text_that_needs_a_large_part_of_the_memory_is_not_kept() -> None:
+    recent = RecentTexts(max_bytes=1000)
+    recent.add("me", text(bytes(100)), None)
+    recent.add("me", text(bytes(11), tokens=30), None)
+    assert len(recent) == 1
+
+
+def test_texts_of_the_same_content_are_kept_once() -> None:
+    recent = RecentTexts(max_bytes=400)
+    for _ in range(9):
+        earlier, _ = recent.longest("me", bytes(100))
+        recent.add("me", text(bytes(100)), earlier)
+    recent.add("me", text(b"x" * 100), None)
+    assert len(recent) == 2
