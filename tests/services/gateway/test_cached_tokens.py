@@ -8,6 +8,7 @@ import pytest
 
 from headrace.v1 import error_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.keys import ApiKeys, Tenant
+from services.tokenizer.prefix_encoder import PrefixEncoder
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import PROMPT, completion
 from tests.services.gateway.fakes import FakeStream, say
@@ -156,3 +157,40 @@ async def test_malformed_salts_are_refused(site: Site, salt: object) -> None:
     answer = await completion(site, cache_salt=salt)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
+
+
+async def test_encodings_are_reused_only_with_the_salt_of_the_kv(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site: Site = await open_site(keys=KEYS)
+    site.worker.script = say(5)
+    salts: list[bytes] = []
+    encode = PrefixEncoder.encode
+
+    def spy(encoder: PrefixEncoder, text: str, **options: Any) -> list[int]:
+        salts.append(options["salt"])
+        return encode(encoder, text, **options)
+
+    monkeypatch.setattr(PrefixEncoder, "encode", spy)
+    stub = inference_pb2_grpc.InferenceStub(site.rpc)
+    turn = inference_pb2.ChatMessage(role="user", content="x")
+    chat = inference_pb2.Chat(messages=[turn])
+    for key in ("a1", "b1"):
+        metadata = {"authorization": f"Bearer {key}"}
+        for salt in (None, "x"):
+            expected = await salt_of(site, key, cache_salt=salt)
+            salts.clear()
+            fields = {"cache_salt": salt}
+            text = {"prompt": "x", **fields}
+            message = {"messages": [{"role": "user", "content": "x"}], **fields}
+            for path, body in (("completions", text), ("chat/completions", message)):
+                answer = await site.http.post(f"/v1/{path}", json=body, headers=metadata)
+                assert answer.status_code == 200
+            for prompt in ({"text": "x"}, {"chat": chat}):
+                request = inference_pb2.GenerateRequest(**prompt, **fields)
+                async for _ in stub.Generate(request, metadata=tuple(metadata.items())):
+                    pass
+            if salt is None:
+                for body in ({"prompt": "x"}, {"messages": message["messages"]}):
+                    await site.http.post("/tokenize", json=body, headers=metadata)
+            assert salts == [expected] * (6 if salt is None else 4)
