@@ -27,14 +27,15 @@ from runtime.engine import (
 from runtime.engine.prefixes import PrefixCounts
 from runtime.errors import NotFinite
 from runtime.kv.cache import PagedCache
-from runtime.kv.names import COMPRESSED, DENSE, LOWRANK
+from runtime.kv.names import CALIBRATED, COMPRESSED, DENSE, LOWRANK
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.count import PageCount
-from runtime.pages.prefix import root_hash
+from runtime.pages.prefix import PageHashes, root_hash
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import FakeExecutor, FakeStep
 from tests.runtime.engine.mirrored import Mirrored
+from tests.runtime.kv.calibrated import calibrated_spec
 from tests.runtime.tiny import CONFIG, Record, checkpoint_for, drive, executor_of, prompt_of
 from tests.runtime.two_ranks import nothing, two_rank_workers, whole_executor
 
@@ -43,9 +44,18 @@ ROOT = root_hash("tiny")
 SLIDING = "sliding"
 """Format `dense` of a model whose second layer has a sliding window."""
 SEEDED = SamplingParams(temperature=0.8, seed=5)
+FORMATS = (DENSE, LOWRANK, SLIDING, *COMPRESSED, *CALIBRATED)
 
 
-def model_of(name: str) -> Model:
+def model_of(name: str, folder: Path | None = None) -> Model:
+    """Return the tiny model with a KV format.
+
+    Args:
+        folder: where the calibration of a format of `CALIBRATED` is written.
+    """
+    if name in CALIBRATED:
+        assert folder is not None
+        return build_model(checkpoint_for(name), kv_format=calibrated_spec(name, folder))
     if name == SLIDING:
         return build_model(checkpoint_for(DENSE, replace(CONFIG, windows=(None, 40))))
     return build_model(checkpoint_for(name), kv_format=name)
@@ -381,10 +391,12 @@ def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("name", [DENSE, LOWRANK, SLIDING, *COMPRESSED])
-def test_random_chats_produce_the_tokens_of_a_cold_engine(name: str, replay: bool) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_chats_produce_the_tokens_of_a_cold_engine(
+    name: str, replay: bool, tmp_path: Path
+) -> None:
     """With ample pages and with so few that pages are evicted and sequences preempted."""
-    model = model_of(name)
+    model = model_of(name, tmp_path)
     torch.manual_seed(0)
     for seed, pages in ((1, 200), (2, 24)):
         script = script_of(model, seed, 150)
@@ -400,3 +412,101 @@ def test_random_chats_produce_the_tokens_of_a_cold_engine(name: str, replay: boo
         assert all_free(engine)
         again = play(engine_of(model, pages=pages, replay=replay), script)
         assert list(map(str, again.steps)) == list(map(str, warm.steps)), "deterministic"
+
+
+def prefilled(model: Model, tokens: Sequence[int]) -> tuple[Engine, list[list[int]]]:
+    """Prefill a prompt on a new engine; return it and the page table of each page group."""
+    engine = engine_of(model, cache=False)
+    held = drive(engine, Add(request("held", tokens), hold=True))
+    tables: list[list[int]] = [[] for _ in engine.scheduler.pages.pools]
+    for chunk in (chunk for step in held.steps for chunk in step.computed):
+        pages = cache_of(engine).layout.plan.pages(chunk.first_token + chunk.num_tokens)
+        for table, found in zip(tables, chunk.page_tables, strict=True):
+            table += found
+            table += [FREED] * (pages - len(table))
+    return engine, tables
+
+
+def check_cached_kv(engine: Engine, model: Model, tokens: Sequence[int]) -> int:
+    """Check the cached pages of a prompt against those of a prefill; return their number."""
+    cold, tables = prefilled(model, tokens)
+    warm, expected = cache_of(engine), cache_of(cold)
+    plan = warm.layout.plan
+    hashes = PageHashes(root_hash(ROOT, b""), plan.page_size)
+    contents = hashes.of(tokens, range(plan.full(len(tokens))))
+    checked = 0
+    for layer, planes in enumerate(warm.layout.layers):
+        stored = zip(planes, warm.layer(layer), expected.layer(layer), strict=True)
+        for plane, mine, theirs in stored:
+            at = plan.groups.index(plane.group)
+            for index, content in enumerate(contents):
+                found = engine.scheduler.pages.pools[at].find([content])
+                if found and index < len(tables[at]) and tables[at][index] != FREED:
+                    ours = mine[found[0]].contiguous().view(torch.uint8)
+                    assert torch.equal(
+                        ours, theirs[tables[at][index]].contiguous().view(torch.uint8)
+                    )
+                    checked += 1
+    return checked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_cached_pages_have_the_kv_of_a_prefill(name: str, tmp_path: Path) -> None:
+    """Also pages of chunks that followed reused ones, of preempted sequences and of answers."""
+    model = model_of(name, tmp_path)
+    checked = 0
+    for seed, pages in ((4, 200), (5, 24)):
+        script = script_of(model, seed, 60)
+        engine = engine_of(model, pages=pages)
+        warm = play(engine, script)
+        added = [c.request for commands in script for c in commands if isinstance(c, Add)]
+        for one in added[-8:]:
+            choice = one.choices - 1
+            tokens = [*one.tokens, *warm.output(one.id, choice), 0]
+            checked += check_cached_kv(engine, model, tokens)
+    assert checked > 100
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_pages_of_cancelled_prompts_are_found_only_with_their_kv(
+    model: Model, replay: bool
+) -> None:
+    """A prompt is cancelled after each number of steps, and then sent again."""
+    for steps in range(1, 7):
+        engine, prompt = engine_of(model, replay=replay), prompt_of(150, seed=steps)
+        engine.step([Add(request("cancelled", prompt))])
+        for _ in range(steps - 1):
+            engine.step([])
+        engine.step([Cancel("cancelled")])
+        check_cached_kv(engine, model, prompt)
+        again = drive(engine, Add(request("again", prompt)))
+        expected = drive(engine_of(model, cache=False), Add(request("again", prompt)))
+        assert again.output("again") == expected.output("again")
+        assert check_cached_kv(engine, model, prompt) == 4 * (len(prompt) // PAGE)
+        assert all_free(engine)
+
+
+def test_an_allocation_does_not_evict_the_pages_that_were_just_found(model: Model) -> None:
+    """The prompt needs every page, and its prefix was freed before all others."""
+    engine = engine_of(model, pages=12)
+    prompt = prompt_of(100)
+    first = drive(engine, Add(request("first", prompt)))
+    drive(engine, Add(request("other", prompt_of(80, seed=1), 1)))
+    assert engine.scheduler.pages.pools[0].cached == 11
+    longer = [*prompt, *first.output("first"), *prompt_of(70, seed=2)]
+    warm = drive(engine, Add(request("longer", longer, 3)))
+    expected = drive(engine_of(model, cache=False), Add(request("longer", longer, 3)))
+    assert reused(warm) == {"longer": 96}
+    assert warm.tokens == expected.tokens
+    assert engine.scheduler.pages.prefixes.counts.evicted == PageCount(5)
+    assert all_free(engine)
+
+
+def test_the_index_has_at_most_one_entry_for_each_page(model: Model) -> None:
+    engine = engine_of(model, pages=12)
+    for number in range(40):
+        drive(engine, Add(request(f"{number}", prompt_of(100, seed=number), 1)))
+    [pool] = engine.scheduler.pages.pools
+    assert len(pool._pages) <= pool.total
+    assert pool.cached + len(pool._blank) == pool.total

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.kv import fdc, kvquant, palu
+from runtime.kv import fdc, kvquant, palu, shard
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.offline.compress.kv_moments import kv_moments
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -35,6 +35,20 @@ def quantized_calibration(name: str, codes: kvquant.CodeOptions | None = None) -
         return kvquant.quantize_latents(artifact, fdc.FdcFormat(CONFIG, artifact), moments, codes)
     artifact = palu.calibrate(moments, palu.PaluOptions(rank=16), model_hash)
     return kvquant.quantize_latents(artifact, palu.PaluFormat(CONFIG, artifact), moments, codes)
+
+
+def shard_calibration() -> Artifact:
+    """Return a calibration of `shard` for the tiny model."""
+    return shard.calibrate(tiny_moments(), shard.ShardOptions(), tiny_checkpoint().model_hash)
+
+
+def calibrated_spec(name: str, folder: Path) -> str:
+    """Write a calibration of a format of `CALIBRATED`, and return the name of the format."""
+    if name != "shard":
+        return quantized_spec(name, folder)
+    path = folder / "shard.safetensors"
+    shard_calibration().save(path)
+    return f"shard:{path}"
 
 
 def quantized_spec(name: str, folder: Path) -> str:
