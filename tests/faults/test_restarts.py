@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.reference import cases
 from tests.harness.trial import Trial, trial
 from tests.ports import free_port
 
@@ -42,7 +43,10 @@ async def test_drained_prefill_worker_waits_until_its_kv_is_read(deployment: Tri
 
 
 async def test_prefill_worker_restarted_under_one_name_and_port(deployment: Trial) -> None:
-    """Each epoch serves, and ends with a request in progress, by SIGKILL or SIGTERM in turn."""
+    """Each epoch serves, and ends with a request in progress, by SIGKILL or SIGTERM in turn.
+
+    Its cache is empty. It gets prompts because no other worker has them.
+    """
     port = free_port()
     epochs: list[object] = [None]
     for number in range(RESTARTS):
@@ -53,7 +57,7 @@ async def test_prefill_worker_restarted_under_one_name_and_port(deployment: Tria
             epochs.append(running.workers()["prefill-x"]["epoch"])
             deployment.points.hold("computing", ["prefill-x"])
             async with deployment.client() as client:
-                replies = [client.ask(deployment.long) for _ in range(6)]
+                replies = [client.ask(case) for case in cases(f"restart {number}", 6, 600, 12)]
                 assert await deployment.points.reached("computing") == "prefill-x"
                 worker.send_signal(last)
                 deployment.points.release()

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from tests.harness.reference import cases
 from tests.harness.trial import Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
@@ -74,8 +75,8 @@ async def test_worker_with_another_monotonic_clock(deployment: Trial) -> None:
     with deployment.extra_worker("prefill-0", "other-clock", wrapper=OTHER_CLOCK):
         await asyncio.to_thread(running.wait_for_new_epoch, "other-clock", None)
         async with deployment.client() as client:
-            for _ in range(4):
-                replies = [client.ask(deployment.long) for _ in range(4)]
+            for number in range(4):  # other prompts, because their KV is not cached elsewhere
+                replies = [client.ask(case) for case in cases(f"clock {number}", 4, 600, 12)]
                 for reply in replies:
                     await reply.check()
         assert running.metric("other-clock", "headrace_worker_generation_tokens_total") > 0
