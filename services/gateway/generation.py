@@ -108,8 +108,7 @@ class Generator:
                     except WorkerFailure as failure:
                         attempt.fail(failure.reason, failure.message)
                         timeline.fail(failure.reason)
-                        progress.fail(failure)
-                        _record_failure(failure, routed, retries, progress.advanced)
+                        _record_failure(failure, routed, retries, progress)
                         if not progress.finish_reason():
                             self._check_retry(failure, progress, retries)
                     finally:
@@ -213,19 +212,17 @@ def _cancel_stopped(stream: WorkerStream, deltas: Sequence[TextDelta], progress:
 
 
 def _record_failure(
-    failure: WorkerFailure, routed: RoutedPlacement, retries: Retries, progressed: bool
+    failure: WorkerFailure, routed: RoutedPlacement, retries: Retries, progress: Progress
 ) -> None:
     """Set the outcome of a failed attempt, and count it.
 
     The router may blame the worker that the failure names only if the placement has it.
-
-    Args:
-        progressed: whether the attempt delivered tokens.
     """
+    progress.fail(failure)
     refused = failure.verdict.cause is Cause.REFUSAL
     routed.outcome = Outcome.REFUSED if refused else Outcome.FAILED
     decode, prefill = routed.placement.decode, routed.placement.prefill
     named = [worker for worker in (decode, prefill) if worker and worker.worker_id == failure.blame]
     if named and failure.verdict.blames_worker:
         routed.blame = failure.blame
-    retries.add(failure, named[0] if named else decode, progressed=progressed)
+    retries.add(failure, named[0] if named else decode, progressed=progress.advanced)

@@ -235,7 +235,7 @@ def run(own: argparse.Namespace) -> Tally:
     model = DEFAULT_MODEL if own.model == DEFAULT_MODEL else str(RandomModel(own.model).ensure())
     text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
     chats = Chats(text, own.chats, own.seed)
-    flags = ("--model", model, "--kv-format", own.kv_format)
+    flags = ["--model", model, "--kv-format", own.kv_format]
     with deployed(*flags, environment=_settings(False, None, False)) as running:
         running.wait_for_all_workers()
         cold = asyncio.run(play_cold(running, chats, own.concurrency))
@@ -243,8 +243,8 @@ def run(own: argparse.Namespace) -> Tally:
         [each for turns in chats.turns for each in (turns[at], fork_of(turns[at]))]
         for at in range(TURNS)
     ]
-    flags += ("--colocated",) if own.colocated else ("--prefill", str(own.prefill))
-    flags += ("--decode", str(own.decode))
+    flags += ["--colocated"] if own.colocated else ["--prefill", str(own.prefill)]
+    flags += ["--decode", str(own.decode)]
     environment = _settings(True, own.kv_tokens, own.kills)
     with deployed(*flags, environment=environment, patient=not own.kills) as running:
         running.wait_for_all_workers()
