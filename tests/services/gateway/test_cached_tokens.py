@@ -173,24 +173,26 @@ async def test_encodings_are_reused_only_with_the_salt_of_the_kv(
 
     monkeypatch.setattr(PrefixEncoder, "encode", spy)
     stub = inference_pb2_grpc.InferenceStub(site.rpc)
-    turn = inference_pb2.ChatMessage(role="user", content="x")
-    chat = inference_pb2.Chat(messages=[turn])
-    for key in ("a1", "b1"):
-        metadata = {"authorization": f"Bearer {key}"}
-        for salt in (None, "x"):
-            expected = await salt_of(site, key, cache_salt=salt)
-            salts.clear()
-            fields = {"cache_salt": salt}
-            text = {"prompt": "x", **fields}
-            message = {"messages": [{"role": "user", "content": "x"}], **fields}
-            for path, body in (("completions", text), ("chat/completions", message)):
-                answer = await site.http.post(f"/v1/{path}", json=body, headers=metadata)
-                assert answer.status_code == 200
-            for prompt in ({"text": "x"}, {"chat": chat}):
-                request = inference_pb2.GenerateRequest(**prompt, **fields)
-                async for _ in stub.Generate(request, metadata=tuple(metadata.items())):
-                    pass
+    message = {"role": "user", "content": "x"}
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message)])
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [message]}),
+    ]
+    for key, salt in (("a1", None), ("b1", None), ("a1", "x"), ("b1", "x")):
+        headers = {"authorization": f"Bearer {key}"}
+        expected = await salt_of(site, key, cache_salt=salt)
+        salts.clear()
+        for path, body in bodies:
+            sent = {**body, "cache_salt": salt}
+            answer = await site.http.post(f"/v1/{path}", json=sent, headers=headers)
+            assert answer.status_code == 200
             if salt is None:
-                for body in ({"prompt": "x"}, {"messages": message["messages"]}):
-                    await site.http.post("/tokenize", json=body, headers=metadata)
-            assert salts == [expected] * (6 if salt is None else 4)
+                await site.http.post("/tokenize", json=body, headers=headers)
+        for request in (
+            inference_pb2.GenerateRequest(text="x", cache_salt=salt or ""),
+            inference_pb2.GenerateRequest(chat=chat, cache_salt=salt or ""),
+        ):
+            async for _ in stub.Generate(request, metadata=tuple(headers.items())):
+                pass
+        assert salts == [expected] * (6 if salt is None else 4)
