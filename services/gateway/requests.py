@@ -158,7 +158,7 @@ class GenerationFields(BaseModel):
                 min_length=1,
                 max_length=_MAX_SALT_CHARS,
                 description="only requests with the same salt reuse the cached KV of one another, "
-                "as in vLLM; those of different API keys never do",
+                "as in vLLM; those of different tenants (names of API keys) never do",
             ),
         ]
         | None
