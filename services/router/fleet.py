@@ -322,7 +322,7 @@ class Fleet:
             return
         if address := record.placement.prefill:
             worker = self._find(address.worker_id, address.epoch)
-            if worker and worker.forget(placement_id):
+            if worker and worker.withdraw(placement_id):
                 self._changed[address.worker_id] = None
 
     def _registrations_changed(self, worker_id: str) -> None:

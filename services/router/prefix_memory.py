@@ -23,6 +23,8 @@ class PrefixMemory:
         self._max_tokens = max_tokens
         # Hashes with the number of tokens in their blocks, the next ones to forget first.
         self._blocks: OrderedDict[bytes, int] = OrderedDict()
+        # Placements of the blocks that only one placement has in its prompt.
+        self._placements: dict[bytes, str] = {}
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -46,14 +48,28 @@ class PrefixMemory:
         unknown = bisect_left(hashes[::-1], True, key=blocks.__contains__)
         return ENDS[len(hashes) - unknown - 1]
 
-    def remember(self, hashes: Sequence[bytes]) -> None:
+    def remember(self, hashes: Sequence[bytes], placement_id: str) -> None:
         """Remember the blocks of a prompt that is placed on the worker."""
         blocks = self._blocks
         for block, length in reversed(list(zip(hashes, LENGTHS, strict=False))):
             if block in blocks:
                 blocks.move_to_end(block)
+                self._placements.pop(block, None)
             else:
                 blocks[block] = length
+                self._placements[block] = placement_id
                 self._tokens += length
         while len(blocks) > self._max_blocks or self._tokens > self._max_tokens:
-            self._tokens -= blocks.popitem(last=False)[1]
+            block, length = blocks.popitem(last=False)
+            self._placements.pop(block, None)
+            self._tokens -= length
+
+    def forget(self, hashes: Sequence[bytes], placement_id: str) -> None:
+        """Forget the blocks of a prompt that the worker will not get, except those of others.
+
+        A block that another prompt has in common is kept, and so are all blocks before it.
+        """
+        for block in hashes:
+            if self._placements.get(block) == placement_id:
+                del self._placements[block]
+                self._tokens -= self._blocks.pop(block)

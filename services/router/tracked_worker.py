@@ -16,13 +16,18 @@ _AVERAGED = 16
 
 @dataclass(frozen=True)
 class Promise:
-    """Load of a placement that the worker has not reported yet. Times are in seconds."""
+    """Load of a placement that the worker has not reported yet. Times are in seconds.
+
+    Attributes:
+        prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
+    """
 
     made_at: float
     tokens: int
     prompt_tokens: int
     pages: PageCount
     slots: int
+    prefix: tuple[bytes, ...]
 
 
 @dataclass
@@ -105,14 +110,14 @@ class TrackedWorker:
         pages = demand.pages(role, self.page_plan, max_tokens, kv_eviction=share)
         prompt = 0 if role is Role.DECODE else demand.prompt_tokens - cached
         tokens, slots = demand.tokens(role, max_tokens, cached=cached), demand.slots(role)
-        promise = Promise(now, tokens, prompt, pages, slots)
+        promise = Promise(now, tokens, prompt, pages, slots, demand.prefix)
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_prompt_tokens += promise.prompt_tokens
         self.promised_pages = self.promised_pages.plus(pages)
         self.promised_slots += promise.slots
         self.last_placement = number
-        self.prefixes.remember(demand.prefix)
+        self.prefixes.remember(demand.prefix, placement_id)
         self.snapshot = None
 
     def admit(self, placement_id: str, now: float) -> None:
@@ -131,6 +136,15 @@ class TrackedWorker:
         self.promised_slots -= promise.slots
         self.snapshot = None
         return True
+
+    def withdraw(self, placement_id: str) -> bool:
+        """Remove the load of a placement that the worker will not get, and its prompt.
+
+        Return whether there was any.
+        """
+        if promise := self.promises.get(placement_id):
+            self.prefixes.forget(promise.prefix, placement_id)
+        return self.forget(placement_id)
 
     @property
     def kind(self) -> tuple[Role, str]:

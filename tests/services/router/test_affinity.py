@@ -206,6 +206,14 @@ def test_number_of_remembered_blocks_is_a_setting(blocks: int, known: int) -> No
     assert cached == (dict.fromkeys(("p0", "d0"), known) if known else {})
 
 
+def test_prompt_that_its_decode_worker_computes_is_forgotten_of_the_prefill_worker() -> None:
+    router = dispatcher("p0", "d0")
+    answer = router.submit(place_request(PROMPT, 16), 0.0, PREFIX).answer
+    assert isinstance(answer, Placement)
+    router.heartbeat(beat("d0", pages_free=ENOUGH, computed_here=[answer.placement_id]), 0.1)
+    assert router.fleet.cached(replace(DEMAND, prefix=PREFIX)) == {"d0": ENDS[6]}
+
+
 def test_nothing_is_remembered_of_a_worker_that_reuses_no_kv() -> None:
     router = dispatcher("d0")
     router.register(
