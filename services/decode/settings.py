@@ -54,10 +54,10 @@ class DecodeSettings(WorkerSettings):
         512,
         ge=0,
         le=1 << 20,
-        description="maximum prompt tokens, of all streams together, that this worker computes "
-        "itself at a time although a prefill worker was given, if the KV of all earlier tokens is "
-        "cached and this is predicted to be faster; they delay the next tokens of running "
-        "streams; 0: none",
+        description="maximum number of prompt tokens, over all streams, that this worker computes "
+        "at a time instead of the assigned prefill workers; it does so if the KV of all earlier "
+        "tokens is cached and this is predicted to be faster; these tokens delay running streams; "
+        "0: none",
     )
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",

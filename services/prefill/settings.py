@@ -21,8 +21,8 @@ class PrefillSettings(WorkerSettings):
     read_history: bool = Field(
         True,
         description="read the KV of earlier turns of a chat from the decode worker that has it in "
-        "its prefix cache, where that is measured to be faster than computing it; with "
-        "`prefix_cache`, without `kv_eviction`, in formats that encode no pages",
+        "its prefix cache, if this is predicted to be faster than computing it; requires "
+        "`prefix_cache`, no `kv_eviction`, and a KV format that encodes no pages",
     )
     lease_s: float = Field(
         30.0,

@@ -113,8 +113,9 @@ class RouterSettings(ServiceSettings):
         4096,
         ge=0,
         le=1 << 20,
-        description="maximum blocks of prompts that the router remembers for each worker, to place "
-        "prompts where their beginning is cached; 0: it does not. A prompt of 4,000 tokens has 28",
+        description="maximum number of blocks of prompts that the router remembers for each "
+        "worker, to place prompts where their beginning is cached; 0 turns this off; a prompt of "
+        "4,000 tokens has 28 blocks",
     )
     max_workers: int = Field(
         256, ge=1, le=4096, description="maximum registered workers; further ones get 429"

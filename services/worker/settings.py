@@ -182,7 +182,7 @@ class WorkerSettings(ServiceSettings):
         ge=1,
         le=65536,
         description="number of slots in this worker's slab; a quarter of this number, at least 2, "
-        "is added if prefill workers read history from decode workers",
+        "is added for history that prefill workers read from decode workers",
     )
     slot_bytes: Annotated[int, Field(ge=1 << 14, le=1 << 30, multiple_of=16)] | Literal["auto"] = (
         Field(
