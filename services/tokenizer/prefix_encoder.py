@@ -47,7 +47,7 @@ class PrefixEncoder:
 
     @property
     def reuses(self) -> bool:
-        """Whether encodings are reused; false if the tokenizer does not permit it."""
+        """Whether encodings are reused: whether the tokenizer permits it."""
         return self._added is not None
 
     def encode(self, text: str, *, add_special: bool, salt: bytes | None = None) -> list[int]:
@@ -77,7 +77,7 @@ class PrefixEncoder:
             return None
 
     def _encode_rest(self, text: str, data: bytes, salt: bytes) -> "array[int]":
-        """Encode what follows the beginning that a recent text has; keep the result."""
+        """Encode what follows the common beginning with a recent text, and keep the result."""
         owner = (self._name, salt)
         earlier, common = self._recent.longest(owner, data)
         ids, ends = array("I"), array("I")

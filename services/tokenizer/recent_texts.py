@@ -92,7 +92,7 @@ class RecentTexts:
 
 
 def _common_length(one: bytes, other: bytes, least: int) -> int:
-    """Return the length of the common beginning, of which the first ``least`` bytes are known."""
+    """Return the length of the common beginning, which is at least ``least`` bytes."""
     most = min(len(one), len(other))
     while least < most:  # comparing slices takes one memcmp
         middle = (least + most + 1) // 2

@@ -9,16 +9,16 @@ punctuation (`_LAST_BREAK`). The equation is exact for the tokenizers that `has_
 
 1. Added tokens are found from left to right, the longest one first, without regard to the text
    around them. None of them contains a break, so none crosses one.
-2. No normalizer changes the text. The caller does not use breaks of texts that one may change.
+2. No normalizer changes the text. The caller encodes texts that a normalizer may change whole.
 3. No match of the pre-tokenizer's expressions contains a letter followed by whitespace or by the
    punctuation, so none crosses a break. Expressions do not look behind, so matches after a break do
    not depend on the text before it. A match before it is the same if the text ends there: a run of
    letters ends in both cases, and no expression looks further. The letter is matched by an
-   expression for letters, so two words meet at the break.
+   expression for letters, so one word ends and the next one begins at the break.
 4. Merges of byte-level BPE do not cross words.
 
-The bytes of the tokens are those of the text. Without an unknown token, only bytes that are not in
-the vocabulary are missing.
+The tokens have the bytes of the text, except bytes that the vocabulary lacks: accepted tokenizers
+have no unknown token.
 """
 
 import json
@@ -37,7 +37,7 @@ _LAST_BREAK = re.compile(
 )
 """Matches the beginning of a text in UTF-8, up to its last break."""
 _MAX_SEARCH = 1 << 16
-"""Maximum number of bytes in which the last break is searched."""
+"""Maximum number of bytes in which the last break is searched for."""
 
 
 def last_break(data: bytes, end: int) -> int:
