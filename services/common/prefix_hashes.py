@@ -1,15 +1,15 @@
 """Hashes of the first tokens of a prompt, by which routers recognize prompts with equal beginnings.
 
 The hash of a block covers all tokens up to its end, and a salt: it is equal for two prompts only if
-they have the same salt and the same tokens up to there. Blocks have at least `BLOCK_TOKENS` tokens,
-and later blocks an eighth of the tokens before them. `MAX_BLOCKS` hashes thus describe prompts of
-up to `ENDS[-1]` tokens, with an error of at most an eighth of the common beginning, and cost less
-than one hash for each KV page. They have 64 bits: a collision makes a placement worse, not wrong,
-since workers look up their KV by hashes of their own.
+they have the same salt and the same tokens up to there. A block has `BLOCK_TOKENS` tokens, or
+about an eighth of the tokens before it if that is more. `MAX_BLOCKS` hashes thus describe prompts
+of up to `ENDS[-1]` tokens. The length of a common beginning is underestimated by less than one
+block. Fewer hashes are computed than with one for each KV page. Hashes have 64 bits: a collision
+can lead to a worse placement, but not to wrong KV, because workers find KV by longer hashes.
 
-Gateways send the hashes in the header `HEADER` of a placement request. Bodies of requests have no
-unknown fields, but routers ignore headers that they do not know, and gateways need not send it:
-both work with releases that do not have it.
+Gateways send the hashes in the header `HEADER` of a placement request. A field in the body would
+be refused by routers of earlier releases, but they ignore unknown headers. The header is optional,
+so gateways of earlier releases work, too.
 """
 
 from bisect import bisect_right

@@ -10,12 +10,12 @@ from services.common.prefix_hashes import ENDS, LENGTHS
 class PrefixMemory:
     """Blocks of prompts whose KV a worker is expected to have cached.
 
-    The least recently placed blocks are forgotten first, and of one prompt the last block before
-    the blocks that precede it. If a block is known, so are all blocks before it.
+    The least recently placed blocks are forgotten first; of one prompt, a block is forgotten before
+    the blocks that precede it. Thus, if a block is known, all blocks before it are known, too.
 
     Args:
         max_blocks: maximum number of blocks; 0: nothing is remembered.
-        max_tokens: maximum number of tokens of all blocks, those that the worker has pages for.
+        max_tokens: maximum number of tokens of all blocks: those that fit in the worker's pages.
     """
 
     def __init__(self, max_blocks: int, max_tokens: int) -> None:
