@@ -1,12 +1,12 @@
-"""READs of history: KV of a prompt's first tokens, from the decode worker that asks for the rest.
+"""READs of history: KV of a prompt's first tokens, from the decode worker that requests the rest.
 
 The decode worker has generated the earlier answers of a chat, so that it has KV of the next prompt
 that this worker lacks. This worker needs it, too, because the new tokens attend to it. The decode
-worker pins the pages, and sends them as this worker sends KV to it. The pages are found by later
-prompts only after all segments have been verified. If the KV does not arrive in time, the engine
-computes it, and the request goes on.
+worker pins the pages, and sends them with the protocol by which this worker sends KV to it. Later
+prompts find the pages only after all segments have been verified. If the KV does not arrive in
+time, the engine computes it, and the request continues.
 
-The engine allocates the pages before the decode worker is asked. That cannot lead to a deadlock:
+The engine allocates the pages before the request is sent. That cannot lead to a deadlock:
 the decode worker allocates nothing for a pin, which it grants or refuses at once, and the wait for
 the transfer is bounded.
 """
@@ -34,11 +34,11 @@ from services.worker.prefill_session import Job, WantedHistory
 log = structlog.get_logger()
 
 _TIMES_COMPUTED = 2.0
-"""Multiple of the predicted time to compute the tokens after which a READ is given up."""
+"""A READ is given up after this multiple of the time in which the tokens would be computed."""
 _LEAST_WAIT_S = 1.0
-"""Time after which a READ is given up at the earliest, in seconds."""
+"""Minimum time after which a READ is given up, in seconds."""
 _UNMEASURED_WAIT_S = 10.0
-"""Time after which a READ is given up before the first prompt was computed, in seconds."""
+"""Time after which a READ is given up if no prompt was computed before, in seconds."""
 
 
 class HistoryReader:
@@ -62,7 +62,7 @@ class HistoryReader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wanted(self, reader: decode_pb2.WorkerAddress, job: Job) -> WantedHistory:
-        """Return which KV to read: none if computing it is predicted to be faster."""
+        """Return which KV to read; none if computing it is predicted to be faster."""
         plan, sent, request = self._worker.engine.page_plan, job.outgoing.sent, job.request
         end = min(sent.first, plan.full(len(request.tokens) - 1) * plan.page_size)
         if not end or not reader.address or self._receiver.blocked:
@@ -178,7 +178,7 @@ class HistoryReader:
     def _failed(
         self, job: Job, reader: decode_pb2.WorkerAddress, reason: str, message: str
     ) -> None:
-        """Record a failure. Pages that are not cached any more are no fault of the worker."""
+        """Record a failure. After one other than missing pages, the decode worker is avoided."""
         self._metrics.failures.labels(reason).inc()
         if reason != "not_cached":
             self._policy.failed(reader.worker_id, time.monotonic())

@@ -1,4 +1,4 @@
-"""The choice between reading KV of a prompt's first tokens from a decode worker and computing it.
+"""The choice to read the KV of a prompt's first tokens from a decode worker, or to compute it.
 
 For n tokens of b bytes of KV each, a READ takes
 
@@ -10,8 +10,9 @@ second are measured by real transfers and real prefills. The READ is faster from
 
     n = l / (1 / C - b / L)
 
-tokens on, and never if b / L is at least 1 / C. Short READs do not reach the speed of long ones, so
-that only the longer half of the recent READs counts. It says nothing about much longer ones.
+tokens on, and never if b / L is at least 1 / C. Short READs do not reach the speed of long ones.
+Therefore, only recent READs with at least half of the bytes of the longest one count for L. The
+measurements do not predict the speed of much longer READs.
 
 This module is pure bookkeeping: no clock, no socket, no thread. Times are passed in.
 """
@@ -22,12 +23,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 PROBES = 2
-"""Number of READs on a new link before its measurements decide. The first one has cold caches."""
+"""Number of READs on a new link before its measurements are used. The first has cold caches."""
 SWITCH_BELOW = 0.95
-"""Hysteresis: while tokens are computed, a READ must take less than this fraction of the time."""
+"""Hysteresis: if the last history was computed, a READ must take less than this fraction of the
+time of computing the tokens."""
 EXPLORE_EVERY = 32
-"""Number of prompts whose history is computed, after which one is read to measure the link again.
-The link may have become faster, and only READs measure it."""
+"""If READs are predicted to be slower, the history of one in this many prompts is read
+nevertheless, because the link may have become faster, and only READs measure it."""
 TRUSTED_TIMES = 2
 """A READ that is longer than this multiple of all recent ones is a probe, too."""
 WINDOW = 15
@@ -89,10 +91,10 @@ class _Link:
 class HistoryPolicy:
     """Chooses for each prompt whether its history is read. Not thread-safe.
 
-    A new link is probed with `PROBES` READs, and with each READ that is much longer than all before
-    it. Without measurements of the link or of this worker's
-    prefills, history is read: it is verified, and computed if it does not arrive. After a failure,
-    nothing is read from that worker for `AVOID_S`.
+    A new link is probed with `PROBES` READs, and with each READ that is much longer than the recent
+    ones. Without measurements of the link or of this worker's prefills, history is read: it is
+    verified, and computed if it does not arrive. After a failure, nothing is read from that worker
+    for `AVOID_S`.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ class HistoryPolicy:
     def least_tokens(
         self, peer: str, tokens: int, *, token_bytes: float, tokens_per_s: float, now: float
     ) -> int | None:
-        """Return the least tokens for which a READ is worth it, or None to compute ``tokens``.
+        """Return the minimum number of tokens to read, or None to compute ``tokens``.
 
         Args:
             peer: id of the decode worker.
@@ -148,7 +150,7 @@ class HistoryPolicy:
         self._links.pop(peer, None)
 
     def _least(self, link: _Link, tokens: int, token_bytes: float, tokens_per_s: float) -> float:
-        """Return the least tokens for which a READ is predicted to be faster; 1 for a probe."""
+        """Return the tokens from which a READ is predicted to be faster; 1 for a probe."""
         is_new = link.reads < PROBES or tokens * token_bytes > TRUSTED_TIMES * link.longest
         if is_new or not tokens_per_s:
             return 1.0

@@ -111,7 +111,7 @@ class Job:
 
 
 class History(Protocol):
-    """Receives the KV of first tokens of prompts from the readers, which have them cached."""
+    """Receives KV of the first tokens of prompts from the readers, which have it cached."""
 
     def wanted(self, reader: decode_pb2.WorkerAddress, job: Job) -> WantedHistory:
         """Return which KV to receive for a new sequence, before the engine takes it."""

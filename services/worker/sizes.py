@@ -11,7 +11,7 @@ _SEGMENT_BYTES = 256 << 20
 """KV bytes of a segment on a GPU. The hosts were measured to take 0.7 ms for a segment, in which
 NVLink moves some 270 MB (H200)."""
 _SLOTS_PER_HISTORY_SLOT = 4
-"""Number of slots for prompts per slot for history, of which there are less."""
+"""Number of slots for prompts for each slot for history."""
 _LEAST_HISTORY_SLOTS = 2
 _SLAB_SHARE = 0.03
 """Maximum share of a GPU's memory that the slots for prompts may use."""
@@ -91,8 +91,8 @@ class WorkerSizes:
 def _history_slots(settings: WorkerSettings, codecs: SegmentCodecs) -> int:
     """Return the number of slots for history; one worker may hold three quarters of them.
 
-    A prefill attends to all KV as it was computed. Decode workers do not have it if pages are
-    encoded, and not at its place if tokens are evicted.
+    A prefill attends to the KV as it was computed. If pages are encoded, decode workers do not have
+    this KV; if tokens are evicted, its tokens are in other pages.
     """
     is_shared = settings.prefix_cache and not settings.kv_eviction
     if not settings.exchanges_history or not is_shared or codecs.layout.plan.encodes:
