@@ -1,4 +1,4 @@
-"""Prompts with a prefill worker whose last tokens the decode worker computes itself."""
+"""Choice of prompts that a decode worker completes itself, without their prefill workers."""
 
 import time
 from collections.abc import Collection
@@ -12,15 +12,16 @@ from services.worker.streams import Stream
 
 
 class ComputedHere:
-    """Chooses these prompts by the measured times of both paths, and measures them.
+    """Chooses prompts to complete by the measured times of both paths, and measures these times.
 
-    The tokens are computed in chunks beside running sequences, whose steps take longer then. The
-    number of tokens that wait at one time, of all streams together, is therefore bounded. Prompts
-    of which less than half is cached, such as those that only share a short system prompt, are left
-    to prefill workers.
+    The last tokens of such a prompt are computed in chunks beside running sequences, whose steps
+    then take longer. The number of tokens that wait to be computed is therefore bounded. Prompts of
+    which less than half is cached, such as those that only share a short system prompt, are left to
+    prefill workers.
 
     Args:
-        compute_tokens: this bound; 0: none are computed.
+        compute_tokens: maximum number of tokens, over all streams, that wait to be computed here; 0
+            to compute none.
     """
 
     def __init__(self, worker: Worker, compute_tokens: int) -> None:
@@ -56,7 +57,7 @@ class ComputedHere:
         return left if is_faster_here(size, measured, self._worker.engine.inter_token_s) else 0
 
     def watch(self, sent: SentTokens) -> "FetchWatch":
-        """Return a watch of a fetch that starts now, of these tokens."""
+        """Return a watch of a fetch of these tokens, which starts now."""
         return FetchWatch(self._times, sent)
 
     def start(self, stream: Stream) -> None:

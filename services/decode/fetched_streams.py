@@ -45,9 +45,9 @@ class FetchedStreams(StreamService):
     then has fewer of them, the prefill is given back, too, and asked for again.
 
     If all but a few tokens of a prompt are in cached pages, this worker computes these itself, if
-    that is predicted to be faster (`ComputedHere`). The prefill worker does not learn of such a
+    that is predicted to be faster (`ComputedHere`). The prefill worker is not informed of such a
     stream. The engine decides when it admits the reservation: if it finds fewer cached pages than
-    were expected, the stream fetches the KV.
+    expected, the stream fetches the KV.
 
     With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
     """

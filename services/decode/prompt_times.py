@@ -1,4 +1,4 @@
-"""Measured times of prompts on both paths, and which path is predicted to be faster.
+"""Measured times of prompts on both paths, and the prediction of the faster path.
 
 A decode worker that has cached all but the last tokens of a prompt can compute these tokens itself,
 or fetch their KV from the prefill worker of the request. `is_faster_here` compares the predicted
@@ -9,9 +9,9 @@ times until the sequence can be decoded:
 - **fetched**: a fixed time for messages, the queue of the prefill worker, the tokens that it lacks,
   and the transfer.
 
-What is predicted was measured with recent prompts (`PromptTimes`). Routers keep the queues of
-prefill workers alike, so their times are not told apart. There is no clock: methods take ``now``,
-in seconds of a monotonic clock.
+Predictions are made from times of recent prompts (`PromptTimes`). Routers balance the queues of
+prefill workers, so the times of all prefill workers are combined. There is no clock: methods take
+``now``, in seconds of a monotonic clock.
 """
 
 import math
@@ -24,8 +24,8 @@ from typing import Self
 RECENT_PROMPTS = 32
 """Number of prompts of each path from which times are predicted."""
 RECENT_S = 60.0
-"""Time after which a prompt that was computed here no longer counts, seconds. Otherwise one slow
-step could stop this worker from computing, and so from measuring, for ever."""
+"""Time after which a prompt that was computed here no longer counts, seconds. Otherwise, after one
+slow step, this worker might never compute, and so never measure, a prompt again."""
 QUEUE_MEMORY_S = 5.0
 """Time in which the last measured queueing time of prefill workers falls to 1/e, seconds."""
 
@@ -39,7 +39,7 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> Self:
-        """Return the line with the least squared errors of which neither part is negative.
+        """Return the least-squares line whose intercept and slope are not negative.
 
         If the numbers of tokens hardly differ, the seconds are taken to be proportional to them.
 
@@ -116,7 +116,7 @@ class PromptSize:
     Attributes:
         tokens: number of its tokens.
         left: number of these whose KV this worker does not have.
-        waiting_here: prompt tokens that this worker is to compute before.
+        waiting_here: prompt tokens that this worker has to compute before those of the prompt.
         waiting_there: tokens of other prompts whose KV this worker fetches from the same prefill
             worker, and whose first tokens have not arrived.
     """
@@ -128,9 +128,9 @@ class PromptSize:
 
 
 def compute_s(prompt: PromptSize, measured: Measured, step_s: float) -> float:
-    """Return the predicted time in which this worker computes the rest of a prompt, in seconds.
+    """Return the predicted time until this worker has computed the rest of a prompt, in seconds.
 
-    Without a measurement, it is assumed to compute as fast as a prefill worker.
+    Without recent measurements, the speed of prefill workers is assumed.
 
     Args:
         step_s: time of a step with running sequences, of which one may be in progress.

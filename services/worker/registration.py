@@ -56,7 +56,7 @@ class Registrar:
         self._computed_here: dict[str, deque[str]] = {
             url: deque(maxlen=MAX_ADMITTED) for url in routers
         }
-        """Placements without work for their prefill workers that no heartbeat has reported, by URL;
+        """Placements whose prompts are computed here, and that no heartbeat has reported, by URL;
         bounded like those above."""
         # Heartbeats to a router are sent one at a time, in order.
         self._beats = {url: asyncio.Lock() for url in routers}

@@ -47,10 +47,10 @@ class Stream:
         early: timeout scope that can cancel a fetch which began before its pages were reserved;
             None for other fetches.
         asked_from: first token whose KV an early fetch has asked for.
-        may_compute: number of prompt tokens that a decode worker is to compute itself although a
-            prefill worker was given; 0 if it fetches their KV.
-        cached_tokens: number of tokens of the request that no worker has computed; None once it was
-            sent to the gateway, with the first token.
+        may_compute: number of prompt tokens that a decode worker is to compute itself instead of
+            the assigned prefill worker; 0 if it fetches their KV.
+        cached_tokens: number of tokens of the request that no worker has computed; None after this
+            number was sent to the gateway, with the first token.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
         began: receipt of the gateway's message, in seconds of `time.perf_counter`.
