@@ -1,4 +1,4 @@
-"""Reuse of cached pages: which pages of sequences can be found, and which prompts start with them.
+"""Reuse of cached pages: records the content of pages, and finds cached pages of a prompt.
 
 The pools of an engine find pages by the hash of their content (`runtime.pages.prefix`). A page gets
 its hash when it is full and its KV is known to be complete:
@@ -7,8 +7,9 @@ its hash when it is full and its KV is known to be complete:
 - pages whose KV another worker has sent when all of it was verified,
 - pages of output tokens when their sequence stops, unless the format encodes pages.
 
-Only full pages are shared, so no sequence writes to a page of another one. Prompts whose tokens are
-evicted neither reuse pages nor are found, because an eviction moves tokens between pages.
+Only full pages are shared, so no sequence writes to a page of another one. If tokens of a prompt
+are evicted, the prompt reuses no pages, and its pages cannot be found, because eviction moves
+tokens between pages.
 """
 
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ class Prefixes:
     def start(self, group: SequenceGroup) -> None:
         """Let a new group use cached pages, unless its tokens are evicted.
 
-        The other choices get hashes when the prompt is complete.
+        The sequences of the other choices get hashes when the prompt is complete.
         """
         if self._root is not None and not group.evicts:
             root = root_hash(self._root, group.request.salt)
@@ -199,7 +200,7 @@ class Prefixes:
                     pool.keep(page, content)
 
     def _start_others(self, first: SequenceState, others: Sequence[SequenceState]) -> None:
-        """Let the pages of the other choices be found, once they differ from the first one's."""
+        """Copy the hashes of the first choice, so that pages of the others can be found, too."""
         if first.hashes is not None:
             for sequence in others:
                 sequence.hashes = first.hashes.copy()

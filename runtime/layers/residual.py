@@ -1,4 +1,4 @@
-"""A rank's part of the residual stream, if the ranks of a worker divide it by hidden dimension."""
+"""A rank's part of the residual stream, if the ranks of a worker divide the hidden dimension."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,7 +14,8 @@ from runtime.parallel.partition import EvenRows, Partition
 class ResidualPart:
     """Division of the residual stream among the ranks of a worker (`Scheme.EVEN`).
 
-    A rank has ``height`` elements of each token. Those after its `EvenRows.rows` are zeros.
+    A rank has ``EvenRows.height`` elements of each token. Those after its `EvenRows.rows` are
+    padding zeros.
 
     Attributes:
         rows: the elements that the rank has.

@@ -12,8 +12,8 @@ class PagePool:
     A page has content with a *hash* once `keep` was called (`runtime.pages.prefix`). Such a page is
     *cached* when its last reference is removed: it is free, but `find` still returns it, and
     `share` takes it back. Pages without content are allocated first, in the order in which they
-    became free, starting with page 0. Then cached pages are *evicted*, those whose last reference
-    was removed first before others. Allocation is deterministic.
+    became free, starting with page 0. Then cached pages are *evicted* in the order in which their
+    last references were removed. Allocation is deterministic.
 
     `find` may be called on any thread, because it only looks up keys in a dict. Its result is a
     hint there: the pages may be evicted at any time.
@@ -102,7 +102,7 @@ class PagePool:
         return sum(self._references[page] > 0 for page in pages)
 
     def keep(self, page: int, content: bytes) -> None:
-        """Record the hash of the content of a page that has references and is written no more.
+        """Record the hash of the content of a page that has references and is no longer written.
 
         If another page has the same content, nothing is recorded.
 

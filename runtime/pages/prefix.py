@@ -5,7 +5,7 @@ therefore identified by a chain of hashes: that of page ``i`` covers the tokens 
 hash of page ``i - 1``. The first hash covers a *root*: model, KV format with its calibration, and a
 salt. Sequences with different salts never share pages.
 
-The hash is BLAKE2b with 256 bits, for which no collisions can be computed.
+The hash is BLAKE2b with 256 bits, for which computing a collision is infeasible.
 """
 
 from array import array
@@ -22,7 +22,7 @@ _MAX_BLOCK = 64
 
 
 def root_hash(*facts: str | bytes) -> bytes:
-    """Return a hash of facts; each is hashed with its length, so that their borders count."""
+    """Return a hash of facts. Each is hashed with its length, so that their boundaries count."""
     hashed = blake2b(digest_size=_HASH_BYTES)
     for fact in facts:
         content = fact if isinstance(fact, bytes) else fact.encode()
@@ -82,9 +82,10 @@ def cached_pages(
 ) -> int:
     """Return the length in pages of the longest prefix of a prompt whose pages are in the pools.
 
-    `PagePlan.reused` says which pages of each group it needs. At least one token of the prompt is
-    not part of the prefix, because its logits are needed. Few pages after the first one that is
-    missing are hashed, unless all groups are sliding windows.
+    `PagePlan.reused` defines which pages of each group a prefix needs. At least the last token of
+    the prompt is not part of the prefix, because its logits are needed. Pages are hashed and looked
+    up in blocks of at most `_MAX_BLOCK`, so that few pages after the first missing one are hashed,
+    unless all groups are sliding windows.
 
     Args:
         pools: pool of each page group.

@@ -9,10 +9,10 @@ from runtime.kernels.overlap import after_previous
 
 @triton.jit
 def pack_kernel(addend, x, message, width, columns, stride, rank, BLOCK: tl.constexpr):
-    """Copy one row of the addend per program, and append the sum of squares of a row of ``x``.
+    """Copy one row of the addend per program, and append the sum of squares of the row of ``x``.
 
-    Grid `(n,)`. Two bf16 numbers at the places of this rank keep the sum of squares accurate. The
-    places of other ranks are zeros.
+    Grid `(n,)`. The sum of squares is stored as two bf16 numbers, a rounded value and its error, at
+    the places of this rank. The places of other ranks are zeros.
 
     Args:
         addend: bf16 `[n, width]`, contiguous.
@@ -42,7 +42,7 @@ def scale_kernel(
     message, y, width, stride, elements, eps, PLACES: tl.constexpr, USED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Divide BLOCK columns of one row of summed messages by the rms per program.
+    """Divide summed messages by the rms. Each program computes BLOCK columns of one row.
 
     Grid `(n, ceil(width / BLOCK))`.
 
@@ -51,7 +51,8 @@ def scale_kernel(
         y: bf16 `[n, width]`, contiguous, written.
         elements: number of elements of a row of ``x`` on all ranks.
         eps: added to the mean square.
-        USED, PLACES: two numbers for each rank, and the next power of two.
+        USED: number of places of squares: two for each rank.
+        PLACES: `USED` rounded up to a power of two.
     """
     after_previous()
     row = tl.program_id(0).to(tl.int64)

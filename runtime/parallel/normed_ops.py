@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 def pack(addend: Tensor, x: Tensor, rank: int, size: int) -> Tensor:
-    """Return the message of a rank, bf16 `[n, w + 2 size]` with more columns for alignment.
+    """Return the message of a rank, bf16 `[n, w + 2 size]` padded with columns for alignment.
 
     Args:
         addend: bf16 `[n, w]`, contiguous.
