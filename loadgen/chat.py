@@ -1,4 +1,4 @@
-"""Turns of chats: each is made from the answer to the turn before it."""
+"""Turns of chats. The prompt of a turn contains the answer to the turn before it."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def next_turn(scheduled: ScheduledRequest, record: Record) -> ScheduledRequest:
 
 
 def later_turns(scheduled: ScheduledRequest, due: float) -> Iterator[ScheduledRequest]:
-    """Yield the turns after one, with their messages alone as prompts."""
+    """Yield the turns after ``scheduled``. The prompt of each is only its message."""
     for turn in scheduled.spec.later or ():
         yield ScheduledRequest(
             RequestSpec(turn.message, turn.input_tokens, turn.output_tokens), due

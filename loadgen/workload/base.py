@@ -64,7 +64,7 @@ class Dialogue:
         """The messages as one prompt, for endpoints without messages.
 
         An answer follows the text before it unchanged, as it was generated, so that a tokenizer can
-        find the tokens of the previous turn again. Other messages follow a space.
+        produce the tokens of the previous turn again. Other messages follow a space.
         """
         contents = [self.salt, *(message.content for message in self.messages)]
         if ids := [one for one in contents if isinstance(one, tuple)]:
@@ -89,7 +89,7 @@ class Turn:
         input_tokens: number of tokens of the message.
         output_tokens: number of output tokens to request as ``max_tokens``.
         think_s: seconds from the end of the previous answer to the send.
-        salt: beginning of the prompt, instead of that of the previous turn; empty for none.
+        salt: beginning of the prompt, which replaces the salt of the previous turn; empty for none.
     """
 
     message: Text

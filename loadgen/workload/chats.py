@@ -13,7 +13,7 @@ from loadgen.workload.prompts import Prompt, PromptWriter
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """Endless chats, whose history grows with the answers of the target.
+    """Endless chats. The history of a turn contains the answers of the target.
 
     The first request of a chat consists of a system prompt, if there are prefixes, and a user
     message. Each later turn has all messages and answers before it, and another user message.

@@ -1,4 +1,4 @@
-"""Beginnings of prompts: prefixes that prompts share, and salts that none shares."""
+"""Beginnings of prompts: shared prefixes and unique salts."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from loadgen.errors import UsageError
 from loadgen.workload.lengths import IntArray
 
 SALT_TOKENS = 12
-"""Tokens of a salt. With 400 words, two of 10^9 salts are equal with a probability of 10^-14."""
+"""Tokens of a salt. With 400 words, any two of 10^9 salts are equal with a probability of 3e-14."""
 
 
 @dataclass(frozen=True, slots=True)
