@@ -203,7 +203,7 @@ class Scheduler:
         return group
 
     def history_arrived(self, request_id: str, *, complete: bool) -> None:
-        """Let the prefill of a group start that received KV; see `HistoryArrived`."""
+        """Start the prefill of a group after the transfer of history; see `HistoryArrived`."""
         group = self._received.pop(request_id, None)
         if group is None:
             return
@@ -418,9 +418,9 @@ class Scheduler:
         return reserved
 
     def _choose_purpose(self, group: SequenceGroup) -> None:
-        """Let a prompt to be received be computed here, if `SequenceGroup.may_compute` allows it.
+        """Compute a prompt here instead of receiving it if `SequenceGroup.may_compute` allows it.
 
-        Receiving it may need fewer pages. It is received if only these are free.
+        Receiving may need fewer pages than computing. If only these are free, it is received.
         """
         group.purpose = Purpose.GENERATE
         left = len(group.tokens) - self.pages.prefixes.cached_tokens(group)
@@ -452,7 +452,7 @@ class Scheduler:
         return group
 
     def _first_choice(self, request: Request, purpose: Purpose) -> SequenceGroup:
-        """Return a group of the first choice alone, without a copy of the prompt for each other."""
+        """Return a group of the first choice alone, to copy the prompt only once."""
         return self._group(replace(request, choices=1), purpose)
 
     def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:

@@ -72,7 +72,7 @@ class PeerGroup(DistributedGroup):
         device = self._messages.own.device
         limit = self._half // self.size
         sizes = [1 << bits for bits in range(4, limit.bit_length())]
-        # The most words, and the most of which two-step sums leave room for squares.
+        # The maximum number of words, and that with which two-step sums have room for squares.
         for words in (*sizes, limit // 16 * 16, limit // 32 * 16 - 16):
             whole = torch.zeros(1, 2 * words * self.size, dtype=torch.bfloat16, device=device)
             part = whole[:, : 2 * words]

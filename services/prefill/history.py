@@ -178,7 +178,7 @@ class HistoryReader:
     def _failed(
         self, job: Job, reader: decode_pb2.WorkerAddress, reason: str, message: str
     ) -> None:
-        """Record a failure. After one other than missing pages, the decode worker is avoided."""
+        """Record a failure. Unless pages were missing, avoid the decode worker for a while."""
         self._metrics.failures.labels(reason).inc()
         if reason != "not_cached":
             self._policy.failed(reader.worker_id, time.monotonic())

@@ -60,8 +60,8 @@ class _Link:
     """Measurements of the link to a decode worker.
 
     Attributes:
-        latencies: seconds until the first segment of recent READs was read.
-        transfers: bytes and seconds from then on.
+        latencies: seconds until the READ of the first segment started, of recent READs.
+        transfers: bytes of recent READs, and seconds from then until all KV was verified.
         reads: number of READs that were started.
         computing: whether the last choice was to compute.
         passed: number of prompts that were computed since the last READ.

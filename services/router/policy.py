@@ -222,7 +222,7 @@ class _Offers:
         return by_output
 
     def _backlogged(self, shape: Shape, role: Role) -> list[WorkerSnapshot]:
-        """Return the workers that have cached tokens of the prompt, but too many prompts now."""
+        """Return the workers with cached tokens of the prompt that have too many prompts now."""
         if not self.cached or role is Role.DECODE or len(shape.open) == len(shape.ready):
             return []
         names = self.cached.keys() & (shape.open.keys() - shape.ready.keys())

@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated worker: pages of KV, the last used of which are kept."""
+"""The prefix cache of a simulated worker, which keeps the most recently used pages of KV."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -77,7 +77,7 @@ def _has_failed(added: "Future[None]") -> bool:
 
 
 def _copy(future: "Future[None]") -> "Future[None]":
-    """Return a future with the same result, which each session may cancel for itself."""
+    """Return a future with the same result, which a session may cancel without the others."""
     copied: Future[None] = Future()
 
     def settle(done: "Future[None]") -> None:

@@ -163,8 +163,8 @@ class EngineThread:
     def cached_tokens(self, request: Request, purpose: Purpose = Purpose.RECEIVE) -> int:
         """Return how many tokens of a request are in cached pages now.
 
-        It is called on the event loop, at the same time as a step: `Scheduler.cached_tokens` says
-        why that is safe, and why the result is a hint.
+        It is called on the event loop, at the same time as a step, which is safe (`PagePool.find`).
+        The result is a hint, because pages may be evicted at any time.
         """
         return self._engine.scheduler.cached_tokens(request, purpose)
 

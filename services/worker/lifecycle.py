@@ -167,7 +167,7 @@ class Worker(ABC):
         )
 
     def count_saved(self, sent: SentTokens) -> None:
-        """Count the bytes of the KV of a sequence that was not sent, because this worker has it."""
+        """Count the bytes of KV of a sequence that were not sent, because this worker has them."""
         if sent.first:
             held = self.engine.page_plan.by_name(sent.held)
             saved = sum(pages * self.page_bytes[group] for group, pages in held.items())

@@ -35,7 +35,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     Args:
         peers: agents that the endpoints of the worker know.
-        lease_s: that of the sender.
+        lease_s: see `Sender`.
         computes, history: see `PrefillSession`.
         kv_digest: whether to log a digest of the KV of each sequence that is computed.
 

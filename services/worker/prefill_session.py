@@ -3,7 +3,7 @@
 Usually a decode worker reads the KV of prompts from a prefill worker, which computes them. The
 engine then holds the prompt (`Add`). A prefill worker, in turn, reads the history of a chat from
 the decode worker that has it in cached pages. The engine of the decode worker pins these (`Pin`),
-and nothing is computed or sampled. All else is the same in both directions.
+and nothing is computed or sampled. Everything else is the same in both directions.
 
 First tokens are sent as soon as they are sampled, before the KV of the last chunk is encoded. The
 client gets its first token without waiting for the transfer, and the decode worker needs the KV
