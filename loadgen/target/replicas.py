@@ -20,7 +20,7 @@ class Replicas:
         self.name = ", ".join(target.name for target in targets)
 
     async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
-        """Send the request to the target with its chat's index, or its own, modulo their number."""
+        """Send a request to the target given by the index of its chat, or by its own index."""
         index = record.number if record.chat is None else record.chat
         target = self._targets[index % len(self._targets)]
         await target.send(scheduled, record, clock)

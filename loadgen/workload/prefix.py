@@ -8,7 +8,7 @@ from loadgen.errors import UsageError
 from loadgen.workload.lengths import IntArray
 
 SALT_TOKENS = 12
-"""Tokens of a salt. With 400 words, any two of 10^9 salts are equal with a probability of 3e-14."""
+"""Tokens of a salt. With 400 words, some of 10^9 salts are equal with a probability of 3e-14."""
 
 
 @dataclass(frozen=True, slots=True)

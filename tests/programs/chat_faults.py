@@ -2,11 +2,11 @@
 
 ``python -m tests.programs.chat_faults`` makes the chats of `tests.programs.shared_prefixes`, and
 for each turn a *fork*, which continues the same history with other tokens. A deployment of one
-prefill and one decode worker without a prefix cache answers them. Then a deployment with one does,
-turn by turn: the first turns of all chats in random order, then the second ones. Beside them,
-clients hang up. With ``--kv-tokens``, there are few pages, so that cached ones are evicted and
-sequences preempted. With ``--kills``, a worker of each role is killed while it has requests, in
-each turn another one.
+prefill and one decode worker without a prefix cache answers them. Then a deployment with a
+prefix cache answers them turn by turn: the first turns of all chats in random order, then the
+second ones. At the same time, other clients hang up. With ``--kv-tokens``, there are few pages, so
+that cached ones are evicted and sequences preempted. With ``--kills``, a worker of each role is
+killed in each turn while it has requests; several workers of a role are killed in rotation.
 
 A difference is judged as in `tests.programs.equality`.
 """
