@@ -23,7 +23,7 @@ class PrefixMemory:
         self._max_tokens = max_tokens
         # Hashes with the number of tokens in their blocks, the next ones to forget first.
         self._blocks: OrderedDict[bytes, int] = OrderedDict()
-        # Placements of the blocks that only one placement has in its prompt.
+        # Ids of placements, by blocks that are in the prompt of only that placement.
         self._placements: dict[bytes, str] = {}
         self._tokens = 0
 
@@ -65,9 +65,9 @@ class PrefixMemory:
             self._tokens -= length
 
     def forget(self, hashes: Sequence[bytes], placement_id: str) -> None:
-        """Forget the blocks of a prompt that the worker will not get, except those of others.
+        """Forget the blocks of a prompt that the worker will not get, except shared blocks.
 
-        A block that another prompt has in common is kept, and so are all blocks before it.
+        Blocks that are also in another prompt are kept, and so are all blocks before them.
         """
         for block in hashes:
             if self._placements.get(block) == placement_id:

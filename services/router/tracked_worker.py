@@ -138,9 +138,9 @@ class TrackedWorker:
         return True
 
     def withdraw(self, placement_id: str) -> bool:
-        """Remove the load of a placement that the worker will not get, and its prompt.
+        """Remove the load and the prompt of a placement that the worker will not get.
 
-        Return whether there was any.
+        Return whether the placement was known.
         """
         if promise := self.promises.get(placement_id):
             self.prefixes.forget(promise.prefix, placement_id)
