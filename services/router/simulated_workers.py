@@ -343,4 +343,5 @@ def registration(name: str, role: Role, machine: Machine = ASSUMED) -> Registrat
         max_running=machine.max_running,
         max_waiting=256,
         heartbeat_s=HEARTBEAT_S,
+        reuses_prefixes=True,
     )
