@@ -19,12 +19,11 @@ from random import Random
 from statistics import fmean, median
 from typing import Self
 
-from runtime.pages.plan import PAGE_SIZE
 from services.common.prefix_hashes import ENDS, HASH_BYTES
 from services.router.bench import percentile
 from services.router.fleet import FleetLimits
 from services.router.policy import PolicyName
-from services.router.simulated_workers import Job, Machine
+from services.router.simulated_workers import PAGE_PLAN, Job, Machine
 from services.router.simulation import MAX_PLACEMENTS, Simulation, Speeds
 
 H200 = Machine(
@@ -50,7 +49,7 @@ OWN_TOKENS = (64, 448)
 OUTPUT_TOKENS = (32, 224)
 WARM_UP = 0.5
 """Fraction of the requests, the first ones, that is not measured: until caches are full."""
-_SHARED_PAGES = PREFIX_TOKENS // PAGE_SIZE
+_SHARED_PAGES = PAGE_PLAN.full(PREFIX_TOKENS)
 
 
 class Workload(StrEnum):
@@ -114,7 +113,7 @@ def draw_jobs(workload: Workload, number: int, load: float, seed: int) -> list[J
             max_tokens=OUTPUT_TOKENS[1],
             pages=(
                 _pages(prefix, 0, _SHARED_PAGES),
-                _pages(own, _SHARED_PAGES, length // PAGE_SIZE),
+                _pages(own, _SHARED_PAGES, PAGE_PLAN.full(length)),
             ),
             prefix=tuple(
                 _hash(prefix if end <= PREFIX_TOKENS else own, end) for end in ENDS if end <= length
@@ -149,7 +148,7 @@ def simulate(workload: Workload, jobs: Sequence[Job], seed: int, *, affinity: bo
 
 def floor_s(jobs: Sequence[Job]) -> float:
     """Return the p90 time to the first token if prefixes were cached and all workers idle."""
-    cached = _SHARED_PAGES * PAGE_SIZE
+    cached = PAGE_PLAN.filled(range(_SHARED_PAGES), PREFIX_TOKENS)
     alone = [H200.prompt_s(job.prompt - cached, cached) + H200.latency_s for job in jobs]
     return percentile(alone, 90)
 

@@ -28,7 +28,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
-from runtime.pages.plan import PAGE_SIZE
+from runtime.pages.plan import PAGE_SIZE, PagePlan
 from services.common.errors import SettingsError
 from services.sizing.lengths import Lengths
 from services.sizing.measured import DENSE, Figures
@@ -36,6 +36,7 @@ from services.sizing.queueing import poisson_mean, waiting
 
 MAX_WORKERS = 10_000
 ROUNDING = 1e-9
+_PLAN = PagePlan(PAGE_SIZE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Load:
 
     def cached(self, tokens: float) -> float:
         """Return how many tokens of a prompt of this length are cached."""
-        return max(0, min(self.shared_prefix, int(tokens) - 1)) // PAGE_SIZE * PAGE_SIZE
+        shared = max(0, min(self.shared_prefix, int(tokens) - 1))
+        return _PLAN.filled(range(_PLAN.full(shared)), shared)
 
     @property
     def context(self) -> float:
