@@ -128,7 +128,7 @@ def test_a_prompt_computed_after_received_kv_has_the_tokens_of_a_cold_engine(
 def test_random_chats_are_computed_with_the_tokens_of_a_cold_engine(
     name: str, replay: bool
 ) -> None:
-    """With few pages, sequences are preempted; other ranks get copies of the plans."""
+    """The pool has few pages, so that sequences are preempted. Other ranks get copied plans."""
     model = model_of(name)
     script = script_of(model, 5, 120)
     engine = engine_of(model, pages=30, replay=replay)

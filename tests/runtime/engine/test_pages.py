@@ -70,7 +70,7 @@ def test_choices_of_a_short_prompt_take_no_encoded_pages(purpose: Purpose) -> No
 
 
 def test_a_prefix_cut_to_its_limit_has_the_pages_of_its_window() -> None:
-    """Of the window's pages, the first two were evicted: 32 tokens cannot be reused alone."""
+    """A prefix of 32 tokens needs the two pages of its window that were evicted."""
     plan = sliding_plan(16, 24)
     scheduler = Scheduler(
         Limits(4, 4), plan=plan, total=plan.each(20), context_length=400, prefix_root=b"root"

@@ -395,7 +395,7 @@ def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_random_chats_produce_the_tokens_of_a_cold_engine(
     name: str, replay: bool, tmp_path: Path
 ) -> None:
-    """With ample pages and with so few that pages are evicted and sequences preempted."""
+    """One run has ample pages, the other so few that it evicts pages and preempts sequences."""
     model = model_of(name, tmp_path)
     torch.manual_seed(0)
     for seed, pages in ((1, 200), (2, 24)):

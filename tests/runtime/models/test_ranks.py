@@ -214,7 +214,7 @@ def test_parts_of_the_residual_stream_are_exchanged_in_the_low_rank_space(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_the_residual_stream_may_differ_in_size(size: int) -> None:
-    """Of 44 elements, the last ranks have fewer than the others or none."""
+    """44 elements are divided unevenly: the last rank has fewer than the others, or none."""
     config = replace(GQA, hidden_size=44)
     checkpoint = tiny_checkpoint(bias="all", head_norms=True, ranks=PAIRS, config=config)
     check_equal(checkpoint, size, Scheme.EVEN)

@@ -139,7 +139,7 @@ def test_a_received_prompt_of_an_encoding_format_needs_what_would_be_sent() -> N
 
 @dataclass
 class Model:
-    """What a pool must do, written as plainly as possible.
+    """Simple model of a pool, with which the pool is compared.
 
     Attributes:
         content: content of each page that has some.

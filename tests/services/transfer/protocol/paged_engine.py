@@ -39,7 +39,7 @@ class PageBounds:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How a decode worker may begin a stream: it fetches KV, or means to compute it."""
+        """Ways in which a decode worker starts a stream: it fetches the KV, or computes it."""
         return ("early", "with pages", *(("computed", "evicted") if self.computes else ()))
 
 
