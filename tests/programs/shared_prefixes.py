@@ -35,6 +35,7 @@ SYSTEM_PROMPTS = (40, 130, 250)
 """Lengths of the system prompts in tokens."""
 TURNS, FORKS, ANSWER = 3, 0.3, 20
 CONCURRENCY = 4
+"""Concurrent chats, unless ``--concurrency`` is given."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,14 @@ class Chats:
 
     Args:
         text: tokens from which prompts are cut.
+        concurrency: number of chats at a time.
     """
 
-    def __init__(self, text: Sequence[int], count: int, seed: int) -> None:
+    def __init__(
+        self, text: Sequence[int], count: int, seed: int, concurrency: int = CONCURRENCY
+    ) -> None:
         self._text = text
+        self.concurrency = concurrency
         rng = random.Random(seed)
         systems = [self._cut(rng, length) for length in SYSTEM_PROMPTS]
         self.count = count
@@ -91,7 +96,7 @@ class Chats:
 
 
 async def play(running: Running, chats: Chats) -> Result:
-    """Send all chats, `CONCURRENCY` at a time; their turns are made from the answers."""
+    """Send all chats, some at a time; their turns are made from the answers."""
     result = Result()
 
     async def send(stub: "InferenceAsyncStub", chat: int) -> None:
@@ -101,24 +106,24 @@ async def play(running: Running, chats: Chats) -> Result:
             await ask(stub, turn, result)
             history = turn.case.prompt + result.answers[turn.case.name].tokens[:ANSWER]
 
-    await _each(running, chats.count, send)
+    await _each(running, chats, send)
     return result
 
 
 async def replay(running: Running, chats: Chats) -> Result:
-    """Send the turns that `play` has made, `CONCURRENCY` chats at a time."""
+    """Send the turns that `play` has made, in the same order of each chat."""
     result = Result()
 
     async def send(stub: "InferenceAsyncStub", chat: int) -> None:
         for turn in chats.turns[chat]:
             await ask(stub, turn, result)
 
-    await _each(running, chats.count, send)
+    await _each(running, chats, send)
     return result
 
 
-async def _each(running: Running, count: int, send) -> None:  # type: ignore[no-untyped-def]
-    limit = asyncio.Semaphore(CONCURRENCY)
+async def _each(running: Running, chats: Chats, send) -> None:  # type: ignore[no-untyped-def]
+    limit = asyncio.Semaphore(chats.concurrency)
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
 
@@ -126,7 +131,7 @@ async def _each(running: Running, count: int, send) -> None:  # type: ignore[no-
             async with limit:
                 await send(stub, chat)
 
-        await asyncio.gather(*map(one, range(count)))
+        await asyncio.gather(*map(one, range(chats.count)))
 
 
 def request_of(turn: Turn) -> pb.GenerateRequest:
@@ -182,15 +187,21 @@ class Outcome:
 
 
 def run(
-    count: int, flags: Sequence[str] = (), seed: int = 3, model: str = DEFAULT_MODEL
+    count: int,
+    flags: Sequence[str] = (),
+    seed: int = 3,
+    model: str = DEFAULT_MODEL,
+    concurrency: int = CONCURRENCY,
 ) -> Outcome:
     """Compare both deployments over ``count`` chats.
 
     Args:
-        flags: flags of both deployments.
+        flags: further flags of both deployments.
+        concurrency: number of chats at a time.
     """
     text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
-    chats = Chats(text, count, seed)
+    chats = Chats(text, count, seed, concurrency)
+    flags = ("--model", model, *flags)
     with deployed(*flags, environment=_cache("false")) as running:
         running.wait_for_all_workers()
         cold = asyncio.run(play(running, chats))
@@ -218,10 +229,13 @@ def _cache(value: str) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.shared_prefixes")
     parser.add_argument("--chats", type=int, default=66, help="number of chats of three turns")
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="chats at a time")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
     parser.add_argument("--kv-format", default="dense", help="KV format of the workers")
     parser.add_argument("--seed", type=int, default=3)
     own = parser.parse_args()
-    found = run(own.chats, ("--kv-format", own.kv_format), own.seed)
+    flags = ("--kv-format", own.kv_format)
+    found = run(own.chats, flags, own.seed, own.model, own.concurrency)
     comparison = found.comparison
     console = Console(highlight=False)
     console.print(
