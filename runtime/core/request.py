@@ -6,12 +6,17 @@ tokens that another worker generated are counted as well.
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+
+import numpy as np
 
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest
+from runtime.pages.prefix import PageHashes, root_hash
 
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token, as in OpenAI's API."""
@@ -140,6 +145,31 @@ class Request:
     choices: int = 1
     salt: bytes = b""
 
+    @cached_property
+    def packed(self) -> "array[int]":
+        """``tokens`` as ``uint32[n]``. Raises OverflowError for ids that do not fit."""
+        return array("I", self.tokens)
+
+    def page_hashes(self, root: bytes, page_size: int) -> PageHashes:
+        """Return the hashes of the full pages of ``tokens``.
+
+        All calls with the same arguments return the same object, so that each hash is computed
+        once, by the first one that looks for cached pages.
+
+        Args:
+            root: see `EngineOptions.prefix_root`. The salt is added to it.
+            page_size: tokens in a page.
+        """
+        found = self._page_hashes.get((root, page_size))
+        if found is None:
+            hashes = PageHashes(root_hash(root, self.salt), page_size, self.packed)
+            found = self._page_hashes.setdefault((root, page_size), hashes)
+        return found
+
+    @cached_property
+    def _page_hashes(self) -> dict[tuple[bytes, int], PageHashes]:
+        return {}
+
     def limit(self, context_length: int) -> int:
         """Return the maximum number of tokens of a choice, including the prompt."""
         return min(self.prompt_tokens + self.max_tokens, context_length)
@@ -166,7 +196,11 @@ class Request:
                 f"{len(self.tokens)} tokens leave no space for output in a "
                 f"context of {config.context_length}"
             )
-        if min(self.tokens) < 0 or max(self.tokens) >= config.vocab_size:
+        try:
+            largest = np.asarray(self.packed).max()
+        except OverflowError:
+            largest = config.vocab_size
+        if largest >= config.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {config.vocab_size - 1}")
         if self.choices < 1:
             raise InvalidRequest(f"choices must be at least 1, not {self.choices}")

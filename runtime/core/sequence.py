@@ -143,18 +143,26 @@ class SequenceGroup:
 
     @classmethod
     def of(
-        cls, request: Request, purpose: Purpose, arrival: int, *, limit: int, evicts: int
+        cls,
+        request: Request,
+        purpose: Purpose,
+        arrival: int,
+        *,
+        limit: int,
+        evicts: int,
+        choices: int | None = None,
     ) -> Self:
         """Return the group of a new request; see `SequenceState` for the arguments.
 
         Args:
             arrival: arrival of the first choice; each further choice has the next number.
+            choices: number of choices that get a sequence, the first ones; None for all.
         """
         sequences = [
             SequenceState(
                 request, choice, arrival + choice, [*request.tokens], limit, evicts=evicts
             )
-            for choice in range(request.choices)
+            for choice in range(request.choices if choices is None else choices)
         ]
         return cls(purpose, sequences)
 

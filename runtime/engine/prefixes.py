@@ -19,7 +19,7 @@ from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.pool import PagePool
-from runtime.pages.prefix import PageHashes, cached_pages, root_hash
+from runtime.pages.prefix import cached_pages
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,12 @@ class Prefixes:
     def start(self, group: SequenceGroup) -> None:
         """Let a new group use cached pages, unless its tokens are evicted.
 
-        The sequences of the other choices get hashes when the prompt is complete.
+        The first sequence gets the hashes of the request, which may be in use on other threads.
+        When the prompt is complete, each sequence gets hashes of its own.
         """
         if self._root is not None and not group.evicts:
-            root = root_hash(self._root, group.request.salt)
-            group.sequences[0].hashes = PageHashes(root, self._plan.page_size)
+            hashes = group.request.page_hashes(self._root, self._plan.page_size)
+            group.sequences[0].hashes = hashes
 
     def cached_tokens(self, group: SequenceGroup) -> int:
         """Return how many prompt tokens of a group are in cached pages. Callable on any thread."""
@@ -145,10 +146,9 @@ class Prefixes:
     def keep_computed(self, pages: ComputedPages) -> None:
         """Record the content of pages that a completed step has computed."""
         group = pages.group
-        first, *others = group.sequences
-        self._keep(first, pages.first, pages.tables)
+        self._keep(group.sequences[0], pages.first, pages.tables)
         if pages.completes:
-            self._start_others(first, others)
+            self._copy_hashes(group)
 
     def keep_received(self, group: SequenceGroup, end: int) -> None:
         """Record the content of prompt pages whose KV was received and verified.
@@ -156,13 +156,12 @@ class Prefixes:
         Args:
             end: position after the last received token.
         """
-        first, *others = group.sequences
-        plan = self._plan
+        plan, first = self._plan, group.sequences[0]
         pages = range(plan.full(group.reused), plan.full(end))
         tables = [table[pages.start : pages.stop] for table in first.page_tables]
         self._keep(first, pages.start, tables)
         if end == len(group.tokens):
-            self._start_others(first, others)
+            self._copy_hashes(group)
 
     def keep_decoded(self, sequence: SequenceState) -> None:
         """Record the content of pages with output tokens of a sequence that stops.
@@ -199,11 +198,12 @@ class Prefixes:
                 if page != FREED:
                     pool.keep(page, content)
 
-    def _start_others(self, first: SequenceState, others: Sequence[SequenceState]) -> None:
-        """Copy the hashes of the first choice, so that pages of the others can be found, too."""
-        if first.hashes is not None:
-            for sequence in others:
-                sequence.hashes = first.hashes.copy()
+    def _copy_hashes(self, group: SequenceGroup) -> None:
+        """Give each choice a copy of the hashes of the prompt, to which its output is added."""
+        hashes = group.sequences[0].hashes
+        if hashes is not None:
+            for sequence in group.sequences:
+                sequence.hashes = hashes.copy()
 
     def _find(self, group: SequenceGroup) -> int:
         """Return the number of pages of the longest cached prefix that a group may reuse."""

@@ -20,7 +20,6 @@ decoded again as forced tokens (`SequenceState.forced`).
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
 
 from runtime.core.limits import Limits
@@ -134,7 +133,7 @@ class Scheduler:
         Args:
             purpose: decides which pages a prefix needs; by default, the rest will be received.
         """
-        return self.pages.prefixes.cached_tokens(self._first_choice(request, purpose))
+        return self.pages.prefixes.cached_tokens(self._group(request, purpose, choices=1))
 
     def uncached_tokens(self, request: Request) -> int | None:
         """Return how many prompt tokens of a request would have to be computed now.
@@ -147,7 +146,7 @@ class Scheduler:
             None if no page of the prompt is cached, or if the pools have too few pages to compute
             the request.
         """
-        group = self._first_choice(request, Purpose.GENERATE)
+        group = self._group(request, Purpose.GENERATE, choices=1)
         cached = self.pages.prefixes.cached_tokens(group)
         if not cached or not self.pages.need(group, request.choices).fits(self.pages.total):
             return None
@@ -442,18 +441,22 @@ class Scheduler:
         slots = self.num_running + group.slots
         return slots <= self._limits.max_running and self.pages.suffice_for(group)
 
-    def _group(self, request: Request, purpose: Purpose) -> SequenceGroup:
-        """Return the group of a request that arrives now."""
+    def _group(
+        self, request: Request, purpose: Purpose, choices: int | None = None
+    ) -> SequenceGroup:
+        """Return the group of a request that arrives now.
+
+        Args:
+            choices: see `SequenceGroup.of`.
+        """
         limit = request.limit(self._context_length)
         evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self.pages.plan.page_size)
-        group = SequenceGroup.of(request, purpose, self._arrivals, limit=limit, evicts=evicts)
+        group = SequenceGroup.of(
+            request, purpose, self._arrivals, limit=limit, evicts=evicts, choices=choices
+        )
         self._rewind(group.sequences)
         self.pages.prefixes.start(group)
         return group
-
-    def _first_choice(self, request: Request, purpose: Purpose) -> SequenceGroup:
-        """Return a group of the first choice alone, to copy the prompt only once."""
-        return self._group(replace(request, choices=1), purpose)
 
     def _prefilled(self, group: SequenceGroup) -> list[SequenceState]:
         """Move a group whose prompt is complete to those that are held, or run its sequences.

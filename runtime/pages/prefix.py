@@ -33,21 +33,25 @@ def root_hash(*facts: str | bytes) -> bytes:
 class PageHashes:
     """Hashes of the full pages of one sequence, each computed once, when it is needed.
 
+    Several threads may use one object. At worst, they compute the same hash twice.
+
     Args:
         root: hash that precedes the first page.
         page_size: tokens in a page.
+        packed: the first tokens of the sequence, ``uint32[n]``.
     """
 
-    __slots__ = ("_hashes", "_page_size", "_root")
+    __slots__ = ("_hashes", "_packed", "_page_size", "_root")
 
-    def __init__(self, root: bytes, page_size: int) -> None:
+    def __init__(self, root: bytes, page_size: int, packed: "array[int] | None" = None) -> None:
         self._root = root
         self._page_size = page_size
+        self._packed = array("I") if packed is None else packed
         self._hashes: list[bytes] = []
 
     def copy(self) -> "PageHashes":
         """Return a copy for a sequence that starts with the same pages."""
-        copied = PageHashes(self._root, self._page_size)
+        copied = PageHashes(self._root, self._page_size, self._packed)
         copied._hashes = self._hashes.copy()
         return copied
 
@@ -59,16 +63,28 @@ class PageHashes:
                 them. They must be the same in all calls.
             pages: indices of the pages in the sequence.
         """
-        hashes, size = self._hashes, self._page_size
-        if len(hashes) < pages.stop:
-            first, hash_bytes = len(hashes) * size, _TOKEN_BYTES * size
-            content = array("I", tokens[first : pages.stop * size]).tobytes()
-            before = hashes[-1] if hashes else self._root
-            for at in range(0, len(content), hash_bytes):
-                page = before + content[at : at + hash_bytes]
-                before = blake2b(page, digest_size=_HASH_BYTES).digest()
-                hashes.append(before)
-        return hashes[pages.start : pages.stop]
+        known = len(self._hashes)
+        if known < pages.stop:
+            added = self._hash(tokens, range(known, pages.stop))
+            # One step of the interpreter. If another thread has added some of these hashes in the
+            # meantime, they are replaced by equal ones.
+            self._hashes[known : pages.stop] = added
+        return self._hashes[pages.start : pages.stop]
+
+    def _hash(self, tokens: Sequence[int], pages: range) -> list[bytes]:
+        """Return the hashes of pages that follow those with known hashes."""
+        size, page_bytes = self._page_size, _TOKEN_BYTES * self._page_size
+        first, end = pages.start * size, pages.stop * size
+        is_packed = end <= len(self._packed)
+        packed = self._packed[first:end] if is_packed else array("I", tokens[first:end])
+        content = packed.tobytes()
+        before = self._hashes[pages.start - 1] if pages.start else self._root
+        hashes = []
+        for at in range(0, len(content), page_bytes):
+            page = before + content[at : at + page_bytes]
+            before = blake2b(page, digest_size=_HASH_BYTES).digest()
+            hashes.append(before)
+        return hashes
 
 
 def cached_pages(
