@@ -14,6 +14,7 @@ tokens between pages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
@@ -68,6 +69,20 @@ class PrefixCounts:
     cached: PageCount = field(default_factory=PageCount)
 
 
+class _Search(NamedTuple):
+    """What the result of a search for the cached prefix of a group depends on.
+
+    Attributes:
+        tokens: number of tokens of the group, which a preemption may change.
+        versions: `PagePool.version` of each pool.
+    """
+
+    group: SequenceGroup
+    purpose: Purpose
+    tokens: int
+    versions: tuple[int, ...]
+
+
 class Prefixes:
     """Finds the pages of prompts in the pools, and records the content of pages.
 
@@ -81,6 +96,9 @@ class Prefixes:
         self._pools = pools
         self._root = root
         self._queried_tokens = self._reused_tokens = 0
+        # The last search of `in_use` and its result.
+        self._searched: _Search | None = None
+        self._in_use = PageCount()
 
     @property
     def counts(self) -> PrefixCounts:
@@ -107,17 +125,26 @@ class Prefixes:
         return self._find(group) * self._plan.page_size
 
     def in_use(self, group: SequenceGroup) -> PageCount:
-        """Return how many pages of the cached prefix of a group other sequences use."""
-        tables = self._tables(group, self._find(group))
-        return PageCount(
-            *(
-                sum(pool.in_use(pages) for _, pages in table)
-                for pool, table in zip(self._pools, tables, strict=True)
+        """Return how many pages of the cached prefix of a group other sequences use.
+
+        The first group in the queue may wait for many steps. It is searched again only after the
+        pools have changed.
+        """
+        versions = tuple(pool.version for pool in self._pools)
+        search = _Search(group, group.purpose, len(group.tokens), versions)
+        if search != self._searched:
+            self._searched, tables = search, self._tables(group, self._find(group))
+            self._in_use = PageCount(
+                *(
+                    sum(pool.in_use(pages) for _, pages in table)
+                    for pool, table in zip(self._pools, tables, strict=True)
+                )
             )
-        )
+        return self._in_use
 
     def take(self, group: SequenceGroup) -> Prefix:
         """Add a reference to the pages of the longest cached prefix of a group."""
+        self._searched = None
         prefix = self._share(group, self._find(group))
         if group.sequences[0].hashes is not None:
             self._queried_tokens += len(group.tokens)

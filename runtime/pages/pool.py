@@ -21,13 +21,15 @@ class PagePool:
     Attributes:
         total: number of pages.
         evicted: number of cached pages that were evicted so far.
+        version: number of changes so far after which `find` may return other pages, or `in_use`
+            another number for pages with content.
     """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, not {num_pages}")
         self.total = num_pages
-        self.evicted = 0
+        self.evicted = self.version = 0
         # Free pages without content.
         self._blank = deque(range(num_pages))
         # Free pages with content, in the order in which they became free.
@@ -72,6 +74,7 @@ class PagePool:
                 if page not in self._cached:
                     raise ValueError(f"page {page} is free and cannot be shared")
                 del self._cached[page]
+                self.version += 1
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -95,11 +98,13 @@ class PagePool:
                 blank.append(page)
             else:
                 self._cached[page] = None
+                self.version += 1
         self._blank.extend(reversed(blank))
 
     def in_use(self, pages: Iterable[int]) -> int:
         """Return how many of ``pages`` have references."""
-        return sum(self._references[page] > 0 for page in pages)
+        references = list(map(self._references.__getitem__, pages))
+        return len(references) - references.count(0)
 
     def keep(self, page: int, content: bytes) -> None:
         """Record the hash of the content of a page that has references and is no longer written.
@@ -114,6 +119,7 @@ class PagePool:
             raise ValueError(f"the content of page {page} cannot be recorded")
         if self._pages.setdefault(content, page) == page:
             self._hashes[page] = content
+            self.version += 1
 
     def find(self, contents: Sequence[bytes]) -> list[int]:
         """Return the pages with these contents, up to the first content that no page has."""
@@ -132,6 +138,7 @@ class PagePool:
             return
         self._hashes[page] = None
         del self._pages[content]
+        self.version += 1
         if page in self._cached:
             del self._cached[page]
             self._blank.append(page)
@@ -144,4 +151,5 @@ class PagePool:
         self._hashes[page] = None
         del self._pages[content]
         self.evicted += 1
+        self.version += 1
         return page

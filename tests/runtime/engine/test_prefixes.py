@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from runtime.kv.names import CALIBRATED, COMPRESSED, DENSE, LOWRANK
 from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.count import PageCount
-from runtime.pages.prefix import PageHashes, root_hash
+from runtime.pages.prefix import PageHashes, cached_pages, root_hash
 from runtime.sampling.reference import Draw
 from tests.runtime.engine.fake_executor import FakeExecutor, FakeStep
 from tests.runtime.engine.mirrored import Mirrored
@@ -443,6 +444,31 @@ def test_a_page_is_hashed_once_on_its_way_through_a_worker(
     pages = [page[32:] for page in hashed if len(page) == 32 + 4 * PAGE]
     assert len(pages) == 2 * 6  # of each request
     assert len(set(pages)) == 6
+
+
+def test_a_blocked_request_is_searched_again_only_after_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts of 13 and 24 pages, of which 12 are equal, do not fit into 24 pages together."""
+    engine = fake_engine(pages=24)
+    drive(engine, Add(request("first", range(200), 4)))
+    searches = 0
+
+    def count(*arguments: Any, **options: Any) -> int:
+        nonlocal searches
+        searches += 1
+        return cached_pages(*arguments, **options)
+
+    monkeypatch.setattr("runtime.engine.prefixes.cached_pages", count)
+    engine.step([Add(request("a", range(200), 60))])
+    engine.step([Add(request("b", (*range(200), *range(180)), 4))])
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+    searches = 0
+    for _ in range(12):
+        engine.step([])
+    assert (engine.scheduler.num_waiting, searches) == (1, 0)
+    engine.step([Cancel("a")])
+    assert (engine.scheduler.num_waiting, searches > 0) == (0, True)
 
 
 def test_requests_do_not_get_hashes_of_outputs() -> None:

@@ -190,12 +190,21 @@ class Model:
         if self.content.pop(page, None) and page in self.freed:
             self.freed[page] = self.now = self.now + 1
 
+    @property
+    def findable(self) -> dict[bytes, tuple[int, bool]]:
+        """The page with each content, and whether it has references."""
+        return {
+            content: (page, self.references.get(page, 0) > 0)
+            for page, content in self.content.items()
+        }
+
 
 def play(pool: PagePool, rng: random.Random, operations: int) -> None:
     """Run random operations on a pool and on the model, and compare them after each."""
     model = Model(pool.total)
     held: list[list[int]] = []
     for _ in range(operations):
+        findable, version = model.findable, pool.version
         action = rng.choices("asrkf", (4, 3, 4, 5, 0.3))[0]
         if action == "a":
             count = rng.randint(1, 4)
@@ -226,6 +235,7 @@ def play(pool: PagePool, rng: random.Random, operations: int) -> None:
             page = rng.randrange(pool.total)
             pool.forget(page)
             model.forget(page)
+        assert model.findable == findable or pool.version > version
         assert pool.free == len(model.freed)
         assert pool.cached == sum(page in model.content for page in model.freed)
         content = bytes([rng.randrange(40)])
@@ -273,6 +283,13 @@ class ReplacesEqualPages(PagePool):
         super().keep(page, content)
 
 
+class CountsNoReleases(PagePool):
+    def release(self, pages: Sequence[int]) -> None:
+        version = self.version
+        super().release(pages)
+        self.version = version
+
+
 @pytest.mark.parametrize(
     "pool",
     [
@@ -281,6 +298,7 @@ class ReplacesEqualPages(PagePool):
         FindsEvictedPages,
         AllocatesSharedPages,
         ReplacesEqualPages,
+        CountsNoReleases,
     ],
 )
 def test_the_model_finds_planted_faults(pool: type[PagePool]) -> None:
