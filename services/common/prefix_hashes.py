@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 
-from services.common.token_ids import pack_tokens
+from services.common.token_ids import TOKEN_BYTES, count_tokens
 
 HEADER = "x-headrace-prefix"
 BLOCK_TOKENS = 64
@@ -44,23 +44,20 @@ LENGTHS = tuple(end - begin for begin, end in pairwise((0, *ENDS)))
 """Number of tokens in each block."""
 
 
-def prefix_hashes(tokens: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
+def prefix_hashes(packed: bytes, salt: bytes = b"") -> tuple[bytes, ...]:
     """Return the hash of each whole block of a prompt, the first block first.
 
     Args:
-        tokens: token ids of the prompt.
+        packed: token ids of the prompt, see `pack_tokens`.
         salt: prompts with different salts share no KV.
     """
-    number = bisect_right(ENDS, len(tokens))
-    if not number:
-        return ()
-    packed = memoryview(pack_tokens(tokens[: ENDS[number - 1]]))
-    width = len(packed) // ENDS[number - 1]
+    number = bisect_right(ENDS, count_tokens(packed))
+    content = memoryview(packed)
     chain = blake2b(len(salt).to_bytes(_SALT_BYTES, "little") + salt, digest_size=HASH_BYTES)
     hashes = []
     for begin, end in pairwise((0, *ENDS[:number])):
-        chain.update(packed[begin * width : end * width])
-        hashes.append(chain.copy().digest())
+        chain.update(content[begin * TOKEN_BYTES : end * TOKEN_BYTES])
+        hashes.append(chain.digest())
     return tuple(hashes)
 
 

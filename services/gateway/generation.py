@@ -77,7 +77,7 @@ class Generator:
         options = request.options
         text = TextAssembler(self._tokenizer, options.n, options.stop, options.min_tokens)
         progress = Progress(request)
-        self._metrics.prompt_tokens.inc(len(request.prompt))
+        self._metrics.prompt_tokens.inc(request.prompt_tokens)
         retries, siblings = Retries(), siblings or Siblings()
         span = generation_span(request, self._model)
         with span, self._recent.follow(request, span) as timeline:

@@ -122,7 +122,7 @@ class Placer:
                 admitted=admitted,
                 attempt=retries.number,
                 model=self._model,
-                prompt_tokens=len(request.prompt) + replayed,
+                prompt_tokens=request.prompt_tokens + replayed,
                 replayed_tokens=replayed,
                 max_tokens=request.max_tokens - replayed,
                 required_tokens=required and max(1, required - replayed),

@@ -106,7 +106,7 @@ class Progress:
                 self.delivered[token.choice].append(token.token)
             self.unfinished.difference_update(end.choice for end in delta.ended)
             if delta.HasField("cached_tokens"):
-                known = len(self._request.prompt) if self._cached is None else self._cached
+                known = self._request.prompt_tokens if self._cached is None else self._cached
                 self._cached = min(delta.cached_tokens, known)
                 self._has_cached = True
 

@@ -72,14 +72,15 @@ class PromptTokenizer:
         """Return the result of ``work``; call it in a thread if the request is large."""
         return await self._run(self._python, size, work)
 
-    async def encode_prompt(self, text: str, size: int, salt: bytes) -> list[int]:
-        """Return the token ids of a prompt.
+    async def encode_prompt(self, text: str, size: int, salt: bytes) -> bytes:
+        """Return the packed token ids of a prompt.
 
         Raises:
             ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
         """
         self._check_length(len(text), "prompt")
-        return await self.encode(text, size, salt)
+        pack = partial(self._tokenizer.pack, text, salt=salt)
+        return await self._run(self._encoding, size, pack)
 
     async def encode(
         self,
@@ -106,8 +107,8 @@ class PromptTokenizer:
         as_input: Callable[[_M], dict[str, Any]],
         size: int,
         salt: bytes,
-    ) -> list[int]:
-        """Return the token ids of a conversation.
+    ) -> bytes:
+        """Return the packed token ids of a conversation.
 
         Args:
             as_input: function that returns the ``role`` and the ``content`` of a message.
@@ -121,8 +122,8 @@ class PromptTokenizer:
             raise InvalidRequest("at least one message is required", param="messages")
         check_message_count(len(messages), self._limits.context_length)
         prompt = await self.compute(size, lambda: self._render(messages, as_input))
-        encode = partial(self._tokenizer.encode_rendered, prompt, salt=salt)
-        return await self._run(self._encoding, size, encode)
+        pack = partial(self._tokenizer.pack_rendered, prompt, salt=salt)
+        return await self._run(self._encoding, size, pack)
 
     def close(self) -> None:
         """Cancel the work that has not started."""

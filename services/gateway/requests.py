@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from pydantic import (
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_PRIORITY, MAX_TOKENS
 from services.common.prefix_hashes import prefix_hashes
+from services.common.token_ids import count_tokens, pack_tokens
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
@@ -220,7 +222,7 @@ class GenerationRequest:
     """One prompt to complete, validated.
 
     Attributes:
-        prompt: token ids.
+        packed: token ids of the prompt, see `services.common.token_ids`.
         max_tokens: maximum output tokens of each choice. If the client sent none, the workers may
             have space for fewer.
         seed: the client's seed, or a random one; 64 bits.
@@ -231,15 +233,20 @@ class GenerationRequest:
     """
 
     context: RequestContext
-    prompt: tuple[int, ...]
+    packed: bytes
     max_tokens: int
     seed: int
     options: GenerationOptions
     chat: bool = False
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return count_tokens(self.packed)
+
     @cached_property
     def prefix(self) -> tuple[bytes, ...]:
-        return prefix_hashes(self.prompt, self.cache_salt)
+        return prefix_hashes(self.packed, self.cache_salt)
 
     @property
     def cache_salt(self) -> bytes:
@@ -265,10 +272,25 @@ class RequestBuilder:
         """Context length in tokens. While it is unknown, routers check the length of requests."""
         return self._limits.context_length or MAX_TOKENS
 
+    def pack(self, prompt: Sequence[int]) -> bytes:
+        """Return the token ids of a prompt that a client sent, packed for `build`.
+
+        Raises:
+            InvalidRequest: if an id is outside the vocabulary.
+        """
+        try:
+            packed = pack_tokens(prompt)
+        except struct.error:
+            self.check_token(min(prompt), "prompt")
+            packed = b""
+        if prompt:
+            self.check_token(max(prompt), "prompt")
+        return packed
+
     def build(
         self,
         context: RequestContext,
-        prompt: Sequence[int],
+        packed: bytes,
         options: GenerationOptions,
         *,
         chat: bool,
@@ -277,6 +299,7 @@ class RequestBuilder:
         """Return a validated request.
 
         Args:
+            packed: token ids of the prompt: the result of `pack`, or those of the tokenizer.
             chat: whether the prompt is a conversation. Without ``max_tokens``, the output may then
                 fill the context; otherwise it has ``default_max_tokens`` of the settings.
             names: mapping from fields of ``options`` to their names in the client's request, if
@@ -286,7 +309,8 @@ class RequestBuilder:
             InvalidRequest: if a value is out of bounds; ``param`` names the field.
         """
         names = names or {}
-        self._check_prompt(prompt)
+        if not packed:
+            raise InvalidRequest("the prompt is empty", param="prompt")
         self._check_at_most("n", options.n, self._settings.max_choices)
         self._check_stop(options.stop)
         self._check_logit_bias(options.logit_bias)
@@ -294,16 +318,10 @@ class RequestBuilder:
             name = names.get("logprobs", "logprobs")
             self._check_at_most(name, options.logprobs, self._limits.max_logprobs)
         name = names.get("max_tokens", "max_tokens")
-        max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, chat)
+        max_tokens = self._max_tokens(count_tokens(packed), options.max_tokens, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(context, tuple(prompt), max_tokens, seed, options, chat)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        for token in (min(prompt), max(prompt)):
-            self._check_token(token, "prompt")
+        return GenerationRequest(context, packed, max_tokens, seed, options, chat)
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
@@ -336,9 +354,10 @@ class RequestBuilder:
                 f"logit_bias must have at most {limit} entries", param="logit_bias"
             )
         for token in bias:
-            self._check_token(token, "logit_bias")
+            self.check_token(token, "logit_bias")
 
-    def _check_token(self, token: int, param: str) -> None:
+    def check_token(self, token: int, param: str) -> None:
+        """Raise `InvalidRequest` if a token id in the field ``param`` is not in the vocabulary."""
         if not 0 <= token < self._vocab_size:
             raise InvalidRequest(
                 f"token id {token} is outside the vocabulary of {self._vocab_size} tokens",

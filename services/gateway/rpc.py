@@ -193,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return await self._parse(message, size, accepted)
 
     async def _write_output(self, request: GenerationRequest, context: Context) -> None:
-        usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
+        usage = inference_pb2.Usage(prompt_tokens=request.prompt_tokens)
         unfinished = request.options.n
         async with aclosing(self._gateway.generate([request])) as output:
             async for deltas in output:
@@ -223,7 +223,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         elif kind == "text":
             prompt = await self._gateway.prompts.encode_prompt(message.text, size, salt)
         elif kind == "tokens":
-            prompt = list(message.tokens.ids)
+            prompt = self._gateway.builder.pack(message.tokens.ids)
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")

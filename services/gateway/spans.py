@@ -74,7 +74,7 @@ def generation_span(request: GenerationRequest, model: str) -> Span:
         "gen_ai.request.top_k": float(options.top_k),
         "gen_ai.request.presence_penalty": options.presence_penalty,
         "gen_ai.request.frequency_penalty": options.frequency_penalty,
-        "gen_ai.usage.input_tokens": len(request.prompt),
+        "gen_ai.usage.input_tokens": request.prompt_tokens,
         "headrace.request.id": request.context.request_id,
     }
     return parent.child(f"{operation} {model}", Kind.INTERNAL, attributes)

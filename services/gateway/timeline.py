@@ -87,7 +87,7 @@ class RequestTimeline:
         self._id = context.request_id
         self._arrived = context.arrived
         self._deadline = context.deadline
-        self._prompt_tokens = len(request.prompt)
+        self._prompt_tokens = request.prompt_tokens
         self._choices = request.options.n
         self._metrics = metrics
         self._span = span

@@ -50,18 +50,17 @@ class PrefixEncoder:
         """Whether encodings are reused: whether the tokenizer permits it."""
         return self._added is not None
 
-    def encode(self, text: str, *, add_special: bool, salt: bytes | None = None) -> list[int]:
-        """Return the token ids of a text.
+    def encode(self, text: str, *, add_special: bool, salt: bytes | None = None) -> "array[int]":
+        """Return the token ids of a text, ``uint32[n]``.
 
         Args:
             add_special: add the special tokens that the model expects, such as BOS.
             salt: only encodings of texts with the same salt are reused; None: none is.
         """
         if salt is None or self._added is None or (data := self._separable(text)) is None:
-            return self._encode(text, add_special)
-        ids = self._encode_rest(text, data, salt).tolist()
-        first, last = self._added if add_special else ([], [])
-        return [*first, *ids, *last]
+            return array("I", self._encode(text, add_special))
+        first, last = self._added if add_special else (array("I"), array("I"))
+        return first + self._encode_rest(text, data, salt) + last
 
     def _separable(self, text: str) -> bytes | None:
         """Return a text in UTF-8, or None if it is short or the normalizer may change it."""
@@ -100,7 +99,7 @@ class PrefixEncoder:
         return list(encoding.ids)
 
 
-def _added_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+def _added_ids(backend: tokenizers.Tokenizer) -> "tuple[array[int], array[int]] | None":
     """Return the ids that the post-processor adds before and after a text.
 
     Returns:
@@ -115,4 +114,4 @@ def _added_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | N
     if mask.count(0) != 1 or plain.ids != [full.ids[mask.index(0)]]:
         return None
     at = mask.index(0)
-    return full.ids[:at], full.ids[at + 1 :]
+    return array("I", full.ids[:at]), array("I", full.ids[at + 1 :])

@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from services.common.token_ids import pack_tokens
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.content_guard import ContentGuard
 from services.tokenizer.prefix_encoder import PrefixEncoder
@@ -86,13 +87,21 @@ class Tokenizer:
                 None: the time does not depend on other texts.
         """
         if parse_special:
-            return self._plain.encode(text, add_special=add_special, salt=salt)
+            return self._plain.encode(text, add_special=add_special, salt=salt).tolist()
         text = self._guard.protect(text)
-        return self._guarded.encode(text, add_special=add_special, salt=salt)
+        return self._guarded.encode(text, add_special=add_special, salt=salt).tolist()
 
     def encode_rendered(self, prompt: str, *, salt: bytes | None = None) -> list[int]:
         """Return the token ids of a prompt from `render_chat`. ``salt`` is that of `encode`."""
-        return self._guarded.encode(prompt, add_special=False, salt=salt)
+        return self._guarded.encode(prompt, add_special=False, salt=salt).tolist()
+
+    def pack(self, text: str, *, salt: bytes | None = None) -> bytes:
+        """Return the result of `encode`, packed by `pack_tokens`, without a list of the ids."""
+        return pack_tokens(self._plain.encode(text, add_special=True, salt=salt))
+
+    def pack_rendered(self, prompt: str, *, salt: bytes | None = None) -> bytes:
+        """Return the result of `encode_rendered`, packed as in `pack`."""
+        return pack_tokens(self._guarded.encode(prompt, add_special=False, salt=salt))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""

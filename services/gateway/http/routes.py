@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
+from services.common.token_ids import unpack_tokens
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
@@ -198,11 +199,12 @@ class _Routes:
         """Return the token ids of a text or of a conversation."""
         context = self._accept(request)
         salt = cache_salt(context.tenant, None)
+        tokens: Sequence[int]
         async with self._read(request, context, TokenizeBody) as (body, size):
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
             if body.messages is not None:
-                tokens = await self._chat(body.messages, size, salt)
+                tokens = unpack_tokens(await self._chat(body.messages, size, salt))
             else:
                 tokens = await self._gateway.prompts.encode(
                     body.prompt or "",
@@ -218,11 +220,8 @@ class _Routes:
         """Return the text of token ids, including special tokens."""
         tokenizer = self._gateway.model.tokenizer
         async with self._read(request, self._accept(request), DetokenizeBody) as (body, size):
-            largest = max(body.tokens, default=0)
-            if largest >= tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"token id {largest} is outside the vocabulary", param="tokens"
-                )
+            for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
+                self._gateway.builder.check_token(token, "tokens")
             decode = partial(tokenizer.decode, body.tokens, skip_special=False)
             text = await self._gateway.prompts.compute(size, decode)
         return json_response({"prompt": text})
@@ -262,7 +261,7 @@ class _Routes:
             created=int(time.time()),
             model=model.name,
             tokenizer=model.tokenizer,
-            prompt_tokens=sum(len(request.prompt) for request in requests),
+            prompt_tokens=sum(request.prompt_tokens for request in requests),
             chat=first.chat,
             with_logprobs=first.options.logprobs is not None,
             include_usage=stream.include_usage,
@@ -271,16 +270,16 @@ class _Routes:
         )
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
-    async def _chat(self, messages: Sequence[Message], size: int, salt: bytes) -> list[int]:
-        """Return the token ids of a conversation in a body of this size."""
+    async def _chat(self, messages: Sequence[Message], size: int, salt: bytes) -> bytes:
+        """Return the packed token ids of a conversation in a body of this size."""
         return await self._gateway.prompts.encode_chat(
             messages, Message.as_template_input, size, salt
         )
 
     async def _prompts(
         self, prompt: str | list[str] | list[int] | list[list[int]], size: int, salt: bytes
-    ) -> list[Sequence[int]]:
-        """Return the token ids of each prompt in a body of this size."""
+    ) -> list[bytes]:
+        """Return the packed token ids of each prompt in a body of this size."""
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         prompts = cast("list[str | list[int]]", [prompt] if is_single else prompt)
         limit = self._gateway.settings.max_prompts
@@ -289,11 +288,16 @@ class _Routes:
         return [
             await self._gateway.prompts.encode_prompt(one, size, salt)
             if isinstance(one, str)
-            else one
+            else self._gateway.builder.pack(one)
             for one in prompts
         ]
 
 
 def _prompts_of_choices(requests: Sequence[GenerationRequest]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of the prompt of each choice, in the order of the choices."""
-    return tuple(request.prompt for request in requests for _ in range(request.options.n))
+    prompts = (unpack_tokens(request.packed) for request in requests)
+    return tuple(
+        prompt
+        for request, prompt in zip(requests, prompts, strict=True)
+        for _ in range(request.options.n)
+    )

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from services.common.errors import InvalidRequest
@@ -34,7 +41,10 @@ _MAX_KIND_CHARS = 40
 """Maximum characters of the type of a content part in an error message."""
 
 # Without `fail_fast`, a list of a million invalid elements would block the event loop for seconds.
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+# The bounds of ids are checked later, because a check of each element would take as long as all
+# other steps of the validation together.
+_Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+_Ids = Annotated[list[_Id], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 

@@ -1,5 +1,6 @@
 """Hashes of the beginning of a prompt: equal only for equal tokens and salts, few, and bounded."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,11 @@ from services.common.prefix_hashes import (
     encode_hashes,
     prefix_hashes,
 )
+from services.common.token_ids import pack_tokens
+
+
+def hashes_of(tokens: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
+    return prefix_hashes(pack_tokens(tokens), salt)
 
 
 def test_blocks_are_an_eighth_of_what_precedes_them() -> None:
@@ -29,11 +35,11 @@ def test_blocks_are_an_eighth_of_what_precedes_them() -> None:
     ("tokens", "number"), [(0, 0), (1, 0), (63, 0), (64, 1), (65, 1), (127, 1), (128, 2)]
 )
 def test_only_whole_blocks_have_a_hash(tokens: int, number: int) -> None:
-    assert len(prefix_hashes(range(tokens))) == number
+    assert len(hashes_of(range(tokens))) == number
 
 
 def test_number_of_hashes_is_bounded() -> None:
-    assert len(prefix_hashes(range(ENDS[-1] + 100_000))) == MAX_BLOCKS
+    assert len(hashes_of(range(ENDS[-1] + 100_000))) == MAX_BLOCKS
 
 
 @given(
@@ -47,9 +53,7 @@ def test_hash_covers_all_tokens_up_to_the_end_of_its_block(
     if changed < length:
         other[changed] = token
     equal = [
-        end
-        for end, a, b in zip(ENDS, prefix_hashes(prompt), prefix_hashes(other), strict=False)
-        if a == b
+        end for end, a, b in zip(ENDS, hashes_of(prompt), hashes_of(other), strict=False) if a == b
     ]
     assert equal == [end for end in ENDS if end <= length and prompt[:end] == other[:end]], (
         "a hash depends on no token after its block"
@@ -58,13 +62,13 @@ def test_hash_covers_all_tokens_up_to_the_end_of_its_block(
 
 def test_prompts_with_different_salts_have_no_hash_in_common() -> None:
     salts = [b"", b"\0", b"a", b"ab", b"b" * 100]
-    hashes = [set(prefix_hashes(range(1000), salt)) for salt in salts]
+    hashes = [set(hashes_of(range(1000), salt)) for salt in salts]
     assert len(set[bytes]().union(*hashes)) == sum(map(len, hashes))
 
 
 def test_hashes_are_the_same_in_all_processes() -> None:
     """Gateways of different releases must agree."""
-    assert encode_hashes(prefix_hashes(range(128))) == "a5565e97d8d3e4cee5e531ca507490ae"
+    assert encode_hashes(hashes_of(range(128))) == "a5565e97d8d3e4cee5e531ca507490ae"
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), max_size=MAX_BLOCKS))

@@ -1,5 +1,8 @@
 """Token ids in internal messages."""
 
+import struct
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,13 @@ def test_ids_are_unpacked_as_they_were_packed(tokens: list[int]) -> None:
     packed = pack_tokens(tokens)
     assert unpack_tokens(packed) == tuple(tokens)
     assert count_tokens(packed) == len(tokens)
+    assert pack_tokens(array("I", tokens)) == pack_tokens(array("Q", tokens)) == packed
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70])
+def test_ids_that_do_not_fit_are_refused(token: int) -> None:
+    with pytest.raises(struct.error):
+        pack_tokens([1, token])
 
 
 def test_ids_are_little_endian() -> None:

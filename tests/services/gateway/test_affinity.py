@@ -10,6 +10,7 @@ import pytest
 from services.common.http_server import HttpServer, listen
 from services.common.placement import Role
 from services.common.prefix_hashes import HEADER, encode_hashes, prefix_hashes
+from services.common.token_ids import pack_tokens
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.keys import ApiKeys
 from services.gateway.requests import GenerationOptions, RequestContext
@@ -53,7 +54,7 @@ class Service:
         before = [len(worker.streams) for worker in self.workers]
         context = RequestContext("r", None, _now(), _now() + 60)
         options = GenerationOptions(max_tokens=4, n=choices)
-        request = self.gateway.builder.build(context, prompt, options, chat=True)
+        request = self.gateway.builder.build(context, pack_tokens(prompt), options, chat=True)
         async with aclosing(self.gateway.generate([request])) as output:
             async for _ in output:
                 pass
@@ -156,4 +157,4 @@ async def test_hashes_are_sent_beside_a_body_that_earlier_routers_know(site: Sit
         assert (await site.http.post("/v1/completions", json=body)).status_code == 200
     short, long = site.router.headers
     assert HEADER not in short
-    assert long[HEADER] == encode_hashes(prefix_hashes([9] * 300))
+    assert long[HEADER] == encode_hashes(prefix_hashes(pack_tokens([9] * 300)))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ async def test_encodings_are_reused_only_with_the_salt_of_the_kv(
     salts: list[bytes] = []
     encode = PrefixEncoder.encode
 
-    def spy(encoder: PrefixEncoder, text: str, **options: Any) -> list[int]:
+    def spy(encoder: PrefixEncoder, text: str, **options: Any) -> "array[int]":
         salts.append(options["salt"])
         return encode(encoder, text, **options)
 

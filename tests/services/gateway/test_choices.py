@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.v1 import error_pb2, inference_pb2, inference_pb2_grpc
+from services.common.token_ids import pack_tokens
 from services.common.tracing import NO_SPAN
 from services.gateway import timeline
 from services.gateway.metrics import GatewayMetrics
@@ -131,7 +132,7 @@ def test_inter_token_latency_is_that_of_each_choice(
     monkeypatch.setattr(timeline, "_now", lambda: clock[0])
     metrics = GatewayMetrics()
     context = RequestContext("r", None, 100.0, 700.0)
-    request = GenerationRequest(context, (1, 2), 64, 0, GenerationOptions(n=choices))
+    request = GenerationRequest(context, pack_tokens((1, 2)), 64, 0, GenerationOptions(n=choices))
     line = timeline.RequestTimeline(request, 1, metrics, NO_SPAN)
     line.route()
     line.record_tokens(dict.fromkeys(range(choices), 1))

@@ -7,6 +7,7 @@ import pytest
 from headrace.v1 import error_pb2, inference_pb2_grpc, sampling_pb2
 from headrace.v1 import inference_pb2 as pb
 from services.common.errors import InvalidRequest
+from services.common.token_ids import pack_tokens
 from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
 from services.gateway.requests import GenerationOptions, RequestBuilder, RequestContext
@@ -66,10 +67,10 @@ def test_min_tokens_must_not_exceed_max_tokens() -> None:
     ):
         options = GenerationOptions(min_tokens=min_tokens, max_tokens=max_tokens)
         if fits:
-            builder.build(context, [1, 2, 3], options, chat=chat)
+            builder.build(context, pack_tokens([1, 2, 3]), options, chat=chat)
             continue
         with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens") as caught:
-            builder.build(context, [1, 2, 3], options, chat=chat)
+            builder.build(context, pack_tokens([1, 2, 3]), options, chat=chat)
         assert caught.value.param == "min_tokens"
 
 

@@ -11,6 +11,7 @@ import pytest
 from services.common.http_server import HttpServer, listen
 from services.common.listings import WorkerView
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
+from services.common.token_ids import pack_tokens
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.keys import ApiKeys
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
@@ -101,7 +102,9 @@ async def _cancel(task: "asyncio.Task[object]") -> None:
 
 def _request(gateway: Gateway, now: float) -> GenerationRequest:
     context = RequestContext("r", None, now, now + 60)
-    return gateway.builder.build(context, [1] * 100, GenerationOptions(max_tokens=10), chat=False)
+    return gateway.builder.build(
+        context, pack_tokens([1] * 100), GenerationOptions(max_tokens=10), chat=False
+    )
 
 
 async def test_place_call_that_is_cancelled_at_any_moment_leaves_no_load(cluster: Cluster) -> None:

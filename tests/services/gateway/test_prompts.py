@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import threading
+from array import array
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any
@@ -18,7 +19,7 @@ from services.common.token_ids import unpack_tokens
 from services.gateway.http.schemas import parse_body
 from services.gateway.keys import ApiKeys, Tenant
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.tokenizer import Tokenizer
+from services.tokenizer.prefix_encoder import PrefixEncoder
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import say, until
 from tests.services.gateway.raw import Raw, post
@@ -185,15 +186,15 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.reached = 0
-        encode = Tokenizer.encode
+        encode = PrefixEncoder.encode
 
-        def block(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        def block(encoder: PrefixEncoder, text: str, **options: Any) -> "array[int]":
             if text.startswith("heavy"):
                 self.reached += 1
                 assert self.opened.wait(60)
-            return encode(tokenizer, text, **options)
+            return encode(encoder, text, **options)
 
-        monkeypatch.setattr(Tokenizer, "encode", block)
+        monkeypatch.setattr(PrefixEncoder, "encode", block)
 
 
 HEAVY: dict[str, str] = {"prompt": "heavy " * 2000}

@@ -8,6 +8,7 @@ import pytest
 
 from services.common.errors import Overloaded, ServiceError, Unavailable
 from services.common.placement import ModelInfo, Placement, WorkerAddress
+from services.common.token_ids import pack_tokens
 from services.common.tracing import NO_SPAN
 from services.gateway import timeline
 from services.gateway.keys import ApiKeys, Tenant
@@ -38,7 +39,7 @@ class Requests:
     def begin(self, tenant: Tenant | None = None) -> Any:
         self.started += 1
         context = RequestContext(f"r{self.started}", tenant, self.now, self.now + 600)
-        request = GenerationRequest(context, (1, 2), 8, 0, GenerationOptions())
+        request = GenerationRequest(context, pack_tokens((1, 2)), 8, 0, GenerationOptions())
         return self.kept.follow(request, NO_SPAN)
 
     def complete(self) -> None:

@@ -3,7 +3,7 @@
 from headrace.v1 import inference_pb2, sampling_pb2
 from services.common.messages import MAX_TOKENS
 from services.common.placement import ModelInfo, Placement, WorkerAddress
-from services.common.token_ids import unpack_tokens
+from services.common.token_ids import pack_tokens, unpack_tokens
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from services.gateway.wire import start_stream_message
 from tests.services.gateway.fakes import MODEL
@@ -30,7 +30,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
     )
     assert options.seed is not None
     context = RequestContext("request", None, 0.0, 1.0)
-    request = GenerationRequest(context, (1, 2, 3), 9, options.seed, options)
+    request = GenerationRequest(context, pack_tokens((1, 2, 3)), 9, options.seed, options)
     prefill = WorkerAddress(worker_id="p", epoch="e1", address="h:1")
     decode = WorkerAddress(worker_id="d", epoch="e2", address="h:2")
     message = start_stream_message(
@@ -67,7 +67,9 @@ def test_start_message_has_all_fields_of_the_request() -> None:
 
 def test_largest_placement_fits_the_fields_of_the_start_message() -> None:
     largest = GenerationOptions(n=1, max_tokens=9, seed=0)
-    request = GenerationRequest(RequestContext("r", None, 0.0, 1.0), (1,), 9, 0, largest)
+    request = GenerationRequest(
+        RequestContext("r", None, 0.0, 1.0), pack_tokens((1,)), 9, 0, largest
+    )
     decode = WorkerAddress(worker_id="d" * 64, epoch="e" * 64, address="h:1")
     placement = Placement(
         placement_id="x" * 64,

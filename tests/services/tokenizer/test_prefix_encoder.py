@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as Backend
 
 from services.common.model_source import resolve_model
+from services.common.token_ids import pack_tokens
 from services.tokenizer import gguf_splits
 from services.tokenizer.content_guard import ContentGuard
 from services.tokenizer.loading import load_tokenizer
@@ -90,9 +92,8 @@ def encoder(backend: Backend) -> PrefixEncoder:
     return PrefixEncoder(backend, byte_level_pieces(backend), RecentTexts(), "")
 
 
-def whole(backend: Backend, text: str, add_special: bool = False) -> list[int]:
-    ids: list[int] = backend.encode(text, add_special_tokens=add_special).ids
-    return ids
+def whole(backend: Backend, text: str, add_special: bool = False) -> "array[int]":
+    return array("I", backend.encode(text, add_special_tokens=add_special).ids)
 
 
 def words(backend: Backend, text: str) -> list[str]:
@@ -149,6 +150,11 @@ def test_packaged_tokenizer_encodes_as_without_reuse(
         text = BASE + shared + rest
         expected = tokenizer.encode(text, parse_special=parse)
         assert tokenizer.encode(text, parse_special=parse, salt=SALT) == expected
+        if parse:
+            assert tokenizer.pack(text, salt=SALT) == pack_tokens(expected)
+        else:
+            rendered = pack_tokens(tokenizer.encode_rendered(text))
+            assert tokenizer.pack_rendered(text, salt=SALT) == rendered
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,7 +264,7 @@ def test_threads_share_recent_texts() -> None:
     texts = [BASE + BASE[: 7 * number] + f" {number % 5} é" for number in range(60)]
     expected = [whole(backend, text) for text in texts]
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> "array[int]":
         return tested.encode(text, add_special=False, salt=SALT)
 
     with ThreadPoolExecutor(4) as pool:
