@@ -19,13 +19,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 RECENT_PROMPTS = 32
 """Number of prompts of each path from which times are predicted."""
 RECENT_S = 60.0
-"""Time after which a prompt that was computed here no longer counts, seconds. Otherwise, after one
-slow step, this worker might never compute, and so never measure, a prompt again."""
+"""Time after which a prompt no longer counts, seconds. Otherwise, a path that was slow once might
+never be chosen, and so never be measured, again."""
 QUEUE_MEMORY_S = 5.0
 """Time in which the last measured queueing time of prefill workers falls to 1/e, seconds."""
 
@@ -158,32 +160,29 @@ def is_faster_here(prompt: PromptSize, measured: Measured, step_s: float) -> boo
 
 
 class PromptTimes:
-    """Times of the last prompts on both paths."""
+    """Times of the last `RECENT_PROMPTS` prompts of the last `RECENT_S` on both paths."""
 
     def __init__(self) -> None:
-        self._computed: deque[tuple[float, float, float]] = deque(maxlen=RECENT_PROMPTS)
-        self._fetched: deque[FetchedPrompt] = deque(maxlen=RECENT_PROMPTS)
-        self._fetched_at = 0.0
+        # Each with the time at which it was recorded.
+        self._computed: deque[tuple[float, tuple[float, float]]] = deque(maxlen=RECENT_PROMPTS)
+        self._fetched: deque[tuple[float, FetchedPrompt]] = deque(maxlen=RECENT_PROMPTS)
 
     def add_computed(self, tokens: int, seconds: float, now: float) -> None:
         """Record that this worker has computed tokens of a prompt in these seconds."""
-        self._computed.append((now, tokens, seconds))
+        self._computed.append((now, (tokens, seconds)))
 
     def add_fetched(self, prompt: FetchedPrompt, now: float) -> None:
         """Record that the KV of a prompt has arrived."""
-        self._fetched.append(prompt)
-        self._fetched_at = now
+        self._fetched.append((now, prompt))
 
     def measured(self, now: float) -> Measured | None:
-        """Return what predictions are made from; None until a prompt was fetched."""
-        if not self._fetched:
+        """Return what predictions are made from; None if no prompt was fetched recently."""
+        computed, fetched = _recent(self._computed, now), _recent(self._fetched, now)
+        if not fetched:
             return None
-        while self._computed and self._computed[0][0] < now - RECENT_S:
-            self._computed.popleft()
-        fetched = self._fetched
-        age_s = now - self._fetched_at
+        age_s = now - self._fetched[-1][0]
         return Measured(
-            compute=Line.through([each[1:] for each in self._computed]) if self._computed else None,
+            compute=Line.through(computed) if computed else None,
             prefill=Line.through([(each.tokens - each.reused, each.prefill_s) for each in fetched]),
             transfer=Line.through([(each.sent, each.rest_s) for each in fetched]),
             fixed_s=median(
@@ -192,3 +191,10 @@ class PromptTimes:
             queue_s=fetched[-1].queue_s * math.exp(-age_s / QUEUE_MEMORY_S),
             reused=sum(each.reused for each in fetched) / sum(each.tokens for each in fetched),
         )
+
+
+def _recent(recorded: deque[tuple[float, T]], now: float) -> list[T]:
+    """Remove what is older than `RECENT_S`, and return the rest."""
+    while recorded and recorded[0][0] < now - RECENT_S:
+        recorded.popleft()
+    return [each for _, each in recorded]

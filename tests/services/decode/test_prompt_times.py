@@ -122,7 +122,8 @@ def test_times_of_recent_prompts() -> None:
 def test_a_queue_is_forgotten_so_that_prefill_workers_are_tried_again() -> None:
     times = PromptTimes()
     times.add_fetched(fetched(queue_s=8.0), now=0.0)
-    queues = [measured.queue_s for now in (0.0, 5.0, 60.0) if (measured := times.measured(now))]
+    ages = (0.0, 5.0, RECENT_S)
+    queues = [measured.queue_s for now in ages if (measured := times.measured(now))]
     assert queues == pytest.approx([8.0, 2.943, 0.0], abs=0.001)
 
 
@@ -131,10 +132,19 @@ def test_slow_computation_is_forgotten_so_that_it_is_tried_again() -> None:
     times.add_fetched(fetched(), now=0.0)
     times.add_computed(10, 30.0, now=0.0)
     size = PromptSize(1000, 20)
+    times.add_fetched(fetched(), now=RECENT_S)
     for now, here in ((1.0, False), (RECENT_S + 1, True)):
         measured = times.measured(now)
         assert measured is not None
         assert is_faster_here(size, measured, 0.0) is here
+
+
+def test_fast_fetches_are_forgotten_so_that_fetches_are_measured_again() -> None:
+    times = PromptTimes()
+    times.add_fetched(fetched(reused=500), now=0.0)
+    times.add_fetched(fetched(reused=1000), now=50.0)
+    found = [times.measured(now) for now in (50.0, 61.0, 111.0)]
+    assert [measured and measured.reused for measured in found] == [0.75, 1.0, None]
 
 
 def test_only_the_last_prompts_count() -> None:
@@ -142,8 +152,8 @@ def test_only_the_last_prompts_count() -> None:
     for number in range(3 * RECENT_PROMPTS):
         slow = number < 2 * RECENT_PROMPTS
         times.add_fetched(fetched(reused=0 if slow else 1000), now=float(number))
-        times.add_computed(100, 9.0 if slow else 0.1, now=0.0)
-    measured = times.measured(0.0)
+        times.add_computed(100, 9.0 if slow else 0.1, now=float(number))
+    measured = times.measured(3.0 * RECENT_PROMPTS)
     assert measured is not None
     assert measured.reused == 1
     assert measured.compute == Line(0.0, 0.001)
