@@ -66,10 +66,16 @@ class ComputedHere:
         self._worker.report_computed_here(stream.start.request.placement_id)
 
     def complete(self, stream: Stream) -> None:
-        """Record that the engine has computed the prompt of a stream."""
-        self._times.add_computed(stream.may_compute, stream.stages.prefill, time.perf_counter())
+        """Record that the engine has computed the prompt of a stream.
+
+        More of it may have been cached than when the stream was admitted. Call this before the
+        first token is sent.
+        """
         sent = self._worker.sent_tokens(stream.start.request)
-        self._worker.count_saved(replace(sent, first=sent.computed - stream.may_compute))
+        cached = stream.cached_tokens or 0
+        computed = sent.computed - cached
+        self._times.add_computed(computed, stream.stages.prefill, time.perf_counter())
+        self._worker.count_saved(replace(sent, first=cached))
 
 
 class FetchWatch:
