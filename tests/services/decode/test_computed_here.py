@@ -6,12 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from services.decode import computed_here
+from services.decode.prompt_times import PromptTimes
 from tests.runtime.tiny import prompt_of
-from tests.services.decode import test_prefix_cache
-from tests.services.decode.test_prefix_cache import ask, check_idle, ids_of, send, value_of
-from tests.services.workers import Decode, Prefill, Site, message_of, output_of, until
-
-PAGE = 16
+from tests.services.prompts import (
+    PAGE,
+    ask,
+    chat_turns,
+    check_idle,
+    evict_after,
+    ids_of,
+    send,
+    value_of,
+)
+from tests.services.workers import Decode, Prefill, Site, output_of, until
 
 
 @pytest.fixture
@@ -41,17 +48,9 @@ def prefilled_by(prefill: Prefill) -> float:
 async def test_turns_of_a_chat_have_the_tokens_of_a_cold_worker(site: Site) -> None:
     decode, prefill = await pair_of(site)
     cold = await site.decode(colocated=True, pages=100)
-    prompt, known, sent = list(prompt_of(120)), [], 0.0
-    for turn in range(4):
-        choices = 1 + 2 * (turn == 2)
-        found = await ask(decode, prefill, prompt, choices=choices)
-        expected = await ask(cold, None, prompt, choices=choices)
-        assert not found.HasField("error")
-        for choice in range(choices):
-            assert ids_of(found, choice) == ids_of(expected, choice)
+    known, sent = [], 0.0
+    async for found in chat_turns(decode, prefill, cold):
         known.append(found.cached_tokens)
-        prompt += [*ids_of(found, choices - 1), *prompt_of(15, seed=turn)]
-        await check_idle(decode, prefill)
         sent = sent or prefilled_by(prefill)
     # The history of a choice is cached up to the last full page with KV.
     assert known == [0, 139 // PAGE * PAGE, 174 // PAGE * PAGE, 209 // PAGE * PAGE]
@@ -145,17 +144,7 @@ async def test_kv_is_fetched_if_pages_are_evicted_before_the_reservation(
     decode, prefill = await pair_of(site)
     prompt = prompt_of(100)
     expected = await ask(decode, prefill, prompt)
-    engine = decode.worker.engine
-    hint = engine.uncached_tokens
-
-    def evict_after(request):  # type: ignore[no-untyped-def]
-        found = hint(request)
-        pool = decode.loaded.engine.scheduler.pages.pools[0]
-        for page in range(pool.total):
-            pool.forget(page)
-        return found
-
-    monkeypatch.setattr(engine, "uncached_tokens", evict_after)
+    evict_after(monkeypatch, decode, "uncached_tokens")
     found = await ask(decode, prefill, prompt)
     assert ids_of(found) == ids_of(expected)
     assert found.cached_tokens == 96, "the prefill worker has them"
@@ -165,18 +154,34 @@ async def test_kv_is_fetched_if_pages_are_evicted_before_the_reservation(
 
 
 @pytest.mark.usefixtures("faster_here")
-async def test_delivered_tokens_are_not_repeated_after_a_failover(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_delivered_tokens_are_not_repeated_after_a_failover(site: Site) -> None:
     """A gateway sends them behind the prompt."""
     decode, prefill = await pair_of(site)
     prompt = prompt_of(100)
     delivered = ids_of(cold := await ask(decode, prefill, prompt))[:7]
-    monkeypatch.setattr(test_prefix_cache, "message_of", lambda _, answer: message_of(100, answer))
-    found = await ask(decode, prefill, [*prompt, *delivered])
+    found = await ask(decode, prefill, [*prompt, *delivered], replayed=7)
     assert [t.index for t in found.tokens] == list(range(7, 20))
     assert delivered + ids_of(found) == ids_of(cold)
     assert computed_by(decode) == 1
+
+
+@pytest.mark.usefixtures("faster_here")
+async def test_tokens_that_were_really_computed_are_measured(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of the prompt is cached when it is admitted than when its path is chosen."""
+    decode, prefill = await pair_of(site)
+    computed: list[float] = []
+    monkeypatch.setattr(
+        PromptTimes, "add_computed", lambda _times, tokens, _s, _now: computed.append(tokens)
+    )
+    prompt = prompt_of(100)
+    await ask(decode, prefill, prompt)
+    monkeypatch.setattr(decode.worker.engine, "uncached_tokens", lambda _: 36)
+    found = await ask(decode, prefill, prompt)
+    assert (computed, found.cached_tokens) == ([4], 96)
+    page_bytes = sum(decode.worker.page_bytes.values())
+    assert value_of(decode, "kv_saved_bytes_total") == 96 // PAGE * page_bytes
 
 
 @pytest.mark.usefixtures("faster_here")

@@ -1,87 +1,26 @@
 """Workers that keep prefixes: only what is missing is computed and sent, with the same tokens."""
 
 import asyncio
-from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import pytest
 
-from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from headrace.v1 import error_pb2
 from runtime.engine import Reserved, StepOutput
-from services.common.token_ids import pack_tokens
 from services.transfer.fetch import Fetch
-from services.worker.streams import StreamSession
 from tests.runtime.tiny import prompt_of
-from tests.services.workers import (
-    LIMIT_S,
-    Decode,
-    Prefill,
-    Site,
-    message_of,
-    output_of,
-    start_stream,
-    until,
+from tests.services.prompts import (
+    ANSWER,
+    PAGE,
+    ask,
+    chat_turns,
+    check_idle,
+    evict_after,
+    ids_of,
+    send,
+    value_of,
 )
-
-PAGE = 16
-ANSWER = 20
-_numbers = count(1)
-
-
-async def ask(
-    decode: Decode | Prefill,
-    prefill: Prefill | None,
-    tokens: Sequence[int],
-    *,
-    choices: int = 1,
-    answer: int = ANSWER,
-    salt: bytes = b"",
-) -> decode_pb2.StreamDelta:
-    """Return all output of a request."""
-    session = send(decode, prefill, tokens, choices=choices, answer=answer, salt=salt)
-    await until(lambda: not session.streams)
-    return output_of(session)
-
-
-def send(
-    decode: Decode | Prefill,
-    prefill: Prefill | None,
-    tokens: Sequence[int],
-    *,
-    choices: int = 1,
-    answer: int = ANSWER,
-    salt: bytes = b"",
-) -> StreamSession:
-    start = decode_pb2.StartStream(
-        stream=next(_numbers), epoch=decode.worker.identity.epoch, deadline_s=LIMIT_S
-    )
-    start.request.CopyFrom(message_of(len(tokens), answer))
-    start.request.tokens = pack_tokens(tokens)
-    start.request.choices = choices
-    start.request.cache_salt = salt
-    start.request.sampling.CopyFrom(
-        sampling_pb2.Sampling(temperature=0.9, top_p=1.0, repetition_penalty=1.0, seed=11)
-    )
-    if prefill is not None:
-        start.prefill.CopyFrom(prefill.address)
-    return start_stream(decode.worker.service, start)
-
-
-def ids_of(output: decode_pb2.StreamDelta, choice: int = 0) -> list[int]:
-    return [token.token for token in output.tokens if token.choice == choice]
-
-
-def value_of(worker: Prefill | Decode, name: str, **labels: str) -> float:
-    worker.worker.observe()
-    return worker.worker.metrics.registry.get_sample_value(f"headrace_{name}", labels) or 0.0
-
-
-async def check_idle(*workers: Prefill | Decode) -> None:
-    for each in workers:
-        engine = each.worker.engine
-        await until(lambda e=engine: e.load.pages_free == e.pages_total)  # type: ignore[misc]
-        await until(lambda w=each.worker: w.idle)  # type: ignore[misc]
+from tests.services.workers import Decode, Prefill, Site, output_of, until
 
 
 @pytest.mark.long
@@ -96,18 +35,10 @@ async def test_turns_of_a_chat_transfer_what_the_decode_worker_lacks(
     decode = await site.decode(**shared)
     cold = await site.decode(colocated=True, kv_format=kv_format, pages=100)
     monkeypatch.setattr(decode.worker.service, "_has_room", lambda: has_room)
-    prompt, held, known = list(prompt_of(120)), [], []
-    for turn in range(4):
-        choices = 1 + 2 * (turn == 2)
-        found = await ask(decode, prefill, prompt, choices=choices)
-        expected = await ask(cold, None, prompt, choices=choices)
-        assert not found.HasField("error")
-        for choice in range(choices):
-            assert ids_of(found, choice) == ids_of(expected, choice)
+    held, known = [], []
+    async for found in chat_turns(decode, prefill, cold):
         known.append(found.cached_tokens)
         held.append(value_of(decode, "kv_saved_bytes_total"))
-        prompt += [*ids_of(found), *prompt_of(15, seed=turn)]
-        await check_idle(prefill, decode)
     pages = [p * PAGE for p in ([0, 7, 9, 11] if kv_format == "dense" else [0, 3, 5, 7])]
     assert known == pages, "the prefill worker has the prompts, but no answers"
     assert held[0] == 0
@@ -168,17 +99,7 @@ async def test_pages_that_are_evicted_before_the_reservation_are_fetched(
     prefill, decode = await site.prefill(), await site.decode(prefix_cache=True)
     prompt = prompt_of(100)
     expected = await ask(decode, prefill, prompt)
-    engine = decode.worker.engine
-    hint = engine.cached_tokens
-
-    def evict_after(request):  # type: ignore[no-untyped-def]
-        found = hint(request)
-        pool = decode.loaded.engine.scheduler.pages.pools[0]
-        for page in range(pool.total):
-            pool.forget(page)
-        return found
-
-    monkeypatch.setattr(engine, "cached_tokens", evict_after)
+    evict_after(monkeypatch, decode, "cached_tokens")
     found = await ask(decode, prefill, prompt)
     assert ids_of(found) == ids_of(expected)
     assert value_of(decode, "worker_prefills_given_back_total") == 1

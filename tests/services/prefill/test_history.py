@@ -17,7 +17,7 @@ from services.worker.prefill_service import PrefillService
 from services.worker.prefill_session import PrefillSession
 from services.worker.streams import StreamSession
 from tests.runtime.tiny import prompt_of
-from tests.services.decode.test_prefix_cache import (
+from tests.services.prompts import (
     PAGE,
     ask,
     check_idle,

@@ -15,8 +15,8 @@ from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Computed, Engine, Reserved
 from runtime.pages.prefix import root_hash
 from tests.runtime.tiny import prompt_of
-from tests.services.decode.test_prefix_cache import ask
 from tests.services.prefill.test_history import check_all_is_back, reader_of, service_of
+from tests.services.prompts import ask
 from tests.services.transfer.ranked_kv import RankedKV
 from tests.services.transfer.test_ranks_over_nixl import (
     SIZES,

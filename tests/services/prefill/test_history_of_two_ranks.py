@@ -9,8 +9,8 @@ import pytest
 
 from runtime.pages.prefix import root_hash
 from tests.runtime.tiny import prompt_of
-from tests.services.decode.test_prefix_cache import PAGE, ask, ids_of, value_of
 from tests.services.prefill.test_history import check_all_is_back
+from tests.services.prompts import PAGE, ask, ids_of, value_of
 from tests.services.transfer.test_two_ranks import OPTIONS, SLOTS, RankedWorker, ranked_workers
 from tests.services.workers import Decode, Prefill, Site
 
