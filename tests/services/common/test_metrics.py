@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from services.common.metrics import service_registry
 from services.common.secret_metrics import SecretMetrics
 from services.gateway.metrics import GatewayMetrics
+from services.prefill.metrics import HistoryMetrics
 from services.router.metrics import RouterMetrics
 from services.transfer.metrics import TransferMetrics
 from services.worker.metrics import WorkerMetrics
@@ -17,6 +18,7 @@ from services.worker.metrics import WorkerMetrics
 def worker_registry() -> CollectorRegistry:
     metrics = WorkerMetrics()
     TransferMetrics(metrics.registry)
+    HistoryMetrics(metrics.registry)
     return metrics.registry
 
 
@@ -77,6 +79,7 @@ def test_every_service_reports_its_version_its_process_and_its_secrets(service: 
         ("router", "headrace_router_workers", {"role": "decode", "state": "ready"}),
         ("worker", "headrace_kv_sent_bytes_total", {"kind": "wire"}),
         ("worker", "headrace_kv_segments_total", {"mode": "splitzip"}),
+        ("worker", "headrace_kv_history_failures_total", {"reason": "not_cached"}),
     ],
 )
 def test_series_exist_before_their_first_event(
