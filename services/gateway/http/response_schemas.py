@@ -78,7 +78,9 @@ class CompletionChoice(_Response):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     token_ids: OutputTokenIds = Field(default_factory=list)
-    prompt_token_ids: PromptTokenIds = Field(default_factory=list)
+    prompt_token_ids: Annotated[
+        PromptTokenIds | None, Field(description="null for further choices of the same prompt")
+    ] = None
 
 
 class CompletionResponse(_Response):
