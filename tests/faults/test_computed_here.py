@@ -30,7 +30,7 @@ async def known_to_both(deployment: Trial, case: Case) -> None:
     before = {
         name: deployment.running.metric(name, streams) for name in deployment.workers("decode")
     }
-    async with deployment.client() as client:
+    async with deployment.client(reuses=True) as client:
         while any(deployment.running.metric(name, streams) == n for name, n in before.items()):
             for reply in [client.ask(case) for _ in range(2)]:
                 await reply.check()
@@ -41,7 +41,7 @@ async def test_later_turns_need_no_prefill_worker(chats: Trial) -> None:
     case = chats.long
     await known_to_both(chats, case)
     sent, computed = chats.sum_of("prefill", SENT), chats.sum_of("decode", COMPUTED)
-    async with chats.client() as client:
+    async with chats.client(reuses=True) as client:
         for _ in range(3):
             case = next_turn(case, new_tokens=20, max_tokens=12)
             await client.ask(case).check()
@@ -58,7 +58,7 @@ async def test_prompts_beyond_the_limit_are_fetched(chats: Trial) -> None:
     for case in first:
         await known_to_both(chats, case)
     before = chats.sum_of("decode", COMPUTED)
-    async with chats.client() as client:
+    async with chats.client(reuses=True) as client:
         replies = [client.ask(case) for case in later]
         for reply in replies:
             await reply.check()
@@ -73,7 +73,7 @@ async def test_decode_worker_killed_in_a_turn_that_it_computes(chats: Trial, tok
     case = next_turn(first, new_tokens=20, max_tokens=30)
     before = {name: chats.running.metric(name, COMPUTED) for name in chats.workers("decode")}
     chats.points.hold("computing", chats.workers("decode"), after=tokens)
-    async with chats.client() as client:
+    async with chats.client(reuses=True) as client:
         reply = client.ask(case)
         victim = await chats.points.reached("computing")
         assert chats.running.metric(victim, COMPUTED) == before[victim] + 1

@@ -36,12 +36,16 @@ async def read_from_stopped(deployment: Trial) -> tuple[str, str]:
 
 
 async def test_prefill_worker_killed_during_a_read(deployment: Trial) -> None:
+    """The whole prompt is read again from another one, whatever was sent before."""
+    received = deployment.sum_of("decode", "headrace_kv_transfer_tokens_total")
     async with deployment.client() as client:
         reply = client.ask(deployment.long)
         victim, _ = await read_from_stopped(deployment)
         deployment.signal(victim, signal.SIGKILL)
         deployment.points.release()
         await reply.check()
+    received = deployment.sum_of("decode", "headrace_kv_transfer_tokens_total") - received
+    assert received >= len(deployment.long.prompt)
     await deployment.check_recovered(victim)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.points import LIMIT_S
 from tests.harness.reference import cases
-from tests.harness.trial import LEASE_S, LIMIT_S, Trial, trial
+from tests.harness.trial import LEASE_S, Trial, trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

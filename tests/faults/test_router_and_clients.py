@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from tests.faults.test_killed_workers import read_from_stopped
+from tests.harness.points import LIMIT_S
 from tests.harness.reference import SEED
-from tests.harness.trial import LIMIT_S, Trial
+from tests.harness.trial import Trial
 from tests.programs.hang_ups import faults_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]

@@ -8,7 +8,8 @@ from threading import Event, Thread
 
 import pytest
 
-from tests.harness.trial import LIMIT_S, Trial, trial
+from tests.harness.points import LIMIT_S
+from tests.harness.trial import Trial, trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

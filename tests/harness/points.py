@@ -21,9 +21,12 @@ Other control files: ``damage`` (what the next prefill worker does to one segmen
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+LIMIT_S = 90.0
+"""Time limit of every wait for a deployment, also of a restart on a busy machine."""
 _HOOKS = Path(__file__).with_name("hooks")
 
 
@@ -56,9 +59,21 @@ class Points:
         suffix = f".{point}.reached"
         return [path.name.removesuffix(suffix) for path in self._folder.glob(f"*{suffix}")]
 
-    async def reached(self, point: str) -> str:
-        """Wait until a process is held at a point, and return its name. Others may then pass it."""
-        while not (found := self.has_reached(point)):  # noqa: ASYNC110 - polls a file
+    async def reached(self, point: str, limit_s: float = LIMIT_S) -> str:
+        """Wait until a process is held at a point, and return its name. Others may then pass it.
+
+        Raises:
+            TimeoutError: no process has reached the point after ``limit_s`` seconds.
+        """
+        until = time.monotonic() + limit_s
+        while not (found := self.has_reached(point)):
+            if time.monotonic() > until:
+                held = [path.name for path in self._folder.glob(f"*.{point}.hold")]
+                names = ", ".join(sorted(name.removesuffix(f".{point}.hold") for name in held))
+                raise TimeoutError(
+                    f"no process reached the point {point!r} within {limit_s:g} s; "
+                    f"held there: {names or 'none'}"
+                )
             await asyncio.sleep(0.01)
         for path in self._folder.glob(f"*.{point}.hold"):
             if path.name != f"{found[0]}.{point}.hold":

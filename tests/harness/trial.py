@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,14 +26,12 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.belongings import Belongings
 from tests.harness.deployment import Running, deployed, unhandled_errors
-from tests.harness.points import Points
+from tests.harness.points import LIMIT_S, Points
 from tests.harness.reference import GPU_SHARE, Case, cases, model_folder
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
-LIMIT_S = 90.0
-"""Time limit of every wait, also of a restart on a busy machine."""
 LEASE_S = 8.0
 _SETTINGS = {
     "HEADRACE_GATEWAY_DEADLINE_S": str(LIMIT_S),
@@ -137,10 +136,14 @@ class Trial:
                 pass
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator["Client"]:
-        """Open a connection to the gateway."""
+    async def client(self, *, reuses: bool = False) -> AsyncIterator["Client"]:
+        """Open a connection to the gateway.
+
+        Args:
+            reuses: see `Client`.
+        """
         async with aio.insecure_channel(self.running.grpc_target) as channel:
-            yield Client(InferenceStub(channel))
+            yield Client(InferenceStub(channel), reuses=reuses)
 
     async def check_recovered(self, *restarted: str, resumed: tuple[str, ...] = ()) -> None:
         """Check that leases, slots and pages return, that the other processes live, and answers.
@@ -161,8 +164,9 @@ class Trial:
         async with asyncio.timeout(LIMIT_S):
             while await asyncio.to_thread(self._held):  # noqa: ASYNC110 - polls metrics
                 await asyncio.sleep(0.2)
-        async with self.client() as client:
-            replies = [client.ask(case) for case in (self.short, self.long) * 2]
+        async with self.client() as client, self.client(reuses=True) as reusing:
+            senders, sent = (client, reusing), (self.short, self.long)
+            replies = [sender.ask(case) for sender in senders for case in sent]
             for reply in replies:
                 await reply.check()
         await asyncio.to_thread(self.running.wait_until_idle, LIMIT_S)
@@ -252,10 +256,16 @@ class Trial:
 
 
 class Client:
-    """A client of the gateway's gRPC server."""
+    """A client of the gateway's gRPC server.
 
-    def __init__(self, stub: "InferenceAsyncStub") -> None:
+    Args:
+        reuses: whether requests reuse the KV of earlier ones. Otherwise each has a salt of its own,
+            so that the KV of its whole prompt is computed and sent.
+    """
+
+    def __init__(self, stub: "InferenceAsyncStub", *, reuses: bool) -> None:
         self._stub = stub
+        self._reuses = reuses
 
     def ask(self, case: Case) -> Reply:
         """Start a request."""
@@ -264,6 +274,7 @@ class Client:
             max_tokens=len(case.answer),
             temperature=0,
             ignore_eos=True,
+            cache_salt="" if self._reuses else uuid.uuid4().hex,
         )
         return Reply(case, self._stub.Generate(request))
 

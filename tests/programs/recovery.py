@@ -23,9 +23,9 @@ from rich.table import Table
 
 from services.common.model_source import DEFAULT_MODEL
 from tests.harness.deployment import deployed
-from tests.harness.points import Points
+from tests.harness.points import LIMIT_S, Points
 from tests.harness.reference import Case
-from tests.harness.trial import LIMIT_S, Client, Trial
+from tests.harness.trial import Client, Trial
 
 PROMPT = tuple(range(1000, 1064))
 """Token ids of a prompt; the content does not matter here."""
