@@ -70,7 +70,7 @@ class PrefixCounts:
 
 
 class _Search(NamedTuple):
-    """What the result of a search for the cached prefix of a group depends on.
+    """Inputs that determine the result of a search for the cached prefix of a group.
 
     Attributes:
         tokens: number of tokens of the group, which a preemption may change.
