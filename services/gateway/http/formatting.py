@@ -25,8 +25,8 @@ class ResponseInfo:
     """The parts of a response that do not depend on the generated text.
 
     Attributes:
-        prompts: in a response that has token ids, those of the prompt of each choice, but None for
-            choices of the same prompt as the one before; None in other responses.
+        prompts: token ids of the prompt of each choice, in a response that has token ids; None in
+            others.
     """
 
     id: str
@@ -38,7 +38,7 @@ class ResponseInfo:
     with_logprobs: bool
     include_usage: bool = False
     continuous_usage: bool = False
-    prompts: tuple[tuple[int, ...] | None, ...] | None = None
+    prompts: tuple[tuple[int, ...], ...] | None = None
 
 
 def format_event(content: dict[str, Any]) -> bytes:
@@ -60,8 +60,8 @@ class EventWriter:
     """Formats the text deltas of one stream as events.
 
     With `ResponseInfo.continuous_usage`, each event has the usage of the request so far. With
-    `ResponseInfo.prompts`, the first event of the first choice of each prompt has the token ids of
-    that prompt, and each event those of its output, also if they have no text yet.
+    `ResponseInfo.prompts`, the first event of each choice has the token ids of its prompt, and each
+    event those of its output, also if they have no text yet.
     """
 
     def __init__(self, info: ResponseInfo) -> None:
@@ -142,8 +142,7 @@ class EventWriter:
     def _token_ids(self, delta: TextDelta) -> dict[str, Any]:
         """Return the fields of a choice that have token ids; none if they were not requested.
 
-        Completions have those of the prompt here: in the first event of its first choice; others
-        have null.
+        Completions have those of the prompt here: in the first event of a choice, then null.
         """
         prompts = self._info.prompts
         if prompts is None:

@@ -78,9 +78,7 @@ class CompletionChoice(_Response):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     token_ids: OutputTokenIds = Field(default_factory=list)
-    prompt_token_ids: Annotated[
-        PromptTokenIds | None, Field(description="null for further choices of the same prompt")
-    ] = None
+    prompt_token_ids: PromptTokenIds = Field(default_factory=list)
 
 
 class CompletionResponse(_Response):

@@ -293,15 +293,11 @@ class _Routes:
         ]
 
 
-def _prompts_of_choices(
-    requests: Sequence[GenerationRequest],
-) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the token ids of the prompt of each choice that is the first one of its prompt.
-
-    Other choices have None. Otherwise, a response could be ``n`` times larger than its request.
-    """
+def _prompts_of_choices(requests: Sequence[GenerationRequest]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of the prompt of each choice, in the order of the choices."""
+    prompts = (unpack_tokens(request.packed) for request in requests)
     return tuple(
-        None if choice else unpack_tokens(request.packed)
-        for request in requests
-        for choice in range(request.options.n)
+        prompt
+        for request, prompt in zip(requests, prompts, strict=True)
+        for _ in range(request.options.n)
     )
