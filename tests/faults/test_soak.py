@@ -1,6 +1,7 @@
 """The soak: its schedule and evaluation, and a short form of it."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from loadgen.record import Failure, Record
 from tests.harness import links
 from tests.harness.deployment import Running, unhandled_errors
 from tests.programs.soak.leaks import Resources
+from tests.programs.soak.prompts import Turn, interleave
 from tests.programs.soak.schedule import LAST, QUIET_S, as_option, draw
 from tests.programs.soak.verdict import HUNG_S, Verdict, crashes, first_answers
 from tests.programs.soak.watch import Outage, Watch, Workers
@@ -36,6 +38,16 @@ def test_ranks_are_killed_and_stopped_but_not_terminated() -> None:
     assert hit >= {("kill", "decode-1"), ("kill", "decode-1.2"), ("stop", "prefill-0.1")}
     assert {action for action, process in hit if process[-2] == "."} == {"kill", "stop"}
     assert not [fault for fault in draw(3, 6000, "cut-link") if fault.process[-2] == "."]
+
+
+def test_turns_of_a_chat_are_sent_in_order() -> None:
+    chats = [[Turn((chat, number), 1) for number in range(3)] for chat in range(4)]
+    sent = list(interleave(chats, 60, random.Random(3)))
+    assert len(sent) == 60
+    for chat in range(4):
+        numbers = [turn.prompt[1] for turn in sent if turn.prompt[0] == chat]
+        assert numbers == [at % 3 for at in range(len(numbers))]
+        assert len(numbers) > 3
 
 
 def record(ended: float | None, failure: Failure | None = None, **changes: Any) -> Record:

@@ -1,9 +1,10 @@
 """Load, cancellations and faults drawn from a seed: ``python -m tests.programs.soak``.
 
-The load generator compares every greedy answer with that of a colocated deployment, and writes its
-report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung,
-or something crashed, leaked or left an error unhandled. ``--cancels N`` cancels N requests at
-random points instead, without faults.
+The requests are turns of chats, whose histories are in the prefix caches of workers. The load
+generator compares every greedy answer with that of a colocated deployment without a prefix cache,
+and writes its report with the faults on the timeline. The exit code is 1 if an answer was wrong, a
+request hung, or something crashed, leaked or left an error unhandled. ``--cancels N`` cancels N
+requests at random points instead, without faults.
 """
 
 import argparse
@@ -41,6 +42,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # 1,024 kernels of 0.6 MiB would look like a leak
     "UCX_TLS": "tcp,self",
 }
+COLD = {"HEADRACE_DECODE_PREFIX_CACHE": "false"}
 CONCURRENCY = 6
 RATE = 40
 """Requests per second that are prepared; more cannot be answered on two cores."""
@@ -66,7 +68,7 @@ def main() -> int:
     model = ("--model", str(RandomModel("tiny").ensure()))
     workers = ("--prefill", "2", "--decode", "2", "--tp", str(own.tp))
     with (
-        deployed("--colocated", *model) as reference,
+        deployed("--colocated", *model, environment=COLD) as reference,
         deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out, patient=False) as running,
         watched(running) as watch,
     ):
@@ -84,6 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600, help="duration of the load")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--cancels", type=int, default=0, help="requests to cancel, without faults")
+    parser.add_argument("--turns", type=int, default=4, help="turns of a chat; 1: no history")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each worker; faults hit all")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     return parser.parse_args()
@@ -93,7 +96,7 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
     """Run the load generator against the deployment; its results are in ``own.out``."""
     prompts = own.out / "prompts.jsonl"
     requests = int(BURST_REQUESTS * own.cancels if own.cancels else RATE * own.seconds)
-    write_prompts(prompts, running, seed=own.seed, count=requests)
+    write_prompts(prompts, running, reference, seed=own.seed, count=requests, turns=own.turns)
     command = [
         *(sys.executable, "-m", "loadgen", "run", f"{running.url}/v1,grpc://{running.grpc_target}"),
         *("--gateway-port", str(running.port), "--model", running.model),

@@ -35,10 +35,8 @@ class Resources:
             used[f"{name} sequences"] = running.metric(
                 name, "headrace_num_requests_running"
             ) + running.metric(name, "headrace_num_requests_waiting")
-            if name.startswith("prefill"):
-                used[f"{name} leases"] = running.metric(name, "headrace_kv_lease_active")
-            else:
-                used[f"{name} landing slots"] = running.metric(name, "headrace_kv_landing_slots")
+            used[f"{name} leases"] = running.metric(name, "headrace_kv_lease_active")
+            used[f"{name} landing slots"] = running.metric(name, "headrace_kv_landing_slots")
         return cls(free, used)
 
     @classmethod
