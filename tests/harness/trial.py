@@ -233,13 +233,14 @@ class Trial:
         """Return the number of the gateway's failovers."""
         return self.running.gateway_metric("headrace_failovers_total")
 
-    def _held(self) -> dict[str, float]:
+    def _held(self) -> dict[tuple[str, str], float]:
         """Return the leases and slots that are held, by process and metric."""
-        held = {name: self.running.metric(name, "headrace_kv_lease_active")
-                for name in self.workers("prefill")}  # fmt: skip
-        held |= {name: self.running.metric(name, "headrace_kv_landing_slots")
-                 for name in self.workers("decode")}  # fmt: skip
-        return {name: value for name, value in held.items() if value}
+        held = {
+            (worker, metric): self.running.metric(worker, metric)
+            for worker in (*self.workers("prefill"), *self.workers("decode"))
+            for metric in ("headrace_kv_lease_active", "headrace_kv_landing_slots")
+        }
+        return {key: value for key, value in held.items() if value}
 
     def _look(self) -> None:
         """Keep what may change with a fault."""
