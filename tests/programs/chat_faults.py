@@ -149,8 +149,7 @@ class Warm:
     async def play(self, rounds: Sequence[list[Turn]], *, kills: bool) -> None:
         """Send the turns of each round, with ``kills`` until the killed workers are ready again."""
         for number, turns in enumerate(rounds):
-            killing = asyncio.to_thread(self._kill, number)
-            killer = asyncio.create_task(killing) if kills else None
+            killer = asyncio.create_task(asyncio.to_thread(self._kill, number)) if kills else None
             async with aio.insecure_channel(self._running.grpc_target) as channel:
                 stub = InferenceStub(channel)
                 await self._send_all(stub, turns)
