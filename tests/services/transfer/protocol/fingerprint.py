@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from runtime.engine import Engine
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import FrameHeader
 from services.transfer.local_endpoint import LocalEndpoint
@@ -28,6 +29,7 @@ _SHARED: tuple[type, ...] = (
     *(Slab, SegmentCodecs, asyncio.AbstractEventLoop, types.ModuleType, type),
     FrameHeader,  # follows from the segment
     LocalEndpoint,  # its agent is added, and the rest does not change
+    Engine,  # `CachedThread.state` is added
 )
 
 

@@ -43,7 +43,8 @@ class PageBounds:
         return ("early", "with pages", *(("computed", "evicted") if self.computes else ()))
 
 
-def _engine_of(pages: int) -> Engine:
+def engine_of(pages: int) -> Engine:
+    """Return an engine with pages of 16 tokens."""
     limits = Limits(SLOTS, max_waiting=64, step_tokens=1024, chunk_tokens=PAGE_SIZE * 4)
     return Engine(FakeExecutor(pages, limits))
 
@@ -51,8 +52,8 @@ def _engine_of(pages: int) -> Engine:
 class Thread:
     """An `EngineThread` whose steps are taken by the search."""
 
-    def __init__(self, pages: int) -> None:
-        self.engine = _engine_of(pages)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._inbox: list[Command] = []
         self.load = self._measure()
 

@@ -29,7 +29,7 @@ from tests.runtime.engine.fake_executor import PAGE_SIZE
 from tests.runtime.tiny import CONFIG
 from tests.services.transfer.protocol.fingerprint import fingerprint
 from tests.services.transfer.protocol.loop import StepLoop
-from tests.services.transfer.protocol.paged_engine import SLOTS, PageBounds, Thread
+from tests.services.transfer.protocol.paged_engine import SLOTS, PageBounds, Thread, engine_of
 from tests.services.transfer.protocol.parts import DEADLINE_S, IGNORE, Violation
 
 
@@ -54,7 +54,7 @@ class PagedPrefill:
 
     def __init__(self, bounds: PageBounds) -> None:
         self._bounds = bounds
-        self._thread = Thread(bounds.prefill_pages)
+        self._thread = Thread(engine_of(bounds.prefill_pages))
         self._wholes: list[str] = []
 
     def apply(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
@@ -145,7 +145,7 @@ class PagedDecode:
         self._bounds = bounds
         self._failed = ""
         self._loop = StepLoop()  # type: ignore[abstract]
-        self._thread = Thread(bounds.decode_pages)
+        self._thread = Thread(engine_of(bounds.decode_pages))
         self._receiver = _Receiver(number)
         self._sessions: dict[str, StreamSession] = {}
         worker = SimpleNamespace(

@@ -12,6 +12,7 @@ import torch
 import codec
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
+from runtime.pages.groups import pages_for
 from services.transfer import announced, local_endpoint, prefill_client, pulls, sender
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
@@ -143,8 +144,8 @@ class _Paged:
 class Codecs(SegmentCodecs):
     """Codecs of a cache whose segments each hold one page of one layer."""
 
-    def __init__(self, layers: int, memory: Memory) -> None:
-        self.layout = _layout_of(layers)
+    def __init__(self, layers: int, memory: Memory, page_size: int = 1) -> None:
+        self.layout = _layout_of(layers, page_size)
         self._first_kv_head = 0
         self._memory = memory
 
@@ -159,7 +160,7 @@ class Codecs(SegmentCodecs):
     def max_frame_bytes(
         self, group: int, layers: int, tokens: int, kv_heads: int | None = None
     ) -> int:
-        return HEADER_BYTES + layers * tokens * PAYLOAD_BYTES
+        return HEADER_BYTES + layers * pages_for(tokens, self.layout.page_size) * PAYLOAD_BYTES
 
     def raw_bytes(self, extent: Extent) -> int:
         return PAYLOAD_BYTES
@@ -169,9 +170,9 @@ class Codecs(SegmentCodecs):
 
 
 @cache
-def _layout_of(layers: int) -> CacheLayout:
-    plane = Plane("k", torch.bfloat16, (1, 1, 8))
-    return CacheLayout(1, 1, ((plane,),) * layers)
+def _layout_of(layers: int, page_size: int) -> CacheLayout:
+    plane = Plane("k", torch.bfloat16, (1, page_size, 8))
+    return CacheLayout(page_size, 1, ((plane,),) * layers)
 
 
 @cache
