@@ -4,6 +4,7 @@ import sys
 import time
 
 from tests.services.transfer.protocol.bugs import BUGS
+from tests.services.transfer.protocol.cached_bugs import CACHED_BUGS
 from tests.services.transfer.protocol.cases import CASES
 from tests.services.transfer.protocol.search import search
 
@@ -14,7 +15,7 @@ def main() -> None:
         start = time.process_time()
         result = search(case.bounds, case.max_states, report=_report)
         _show(f"{case.name}: {result} ({time.process_time() - start:.0f} s)")
-    for bug in BUGS:
+    for bug in (*BUGS, *CACHED_BUGS):
         with bug.present():
             _show(f"\nbug: {bug.name}\n{search(bug.bounds)}")
 

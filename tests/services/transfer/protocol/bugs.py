@@ -20,6 +20,7 @@ from services.transfer.sender import Sender
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import SlotRef
 from services.worker.streams import Stream
+from tests.services.transfer.protocol.cached_kv import CacheBounds
 from tests.services.transfer.protocol.paged_engine import PageBounds
 from tests.services.transfer.protocol.parts import Bounds
 
@@ -38,7 +39,7 @@ class Bug:
     method: str
     replacement: Callable[[Any], Any]
     violation: str
-    bounds: Bounds | PageBounds
+    bounds: Bounds | PageBounds | CacheBounds
 
     @contextmanager
     def present(self) -> Iterator[None]:

@@ -32,20 +32,27 @@ LIMITS = Limits(max_running=16, max_waiting=16, step_tokens=64, chunk_tokens=64)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request: its tokens, and the number of its output tokens and choices."""
+    """A request.
+
+    Attributes:
+        outputs: number of output tokens of each choice.
+        decode: number of the decode worker on which it starts, from 0.
+    """
 
     tokens: tuple[int, ...]
     outputs: int = 2
     choices: int = 1
+    decode: int = 0
 
 
 @dataclass(frozen=True)
 class CacheBounds:
-    """Sizes of a search of cached pages, between one prefill worker and one decode worker.
+    """Sizes of a search of cached pages, between one prefill worker and decode workers.
 
     Attributes:
-        requests: requests that start on the decode worker, in this order, at any time.
-        cached: request that the decode worker has answered before the search; None for none.
+        requests: requests. Those of a decode worker start in this order, at any time.
+        decodes: number of decode workers.
+        cached: request that each decode worker has answered before the search; None for none.
         prefill_pages, decode_pages: pages of each worker. A page has 2 tokens.
         ways: ways in which a stream starts: it asks for KV "early", or "with pages".
         slots: slots of each worker's slab for prompts; there are as many for history.
@@ -54,6 +61,7 @@ class CacheBounds:
     """
 
     requests: tuple[Prompt, ...]
+    decodes: int = 1
     cached: Prompt | None = None
     prefill_pages: int = 4
     decode_pages: int = 6
@@ -103,7 +111,7 @@ class KVExecutor(FakeExecutor):
 
     def check_writable(self, page: int, sequences: Iterable[SequenceState]) -> None:
         """Check that ``sequences`` alone use a page, and that no other sequence can find it."""
-        own = sum(sequence.page_tables[0].count(page) for sequence in sequences)
+        own = sum(table.count(page) for sequence in sequences for table in sequence.page_tables)
         if self.pool._references[page] != own:
             raise Violation(f"page {page} is written to, but other sequences use it")
         if self.pool._hashes[page] is not None:
@@ -228,7 +236,6 @@ class CachedThread(Thread):
             [_command_state(command) for command in self._inbox],
             (pool._references, pool._hashes, list(pool._blank), list(pool._cached)),
             self.executor.kv,
-            (self.load.pages_free, self.load.running, self.load.waiting),
         )
 
 

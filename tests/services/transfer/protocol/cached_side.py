@@ -39,6 +39,7 @@ from tests.services.transfer.protocol.loop import StepLoop
 from tests.services.transfer.protocol.machine import Given
 from tests.services.transfer.protocol.parts import (
     CLOCK,
+    EMPTY,
     IGNORE,
     LEASE_S,
     NONCES,
@@ -64,7 +65,8 @@ class SideView(NamedTuple):
         inputs: inputs of its own that are possible.
         contents: contents of the slots of its slab.
         reads: READs that have not ended: landing slot, peer, remote slot.
-        results: for each request "" before its start, "running", or how it has ended.
+        results: for each request "" before its start, "running", or how it has ended, and the
+            prefill worker's epoch.
         held: what it holds; empty if it has nothing to do.
     """
 
@@ -73,7 +75,7 @@ class SideView(NamedTuple):
     inputs: tuple[Given, ...]
     contents: tuple[Content, ...]
     reads: tuple[tuple[int, str, int], ...]
-    results: tuple[str, ...]
+    results: tuple[tuple[str, int], ...]
     held: str
 
 
@@ -96,7 +98,7 @@ class _Slots(Memory):
         request = self._side.request_in(slot)
         names = self._side.thread.read(cast(Any, segment.page_ids), extent.num_tokens)
         if names != list(kv_names(request.tokens)[extent.first_token : end]):
-            raise Violation(f"{names} are sent for {request.tokens[:end]}")
+            self._side.loop.errors.append(f"{names} are sent as the KV of {request.tokens[:end]}")
         kv = " ".join(names)
         self.contents[slot] = Content(header, kv, self._side.agent.name)
         checksum = zlib.crc32(kv.encode())
@@ -104,16 +106,18 @@ class _Slots(Memory):
 
     def decode(self, extent: Extent, segment: codec.DecodeSegment) -> CodecCall:
         slot = segment.offset // SLOT_BYTES
-        content = self.contents[slot]
-        self._side.thread.write(cast(Any, segment.page_ids), content.kv.split(" "))
+        content, errors = self.contents[slot], self._side.loop.errors
+        self.contents[slot] = EMPTY  # nothing may read it again
+        try:
+            self._side.thread.write(cast(Any, segment.page_ids), content.kv.split(" "))
+        except Violation as violation:  # one that is raised here would be an error of the codec
+            errors.append(str(violation))
 
         def verify() -> None:  # after the header was
             if zlib.crc32(content.kv.encode()) != segment.checksum:
                 raise codec.ChecksumMismatch("the checksum differs")
             if content.owner != self.peers[slot]:
-                self._side.loop.errors.append(
-                    f"KV of {content.owner} is taken for that of {self.peers[slot]}"
-                )
+                errors.append(f"KV of {content.owner} is taken for that of {self.peers[slot]}")
 
         return CodecCall(verify, content, done=True)
 
@@ -122,7 +126,7 @@ class CachedSide:
     """One epoch of a worker.
 
     Args:
-        name: "prefill" or "decode"; also the address and the id of the worker.
+        name: address and id of the worker.
     """
 
     def __init__(self, bounds: CacheBounds, name: str, epoch: int, pages: int) -> None:
@@ -260,7 +264,7 @@ class CachedSide:
             else:
                 break
         if self.loop.errors:
-            raise Violation(f"unhandled error of {self.agent.name}: {self.loop.errors[0]}")
+            raise Violation(f"{self.agent.name}: {self.loop.errors[0]}")
 
     def take(self, given: Given) -> None:
         """Process an input of either worker."""
@@ -353,8 +357,8 @@ class CachedSide:
             "tasks": len(self.loop.tasks) - 2 * (len(self._calls) + len(self._served)),
         }
 
-    def results(self) -> tuple[str, ...]:
-        """Return the results of the requests, if the worker has any."""
+    def results(self) -> tuple[tuple[str, int], ...]:
+        """Return the results of the requests, if the worker has any; see `SideView`."""
         return ()
 
     def view(self) -> SideView:

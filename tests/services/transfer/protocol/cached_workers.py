@@ -49,10 +49,14 @@ class _NotHere(Ignore):
 
 
 class CachedDecode(CachedSide):
-    """A decode worker, which sends history to the prefill worker."""
+    """A decode worker, which sends history to the prefill worker.
 
-    def __init__(self, bounds: CacheBounds, epoch: int) -> None:
-        super().__init__(bounds, "decode", epoch, bounds.decode_pages)
+    Args:
+        number: number of the worker, from 0.
+    """
+
+    def __init__(self, bounds: CacheBounds, number: int, epoch: int) -> None:
+        super().__init__(bounds, f"decode{number}", epoch, bounds.decode_pages)
         self.sender = self.new_sender(self.of_history)
         self.receiver = self.new_receiver(self.of_prompts)
         self.service = PrefillService(
@@ -64,7 +68,9 @@ class CachedDecode(CachedSide):
         self._streams = _Streams(self.worker, self.receiver, settings)
         self._streams._here = cast(Any, _NotHere())
         self._sessions: dict[int, StreamSession] = {}
-        self._results = [""] * len(bounds.requests)
+        self._started = 0
+        here = (prompt.decode == number for prompt in bounds.requests)
+        self._results = [("" if is_here else "elsewhere", 0) for is_here in here]
         if bounds.cached is not None:
             self.thread.answer(bounds.cached)
 
@@ -74,7 +80,7 @@ class CachedDecode(CachedSide):
                 self._start(number, how, prefill_epoch)
             case "cancel", number:
                 session = self._sessions.pop(number)
-                self._results[number] = "cancelled"
+                self._results[number] = "cancelled", 0
                 session.end(session.streams[1])
             case _:
                 super().take(given)
@@ -93,10 +99,11 @@ class CachedDecode(CachedSide):
         """Start a request. A client that repeats one uses its id again."""
         prompt, service = self.bounds.requests[number], self._streams
         service.how = how
-        name = f"request-{number}"
+        self._started += 1
+        name = f"gateway-{self._started}"
         session = StreamSession(name, service.open, service.drop, service.cancel_choice)
         self._sessions[number] = session
-        self._results[number] = "running"
+        self._results[number] = "running", prefill_epoch
         session._start(
             decode_pb2.StartStream(
                 stream=1,
@@ -106,7 +113,7 @@ class CachedDecode(CachedSide):
                 ),
                 deadline_s=DEADLINE_S,
                 request=request_pb2.Request(
-                    request_id=name,
+                    request_id=f"request-{number}",
                     placement_id="p",
                     tokens=pack_tokens(prompt.tokens),
                     prompt_tokens=len(prompt.tokens),
@@ -124,10 +131,11 @@ class CachedDecode(CachedSide):
                 continue
             del self._sessions[number]
             prompt, delta = self.bounds.requests[number], session.outbox.deltas[1]
+            epoch = self._results[number][1]
             if delta.HasField("error"):
-                self._results[number] = f"failed: {delta.error.message}"
+                self._results[number] = f"failed: {delta.error.message}", epoch
                 continue
-            self._results[number] = "done"
+            self._results[number] = "done", epoch
             found = sorted((token.choice, token.index) for token in delta.tokens)
             choices, outputs = range(prompt.choices), range(prompt.outputs)
             if found != [(choice, index) for choice in choices for index in outputs]:
@@ -136,7 +144,7 @@ class CachedDecode(CachedSide):
     def inputs(self) -> list[Given]:
         return [*super().inputs(), *(("cancel", number) for number in self._sessions)]
 
-    def results(self) -> tuple[str, ...]:
+    def results(self) -> tuple[tuple[str, int], ...]:
         return tuple(self._results)
 
     def held(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""A prefill and a decode worker with cached pages, which read from each other."""
+"""A prefill worker and decode workers with cached pages, which read from each other."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from headrace.v1 import prefill_pb2 as pb
@@ -13,30 +13,39 @@ from tests.services.transfer.protocol.parts import EMPTY, Content, Violation
 from tests.services.transfer.protocol.state import END
 from tests.services.transfer.protocol.world import Move
 
-PREFILL, DECODE = 0, 1
-_NAMES = "prefill", "decode"
+PREFILL = 0
+"""Number of the prefill worker; those of the decode workers follow."""
 
 
 class Session(NamedTuple):
-    """A session of one worker, the client, with the other one.
+    """A session between two workers.
 
     Attributes:
-        client: number of the worker that has opened it.
+        client, server: numbers of the worker that has opened it, and of the other one.
         up, down: messages on their way from and to the client; None once their receiver has ended
             the session. The last one may be the end of the session.
     """
 
     name: str
     client: int
+    server: int
     up: tuple[Any, ...] | None = ()
     down: tuple[Any, ...] | None = ()
 
 
 class Reading(NamedTuple):
-    """A READ that has not ended: who reads into which slot, and what the source held at first."""
+    """A READ that has not ended.
+
+    Attributes:
+        reader, source: numbers of the workers.
+        slot, remote: slots of the two.
+        began: what the source held at its start.
+    """
 
     reader: int
     slot: int
+    source: int
+    remote: int
     began: Content
 
 
@@ -44,15 +53,14 @@ class CachedState(NamedTuple):
     """A state of the whole system.
 
     Attributes:
-        prefill, decode: numbers of the workers' states.
+        workers: numbers of the workers' states, the prefill worker's first.
         sessions: sessions that at least one side has not ended.
         readings: READs that have not ended.
         faults: faults that can still happen.
         excused: whether requests may fail, because of a fault that cannot be recovered from.
     """
 
-    prefill: int
-    decode: int
+    workers: tuple[int, ...]
     sessions: tuple[Session, ...]
     readings: tuple[Reading, ...]
     faults: int
@@ -64,15 +72,17 @@ class CachedWorld:
 
     Faults, by the names in `CacheBounds.kinds`: "cancel" (of a request), "deadline" (of a request,
     a fetch or a pin), "lease expiry", "corrupted" and "read failed" (in either direction), "prefill
-    crash", "decode crash". With "stale read", a READ from a worker that has crashed may read what
-    its next epoch has in the slot.
+    crash", "decode crash". With "lost messages", messages on their way may be lost in a crash. With
+    "stale read", a READ from a worker that has crashed may read what its next epoch has in the slot.
     """
 
     def __init__(self, bounds: CacheBounds) -> None:
         self._bounds = bounds
-        self._machines: tuple[Machine[SideView], Machine[SideView]] = (
-            Machine(lambda epoch: CachedPrefill(bounds, epoch)),
-            Machine(lambda epoch: CachedDecode(bounds, epoch)),
+        decodes = range(bounds.decodes)
+        self._names = ("prefill", *(f"decode{number}" for number in decodes))
+        self._machines: tuple[Machine[SideView], ...] = (
+            Machine(partial(CachedPrefill, bounds)),
+            *(Machine(partial(CachedDecode, bounds, number)) for number in decodes),
         )
 
     @property
@@ -82,8 +92,8 @@ class CachedWorld:
 
     def start(self) -> CachedState:
         """Return the first state."""
-        prefill, decode = (machine.start(1) for machine in self._machines)
-        return CachedState(prefill, decode, (), (), self._bounds.faults)
+        workers = tuple(machine.start(1) for machine in self._machines)
+        return CachedState(workers, (), (), self._bounds.faults)
 
     def close(self) -> None:
         """End all workers."""
@@ -109,9 +119,10 @@ class CachedWorld:
             Violation: a request has failed, although no fault or one of history alone happened.
         """
         if not state.excused:
-            for number, result in enumerate(self._views(state)[DECODE].results):
-                if result.startswith("failed"):
-                    raise Violation(f"request {number} {result}, without a fault that allows it")
+            for view in self._views(state):
+                for number, (result, _) in enumerate(view.results):
+                    if result.startswith("failed"):
+                        raise Violation(f"request {number} {result}, without a fault")
 
     def check_end(self, state: CachedState) -> None:
         """Check a state in which nothing happens any more unless another request arrives.
@@ -120,26 +131,32 @@ class CachedWorld:
             Violation: a request has not ended, or something is still held.
         """
         views = self._views(state)
-        waiting = [n for n, result in enumerate(views[DECODE].results) if result == "running"]
-        if waiting:
+        results = [result for view in views for result in enumerate(view.results)]
+        if waiting := [number for number, (result, _) in results if result == "running"]:
             raise Violation(f"deadlock: requests {waiting} never end")
-        for name, view in zip(_NAMES, views, strict=True):
+        for name, view in zip(self._names, views, strict=True):
             if view.held:
-                raise Violation(f"the {name} worker still holds {view.held} at the end")
+                raise Violation(f"{name} still holds {view.held} at the end")
 
-    def _views(self, state: CachedState) -> tuple[SideView, SideView]:
-        prefill, decode = self._machines
-        return prefill.views[state.prefill], decode.views[state.decode]
+    def _views(self, state: CachedState) -> list[SideView]:
+        return [m.views[at] for m, at in zip(self._machines, state.workers, strict=True)]
 
-    def _requests(
-        self, state: CachedState, views: tuple[SideView, SideView]
-    ) -> Iterator[Move]:
-        """Yield the start of the next request, which need not happen."""
-        results = views[DECODE].results
-        if "" in results:
-            for how in self._bounds.ways:
-                given = "request", results.index(""), how, views[PREFILL].epoch
-                yield self._move(state, DECODE, given, progress=False)
+    def _requests(self, state: CachedState, views: list[SideView]) -> Iterator[Move]:
+        """Yield the start of the next request of each worker, which need not happen.
+
+        After a crash, clients repeat requests that have failed.
+        """
+        epoch = views[PREFILL].epoch
+        for worker, view in enumerate(views):
+            waiting = [
+                number
+                for number, (result, last) in enumerate(view.results)
+                if not result or (result.startswith("failed") and last < epoch)
+            ]
+            for number in waiting[:1]:
+                for how in self._bounds.ways:
+                    given = "request", number, how, epoch
+                    yield self._move(state, worker, given, progress=False)
 
     def _messages(self, state: CachedState) -> Iterator[Move]:
         for at, session in enumerate(state.sessions):
@@ -148,98 +165,101 @@ class CachedWorld:
                 given: Given = ("command", session.name, message)
                 if message == END:
                     given, rest = ("end", session.name), None  # type: ignore[assignment]
-                after = _with(state, at, session._replace(up=rest))
-                yield self._move(after, 1 - session.client, given)
+                sessions = _with(state.sessions, at, session._replace(up=rest))
+                after = state._replace(sessions=_open(sessions))
+                yield self._move(after, session.server, given)
             if session.down:
                 message, rest = session.down[0], session.down[1:]
                 given = ("event", session.name, message)
                 if type(message) is tuple:
                     given = ("ended", session.name, message[1])
-                after = _with(state, at, session._replace(down=rest))
+                sessions = _with(state.sessions, at, session._replace(down=rest))
+                after = state._replace(sessions=_open(sessions))
                 yield self._move(after, session.client, given)
 
-    def _own(self, state: CachedState, side: int, given: Given) -> Iterator[Move]:
+    def _own(self, state: CachedState, worker: int, given: Given) -> Iterator[Move]:
         """Yield an input of a worker's own, if it is not a fault that cannot happen."""
         kind = given[0]
         if kind == "step":
-            yield self._move(state, side, given)
+            yield self._move(state, worker, given)
         elif state.faults and kind in self._bounds.kinds:
-            harmless = kind == "cancel" or (kind == "lease expiry" and side == DECODE)
-            yield self._fault(state, side, given, excused=not harmless)
+            harmless = kind == "cancel" or (kind == "lease expiry" and worker != PREFILL)
+            yield self._fault(state, worker, given, excused=not harmless)
 
-    def _reads(self, state: CachedState, views: tuple[SideView, SideView]) -> Iterator[Move]:
+    def _reads(self, state: CachedState, views: list[SideView]) -> Iterator[Move]:
         for reading in state.readings:
-            source = views[1 - reading.reader]
-            slot = reading.slot
-            peer, remote = next(
-                (peer, remote) for at, peer, remote in views[reading.reader].reads if at == slot
-            )
+            reader, slot, source, remote, began = reading
             after = state._replace(readings=tuple(r for r in state.readings if r != reading))
-            move, kinds = self._move, self._bounds.kinds
-            now = source.contents[remote]
-            if peer != source.agent:
-                yield move(after, reading.reader, ("read", slot, "lost", None))
+            move, kinds, now = self._move, self._bounds.kinds, views[source].contents[remote]
+            peer = next(peer for at, peer, _ in views[reader].reads if at == slot)
+            if peer != views[source].agent:
+                yield move(after, reader, ("read", slot, "lost", None))
                 if "stale read" in kinds and now != EMPTY:
-                    yield move(after, reading.reader, ("read", slot, "done", now), progress=False)
+                    yield move(after, reader, ("read", slot, "done", now), progress=False)
                 continue
-            for content in dict.fromkeys((reading.began, now)):
-                yield move(after, reading.reader, ("read", slot, "done", content))
-            damaged = reading.began._replace(kv="damaged")
-            for kind, how, content in (
+            for content in dict.fromkeys((began, now)):
+                yield move(after, reader, ("read", slot, "done", content))
+            damaged = began._replace(kv="damaged")
+            for kind, how, found in (
                 ("corrupted", "done", damaged),
                 ("read failed", "failed", None),
             ):
                 if state.faults and kind in kinds:
-                    given = ("read", slot, how, content)
-                    is_forward = reading.reader == DECODE
-                    yield self._fault(after, reading.reader, given, excused=is_forward)
+                    given = ("read", slot, how, found)
+                    yield self._fault(after, reader, given, excused=reader != PREFILL)
 
-    def _crashes(self, state: CachedState, views: tuple[SideView, SideView]) -> Iterator[Move]:
-        for side, view in enumerate(views):
-            if f"{_NAMES[side]} crash" not in self._bounds.kinds:
+    def _crashes(self, state: CachedState, views: list[SideView]) -> Iterator[Move]:
+        for worker, view in enumerate(views):
+            kind = "prefill crash" if worker == PREFILL else "decode crash"
+            if kind not in self._bounds.kinds:
                 continue
-            number = self._machines[side].start(view.epoch + 1)
-            for is_lost in (False, True):
-                sessions = (_crashed(session, side, is_lost) for session in state.sessions)
+            number = self._machines[worker].start(view.epoch + 1)
+            for is_lost in (False, True) if "lost messages" in self._bounds.kinds else (False,):
+                sessions = (_crashed(session, worker, is_lost) for session in state.sessions)
                 after = state._replace(
-                    **{_NAMES[side]: number},
+                    workers=_with(state.workers, worker, number),
                     sessions=_open(sessions),
-                    readings=tuple(r for r in state.readings if r.reader != side),
+                    readings=tuple(r for r in state.readings if r.reader != worker),
                     faults=state.faults - 1,
                     excused=True,
                 )
                 lost = ", its messages are lost" if is_lost else ""
-                yield Move(f"{_NAMES[side]} crashes{lost} (fault)", False, _constant(after))
+                label = f"{self._names[worker]} crashes{lost} (fault)"
+                yield Move(label, False, _constant(after))
 
-    def _fault(self, state: CachedState, side: int, given: Given, *, excused: bool) -> Move:
+    def _fault(self, state: CachedState, worker: int, given: Given, *, excused: bool) -> Move:
         after = state._replace(faults=state.faults - 1, excused=state.excused or excused)
-        move = self._move(after, side, given, progress=False)
+        move = self._move(after, worker, given, progress=False)
         return Move(f"{move.label} (fault)", False, move.run)
 
     def _move(
-        self, state: CachedState, side: int, given: Given, *, progress: bool = True
+        self, state: CachedState, worker: int, given: Given, *, progress: bool = True
     ) -> Move:
-        label = f"{_NAMES[side]}: {_text(given)}"
-        return Move(label, progress, lambda: self._apply(state, side, given))
+        label = f"{self._names[worker]}: {_text(given)}"
+        return Move(label, progress, lambda: self._apply(state, worker, given))
 
-    def _apply(self, state: CachedState, side: int, given: Given) -> CachedState:
-        number, outputs = self._machines[side].step(state[side], given)
+    def _apply(self, state: CachedState, worker: int, given: Given) -> CachedState:
+        number, outputs = self._machines[worker].step(state.workers[worker], given)
         sessions, readings = state.sessions, state.readings
-        views = self._views(state)
         for output in outputs:
             match output:
-                case "open", name, _:
-                    sessions = (*sessions, Session(name, side))
+                case "open", name, address:
+                    sessions = (*sessions, Session(name, worker, self._names.index(address)))
                 case "read", slot:
-                    view = self._machines[side].views[number]
-                    peer, remote = next((p, r) for s, p, r in view.reads if s == slot)
-                    source = views[1 - side]
-                    began = source.contents[remote] if peer == source.agent else EMPTY
-                    readings = tuple(sorted((*readings, Reading(side, slot, began))))
+                    view = self._machines[worker].views[number]
+                    readings = tuple(sorted((*readings, self._reading(state, worker, slot, view))))
                 case _:
                     sessions = tuple(_sent(each, output) for each in sessions)
-        state = state._replace(sessions=_open(sessions), readings=readings)
-        return state._replace(**{_NAMES[side]: number})
+        workers = _with(state.workers, worker, number)
+        return state._replace(workers=workers, sessions=_open(sessions), readings=readings)
+
+    def _reading(self, state: CachedState, worker: int, slot: int, view: SideView) -> Reading:
+        """Return a READ that has begun."""
+        peer, remote = next((peer, remote) for at, peer, remote in view.reads if at == slot)
+        source = self._names.index(peer.partition("-")[0])
+        there = self._machines[source].views[state.workers[source]]
+        began = there.contents[remote] if peer == there.agent else EMPTY
+        return Reading(worker, slot, source, remote, began)
 
 
 def _sent(session: Session, output: Given) -> Session:
@@ -260,13 +280,13 @@ def _sent(session: Session, output: Given) -> Session:
     return session._replace(up=up, down=down)
 
 
-def _crashed(session: Session, side: int, is_lost: bool) -> Session:
-    """Return a session after the crash of one of its sides."""
+def _crashed(session: Session, worker: int, is_lost: bool) -> Session:
+    """Return a session after the crash of a worker."""
     up, down = session.up, session.down
-    if session.client == side:
+    if session.client == worker:
         kept = () if is_lost or up is None else up
         return session._replace(down=None, up=None if up is None else (*kept, END))
-    if up is None:  # an earlier epoch has ended it
+    if session.server != worker or up is None:  # an earlier epoch may have ended it
         return session
     kept = () if is_lost or down is None else down
     return session._replace(up=None, down=None if down is None else (*kept, (END, "UNAVAILABLE")))
@@ -277,9 +297,8 @@ def _open(sessions: Any) -> tuple[Session, ...]:
     return tuple(each for each in sessions if each.up is not None or each.down is not None)
 
 
-def _with(state: CachedState, at: int, session: Session) -> CachedState:
-    sessions = (*state.sessions[:at], session, *state.sessions[at + 1 :])
-    return state._replace(sessions=_open(sessions))
+def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:at], item, *items[at + 1 :])
 
 
 def _constant(state: CachedState) -> Callable[[], CachedState]:

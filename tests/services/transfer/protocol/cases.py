@@ -1,7 +1,8 @@
 """Cases that the tests search."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tests.services.transfer.protocol.cached_kv import CacheBounds, Prompt
 from tests.services.transfer.protocol.paged_engine import PageBounds
 from tests.services.transfer.protocol.parts import Bounds
 
@@ -14,6 +15,10 @@ FAULTS = frozenset(
 )
 
 
+HISTORY_FAULTS = frozenset({"cancel", "lease expiry", "corrupted", "read failed"})
+CRASHES = frozenset({"prefill crash", "decode crash", "lost messages", "stale read"})
+
+
 @dataclass(frozen=True)
 class Case:
     """A search.
@@ -23,12 +28,19 @@ class Case:
     """
 
     name: str
-    bounds: Bounds | PageBounds
+    bounds: Bounds | PageBounds | CacheBounds
     max_states: int = 10_000_000
 
     def __str__(self) -> str:
         return self.name
 
+
+_ANSWERED = Prompt((2, 2))
+_FIRST, _SECOND = Prompt((2, 2, 3)), Prompt((2, 2, 4))
+_TWO_DECODES = CacheBounds(
+    (_FIRST, replace(_SECOND, decode=1)), decodes=2, cached=_ANSWERED, decode_pages=4
+)
+_ONE_DECODE = CacheBounds((_FIRST,), cached=_ANSWERED, decode_pages=4)
 
 SMALL = (
     Case("one sequence with late notifications", Bounds(sequences=1)),
@@ -40,6 +52,25 @@ SMALL = (
     Case(
         "pages of a decode worker that computes prompts",
         PageBounds(streams=2, computes=True, decode_pages=2, prompt=15, outputs=4),
+    ),
+    Case(
+        "second turn of a chat",
+        CacheBounds((Prompt((2, 2, 2, 1, 1, 3)),), cached=Prompt((2, 2, 2), outputs=3)),
+    ),
+    Case(
+        "history for two choices",
+        replace(_ONE_DECODE, requests=(replace(_FIRST, choices=2),)),
+    ),
+    Case("history with a fault", replace(_ONE_DECODE, faults=1, kinds=HISTORY_FAULTS)),
+    Case(
+        "eviction of cached pages",
+        CacheBounds(
+            (_FIRST, Prompt((5, 5, 5))),
+            cached=_ANSWERED,
+            prefill_pages=2,
+            decode_pages=3,
+            ways=("with pages",),
+        ),
     ),
 )
 
@@ -67,6 +98,22 @@ CASES = (
         "pages of a decode worker that computes prompts, with a cancelled stream",
         PageBounds(cancels=1, computes=True, decode_pages=2, prompt=15, outputs=4),
         200_000,
+    ),
+    Case("history of two decode workers", _TWO_DECODES, 1_000_000),
+    Case(
+        "history of two decode workers with a fault",
+        replace(_TWO_DECODES, faults=1, kinds=HISTORY_FAULTS | CRASHES | {"deadline"}),
+        200_000,
+    ),
+    Case(
+        "two requests with the same history and a fault",
+        replace(_ONE_DECODE, requests=(_FIRST, _SECOND), faults=1, kinds=HISTORY_FAULTS),
+        20_000,
+    ),
+    Case(
+        "history with a crash",
+        replace(_ONE_DECODE, slots=4, faults=1, kinds=CRASHES),
+        20_000,
     ),
 )
 """A million states. Some cases end before all states are reached."""

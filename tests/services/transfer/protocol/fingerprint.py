@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from runtime.engine import Engine
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.frame import FrameHeader
 from services.transfer.local_endpoint import LocalEndpoint
 from services.transfer.slab import Slab
+from tests.services.transfer.protocol.paged_engine import Thread
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _SHARED: tuple[type, ...] = (
     *(Slab, SegmentCodecs, asyncio.AbstractEventLoop, types.ModuleType, type),
     FrameHeader,  # follows from the segment
     LocalEndpoint,  # its agent is added, and the rest does not change
-    Engine,  # `CachedThread.state` is added
+    Thread,  # its state is added
 )
 
 

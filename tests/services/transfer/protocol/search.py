@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tests.services.transfer.protocol.cached_calls import with_calls
+from tests.services.transfer.protocol.cached_kv import CacheBounds
+from tests.services.transfer.protocol.cached_world import CachedWorld
 from tests.services.transfer.protocol.paged_engine import PageBounds
 from tests.services.transfer.protocol.paged_workers import without_logs
 from tests.services.transfer.protocol.paged_world import PagedWorld
@@ -186,7 +189,10 @@ class Search:
 
 
 def search(
-    bounds: Bounds | PageBounds, max_states: int = 10_000_000, *, report: Report | None = None
+    bounds: Bounds | PageBounds | CacheBounds,
+    max_states: int = 10_000_000,
+    *,
+    report: Report | None = None,
 ) -> Result:
     """Search all states, or ``max_states`` of them, nearest first.
 
@@ -195,8 +201,17 @@ def search(
     """
     gc.freeze()  # collections then skip the many objects of imported modules
     try:
-        with replaced(), without_logs():
-            world = PagedWorld(bounds) if isinstance(bounds, PageBounds) else World(bounds)
-            return Search(world, max_states, report).run()
+        with replaced(), without_logs(), with_calls():
+            return Search(_world_of(bounds), max_states, report).run()
     finally:
         gc.unfreeze()
+
+
+def _world_of(bounds: Bounds | PageBounds | CacheBounds) -> Explored:
+    match bounds:
+        case PageBounds():
+            return PagedWorld(bounds)
+        case CacheBounds():
+            return CachedWorld(bounds)
+        case Bounds():
+            return World(bounds)
