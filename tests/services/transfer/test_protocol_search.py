@@ -18,7 +18,7 @@ def test_no_state_of_a_small_case_violates_the_protocol(case: Case) -> None:
     assert result.ends
 
 
-@pytest.mark.parametrize("bug", (*BUGS, *CACHED_BUGS), ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*BUGS, *CACHED_BUGS], ids=lambda bug: bug.name)
 def test_search_finds_a_bug_that_is_put_in(bug: Bug) -> None:
     with bug.present():
         result = search(bug.bounds)

@@ -77,7 +77,7 @@ class Channel:
         self._address = address
         self._caller = caller
 
-    def Session(self, metadata: object) -> Call:  # noqa: N802 - named by the schema
+    def Session(self, metadata: object) -> Call:  # named by the schema
         """Open a call, in place of `PrefillStub.Session`."""
         return self._caller.open_call(self._address)
 

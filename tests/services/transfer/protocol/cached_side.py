@@ -102,7 +102,9 @@ class _Slots(Memory):
         kv = " ".join(names)
         self.contents[slot] = Content(header, kv, self._side.agent.name)
         checksum = zlib.crc32(kv.encode())
-        return CodecCall(lambda: codec.Encoded(PAYLOAD_BYTES, PAYLOAD_BYTES, 0, checksum), done=True)
+        return CodecCall(
+            lambda: codec.Encoded(PAYLOAD_BYTES, PAYLOAD_BYTES, 0, checksum), done=True
+        )
 
     def decode(self, extent: Extent, segment: codec.DecodeSegment) -> CodecCall:
         slot = segment.offset // SLOT_BYTES

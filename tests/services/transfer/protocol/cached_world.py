@@ -72,8 +72,9 @@ class CachedWorld:
 
     Faults, by the names in `CacheBounds.kinds`: "cancel" (of a request), "deadline" (of a request,
     a fetch or a pin), "lease expiry", "corrupted" and "read failed" (in either direction), "prefill
-    crash", "decode crash". With "lost messages", messages on their way may be lost in a crash. With
-    "stale read", a READ from a worker that has crashed may read what its next epoch has in the slot.
+    crash", "decode crash". With "lost messages", messages on their way may be lost in a crash.
+    With "stale read", a READ from a worker that has crashed may read what its next epoch has in
+    the slot.
     """
 
     def __init__(self, bounds: CacheBounds) -> None:
