@@ -110,7 +110,7 @@ CACHED_BUGS = (
             slots=4,
             ways=("early",),
             faults=1,
-            kinds=frozenset({"decode crash", "stale read"}),
+            kinds=frozenset({"decode crash during a READ", "stale read"}),
         ),
     ),
     Bug(

@@ -72,9 +72,10 @@ class CachedWorld:
 
     Faults, by the names in `CacheBounds.kinds`: "cancel" (of a request), "deadline" (of a request,
     a fetch or a pin), "lease expiry", "corrupted" and "read failed" (in either direction), "prefill
-    crash", "decode crash". With "lost messages", messages on their way may be lost in a crash.
-    With "stale read", a READ from a worker that has crashed may read what its next epoch has in
-    the slot.
+    crash", "decode crash", and "decode crash during a READ" from this worker.
+
+    With "lost messages", messages on their way may be lost in a crash. With "stale read", a READ
+    from a worker that has crashed may read what its next epoch has in the slot.
     """
 
     def __init__(self, bounds: CacheBounds) -> None:
@@ -212,7 +213,9 @@ class CachedWorld:
     def _crashes(self, state: CachedState, views: list[SideView]) -> Iterator[Move]:
         for worker, view in enumerate(views):
             kind = "prefill crash" if worker == PREFILL else "decode crash"
-            if kind not in self._bounds.kinds:
+            is_read = any(reading.source == worker for reading in state.readings)
+            kinds = {kind, f"{kind} during a READ"} if is_read else {kind}
+            if not kinds & self._bounds.kinds:
                 continue
             number = self._machines[worker].start(view.epoch + 1)
             for is_lost in (False, True) if "lost messages" in self._bounds.kinds else (False,):

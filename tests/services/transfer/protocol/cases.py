@@ -116,4 +116,4 @@ CASES = (
         20_000,
     ),
 )
-"""A million states. Some cases end before all states are reached."""
+"""More than two million states. Some cases end before all states are reached."""
