@@ -166,7 +166,7 @@ class CachedSide:
             report_computed_here=IGNORE,
             count_saved=IGNORE,
         )
-        self.worker.sent_tokens = partial(Worker.sent_tokens, self.worker)
+        self.worker.sent_tokens = partial(Worker.sent_tokens, cast(Any, self.worker))
         self._calls: dict[str, Call] = {}
         self._opened: list[tuple[str, str]] = []
         self._served: dict[str, tuple[Call, asyncio.Task[None]]] = {}

@@ -242,7 +242,7 @@ class CachedWorld:
         label = f"{self._names[worker]}: {_text(given)}"
         return Move(label, progress, lambda: self._apply(state, worker, given))
 
-    def _apply(self, state: CachedState, worker: int, given: Given) -> CachedState:
+    def _apply(self, state: CachedState, worker: int, given: Given) -> Any:
         number, outputs = self._machines[worker].step(state.workers[worker], given)
         sessions, readings = state.sessions, state.readings
         for output in outputs:
@@ -305,7 +305,7 @@ def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
     return (*items[:at], item, *items[at + 1 :])
 
 
-def _constant(state: CachedState) -> Callable[[], CachedState]:
+def _constant(state: CachedState) -> Callable[[], Any]:
     return lambda: state
 
 
