@@ -1,11 +1,13 @@
 """Chat templates: conversations to prompts, as transformers renders them."""
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from services.common.errors import InvalidRequest
 from services.tokenizer.template_environment import TemplateEnvironment
@@ -19,6 +21,24 @@ class ChatTemplateError(InvalidRequest):
     """The chat template rejects the messages."""
 
 
+@dataclass(frozen=True)
+class TemplateInput:
+    """What a chat template gets beside the messages.
+
+    Attributes:
+        tools: tools in OpenAI's format; none: the variable is null.
+        variables: other variables, such as ``enable_thinking``.
+        add_generation_prompt: whether the prompt ends with the start of the assistant's message.
+        continue_final_message: whether the prompt ends in the last message, so that the model
+            continues it.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
 class ChatTemplate:
     """A compiled template. An invalid one can be created, but not rendered.
 
@@ -28,11 +48,13 @@ class ChatTemplate:
     Attributes:
         source: Jinja source.
         problem: why the template is not valid, or None.
+        variables: names of the variables that the template reads, without those of its environment.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.problem: str | None = None
+        self.variables: frozenset[str] = frozenset()
         environment = TemplateEnvironment()
         try:
             tree = environment.parse(source)
@@ -40,7 +62,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             self.problem = f"the chat template is not valid: {error}"
             return
+        self.variables = frozenset(meta.find_undeclared_variables(tree) - {*environment.globals})
         self._takes_parts = _loops_over_parts(tree)
+        self._takes_null = any(
+            test.name == "none" and _content_owner(test.node) for test in tree.find_all(nodes.Test)
+        )
         self._takes_text = not self._takes_parts or any(
             test.name == "string" for test in tree.find_all(nodes.Test)
         )
@@ -72,34 +98,50 @@ class ChatTemplate:
             param="messages",
         )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
-        """Return the prompt, up to the start of the assistant's message.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        names: Mapping[str, str],
+        given: TemplateInput | None = None,
+    ) -> str:
+        """Return the prompt.
 
         The result is a `TrackedText`: literals of the template, ``names`` and roles count as
         written by the template.
 
         Args:
-            messages: mappings with ``role`` and ``content``. The roles must be valid ones. The
-                content is a string or a list of text parts, ``{"type": "text", "text": …}``.
+            messages: mappings with ``role`` and ``content``, and further fields that templates
+                know, such as ``tool_calls``. The roles must be valid ones. The content is a string,
+                a list of text parts, ``{"type": "text", "text": …}``, or None.
             names: special tokens as text, by their name in the template, such as ``bos_token``.
+            given: other variables. By default, the prompt ends with the start of the assistant's
+                message.
 
         Raises:
             ChatTemplateError: if the template is not valid, or rejects the messages.
         """
         if self.problem:
             raise ChatTemplateError(self.problem, param="messages")
+        given = given or TemplateInput()
         own = TrackedText.from_template
+        contents = [
+            {**m, "role": own(m["role"]), "content": self._content(m["content"])} for m in messages
+        ]
+        end = ""
+        if given.continue_final_message:
+            end = f"[end of message {secrets.token_hex(16)}] "
+            contents[-1]["content"] = _with_end(contents[-1]["content"], end)
+        variables = {
+            **given.variables,
+            **{name: own(token) for name, token in names.items()},
+            "messages": contents,
+            "tools": [dict(tool) for tool in given.tools] or None,
+            "documents": None,
+            "add_generation_prompt": given.add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=[
-                    {**m, "role": own(m["role"]), "content": self._content(m["content"])}
-                    for m in messages
-                ],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **{name: own(token) for name, token in names.items()},
-            )
+            prompt = self._template.render(variables)
+            return _cut_at(end, prompt) if end else prompt
         except (
             *(jinja2.TemplateError, TypeError, ValueError, LookupError),
             *(ArithmeticError, AttributeError, RecursionError),
@@ -112,13 +154,40 @@ class ChatTemplate:
         """Return the content of a message in a form that the template takes.
 
         As in vLLM, a template that loops over the parts of a content gets a list, and any other
-        gets the texts of the parts that are not empty, separated by newlines.
+        gets the texts of the parts that are not empty, separated by newlines. Null, the content of
+        a message with tool calls, is an empty text for templates that do not test for null.
         """
+        if content is None:
+            if self._takes_null:
+                return None
+            content = ""
         if isinstance(content, str):
             return content if self._takes_text else [{"type": "text", "text": content}]
         if self._takes_parts:
             return content
         return "\n".join(part["text"] for part in content if part["text"])
+
+
+def _with_end(content: Any, end: str) -> Any:
+    """Return the content of a message with ``end`` after its last text."""
+    if isinstance(content, list):
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]
+    return f"{content or ''}{end}"
+
+
+def _cut_at(end: str, prompt: str) -> str:
+    """Return a prompt without ``end`` and all after it.
+
+    As in transformers, space before it is removed if the template removes space after a content.
+
+    Raises:
+        ValueError: if the template omits the message.
+    """
+    at = prompt.find(end.rstrip())
+    if at < 0:
+        raise ValueError("it omits the final message")
+    kept = prompt[:at]
+    return kept if prompt.startswith(end, at) else kept.rstrip()
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:

@@ -7,7 +7,7 @@ fallback. Because both use the table, incremental and full decoding give the sam
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from services.common.token_ids import pack_tokens
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import ChatTemplate, TemplateInput
 from services.tokenizer.content_guard import ContentGuard
 from services.tokenizer.prefix_encoder import PrefixEncoder
 from services.tokenizer.recent_texts import RecentTexts
@@ -63,11 +63,29 @@ class Tokenizer:
         for id in self.special_ids:
             hidden[id] = b""
         self.visible_pieces = tuple(hidden)
+        self._shown: dict[frozenset[int], tuple[bytes, ...]] = {}
         self._recent = RecentTexts()
 
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
+
+    def pieces_showing(self, names: Collection[str]) -> tuple[bytes, ...]:
+        """Return `visible_pieces`, with the text of the special tokens of these names.
+
+        The result is kept: call this with few different sets of names.
+        """
+        ids = frozenset(
+            id for id in self.special_ids if self.pieces[id].decode("utf-8", "replace") in names
+        )
+        if not ids:
+            return self.visible_pieces
+        if ids not in self._shown:
+            shown = [
+                self.pieces[id] if id in ids else p for id, p in enumerate(self.visible_pieces)
+            ]
+            self._shown[ids] = tuple(shown)
+        return self._shown[ids]
 
     def encode(
         self,
@@ -109,7 +127,9 @@ class Tokenizer:
         text = detokenizer.push(ids) + detokenizer.finish()
         return text.removeprefix(" ") if self._strips_space else text
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], given: TemplateInput | None = None
+    ) -> str:
         """Return the prompt of a conversation, up to the start of the assistant's message.
 
         The result is for `encode_rendered`: names of special tokens that the template did not write
@@ -117,12 +137,13 @@ class Tokenizer:
 
         Args:
             messages: messages as in `ChatTemplate.render`.
+            given: other variables of the template, which may move the end of the prompt.
 
         Raises:
             ChatTemplateError: if the model has no valid template, or it rejects the messages.
         """
         template = self.chat_template or ChatTemplate.missing()
-        return self._guard.protect(template.render(messages, self.special_names))
+        return self._guard.protect(template.render(messages, self.special_names, given))
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer files of a Hugging Face directory, which `load_tokenizer` can read.
@@ -164,10 +185,16 @@ class IncrementalDetokenizer:
 
     The concatenated results of `push` and `finish` are the text of the sequence. Unlike in
     `Tokenizer.decode`, a leading space is kept.
+
+    Args:
+        shown: names of special tokens that are not skipped, see `Tokenizer.pieces_showing`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._pieces = tokenizer.visible_pieces if skip_special else tokenizer.pieces
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, shown: Collection[str] = ()
+    ) -> None:
+        hidden = tokenizer.pieces_showing(shown) if shown else tokenizer.visible_pieces
+        self._pieces = hidden if skip_special else tokenizer.pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:

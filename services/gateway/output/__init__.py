@@ -1,0 +1,1 @@
+"""Parsers of the output of chats: reasoning, content and tool calls."""

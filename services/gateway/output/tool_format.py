@@ -1,0 +1,47 @@
+"""What a format of tool calls consists of; there is one for each family of models."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from services.gateway.output.call_grammar import CallSink
+from services.tokenizer.chat_template import ChatTemplate
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ToolFormat(ABC):
+    """A format in which models write tool calls. Instances have no state.
+
+    Attributes:
+        name: name in the setting ``tool_parser``.
+        marker: text with which calls begin.
+        marks: texts of the format that a tokenizer may have as special tokens.
+        bare: whether an output may also begin with a call without ``marker``.
+        describes_tools: whether `prepare` describes the tools, instead of the chat template.
+    """
+
+    name: ClassVar[str]
+    marker: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]]
+    bare: ClassVar[bool] = False
+    describes_tools: ClassVar[bool] = False
+
+    @abstractmethod
+    def fits(self, template: ChatTemplate) -> bool:
+        """Return whether models with this chat template write calls in this format."""
+
+    @abstractmethod
+    def block(self, sink: CallSink) -> Generator[None, str, object]:
+        """Read calls after ``marker``, with the functions of `call_grammar`."""
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def prepare(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Messages, Sequence[Mapping[str, Any]]]:
+        """Return messages and tools as the chat template takes them."""
+        return messages, tools
