@@ -23,6 +23,7 @@ from services.common.listings import ModelReadiness
 from services.common.model_source import model_name, resolve_model
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.buffers import Buffers
+from services.gateway.chats import ChatPlanner
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.limits import ModelLimits
@@ -88,6 +89,7 @@ class Gateway:
         limits: limits of requests that depend on the workers.
         recent: running and recent requests of each tenant.
         builder: builder that validates generation requests.
+        chats: planner of how chats are rendered and parsed.
         prompts: encoder of prompts and conversations.
         buffers: memory for request bodies.
         clients: determines the addresses of clients.
@@ -124,6 +126,9 @@ class Gateway:
         self.clients = ClientAddresses(settings.trusted_proxies)
         self.buffers = Buffers(settings.max_buffered_bytes)
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
+        self.chats = ChatPlanner(
+            settings, model.tokenizer.chat_template, model.tokenizer.special_names
+        )
         self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
         self._placer = Placer(
             self.router,

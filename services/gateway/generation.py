@@ -75,7 +75,9 @@ class Generator:
             ServiceError: if the request cannot be completed.
         """
         options = request.options
-        text = TextAssembler(self._tokenizer, options.n, options.stop, options.min_tokens)
+        text = TextAssembler(
+            self._tokenizer, options.n, options.stop, options.min_tokens, request.shown
+        )
         progress = Progress(request)
         self._metrics.prompt_tokens.inc(request.prompt_tokens)
         retries, siblings = Retries(), siblings or Siblings()

@@ -5,17 +5,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from services.common.errors import InvalidRequest
 from services.common.fair_slots import FairSlots
+from services.gateway.chats import ChatPlan, ChatPrompt
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
 from services.gateway.request_errors import ContextLengthExceeded, check_message_count
 from services.tokenizer.tokenizer import Tokenizer
 
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.
-_ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES["developer"] = "system"
 _SMALL = 4096
 """Maximum size of a request that is processed on the event loop, bytes."""
 _SLOTS = 3
@@ -25,6 +27,13 @@ _SLOTS_OF_OWNER = 2
 
 _M = TypeVar("_M")
 _T = TypeVar("_T")
+
+
+class EncodedChat(NamedTuple):
+    """A conversation as packed token ids, and whether it ends in a reasoning block."""
+
+    packed: bytes
+    is_reasoning: bool
 
 
 class PromptTokenizer:
@@ -105,13 +114,14 @@ class PromptTokenizer:
         self,
         messages: Sequence[_M],
         as_input: Callable[[_M], dict[str, Any]],
+        plan: ChatPlan,
         size: int,
         salt: bytes,
-    ) -> bytes:
+    ) -> EncodedChat:
         """Return the packed token ids of a conversation.
 
         Args:
-            as_input: function that returns the ``role`` and the ``content`` of a message.
+            as_input: function that returns a message as `ChatTemplate.render` takes it.
 
         Raises:
             InvalidRequest: if there is no message, a role is unknown, or the chat template of the
@@ -121,16 +131,19 @@ class PromptTokenizer:
         if not messages:
             raise InvalidRequest("at least one message is required", param="messages")
         check_message_count(len(messages), self._limits.context_length)
-        prompt = await self.compute(size, lambda: self._render(messages, as_input))
-        pack = partial(self._tokenizer.pack_rendered, prompt, salt=salt)
-        return await self._run(self._encoding, size, pack)
+        prompt = await self.compute(size, lambda: self._render(messages, as_input, plan))
+        pack = partial(self._tokenizer.pack_rendered, prompt.text, salt=salt)
+        packed = await self._run(self._encoding, size, pack)
+        return EncodedChat(packed, prompt.is_reasoning)
 
     def close(self) -> None:
         """Cancel the work that has not started."""
         for pool in (self._python, self._encoding):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, messages: Sequence[_M], as_input: Callable[[_M], dict[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[_M], as_input: Callable[[_M], dict[str, Any]], plan: ChatPlan
+    ) -> ChatPrompt:
         known = []
         characters = 0
         for at, message in enumerate(map(as_input, messages)):
@@ -140,11 +153,11 @@ class PromptTokenizer:
                     f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
                 )
             known.append({**message, "role": role})
-            content = message["content"]
+            content = message["content"] or ""
             texts = [content] if isinstance(content, str) else [part["text"] for part in content]
             characters += sum(map(len, texts))
         self._check_length(characters, "messages")
-        return self._tokenizer.render_chat(known)
+        return plan.render(self._tokenizer, known)
 
     def _check_length(self, characters: int, param: str) -> None:
         least = -(-characters // self._max_token_bytes)

@@ -229,6 +229,7 @@ class GenerationRequest:
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
         chat: whether the prompt is a conversation.
+        shown: names of special tokens that the text of the output includes.
         prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
     """
 
@@ -238,6 +239,7 @@ class GenerationRequest:
     seed: int
     options: GenerationOptions
     chat: bool = False
+    shown: frozenset[str] = frozenset()
 
     @property
     def prompt_tokens(self) -> int:
@@ -295,6 +297,7 @@ class RequestBuilder:
         *,
         chat: bool,
         names: Mapping[str, str] | None = None,
+        shown: frozenset[str] = frozenset(),
     ) -> GenerationRequest:
         """Return a validated request.
 
@@ -304,6 +307,7 @@ class RequestBuilder:
                 fill the context; otherwise it has ``default_max_tokens`` of the settings.
             names: mapping from fields of ``options`` to their names in the client's request, if
                 these differ. Error messages use the client's names.
+            shown: names of special tokens that the text of the output includes.
 
         Raises:
             InvalidRequest: if a value is out of bounds; ``param`` names the field.
@@ -321,7 +325,7 @@ class RequestBuilder:
         max_tokens = self._max_tokens(count_tokens(packed), options.max_tokens, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(context, packed, max_tokens, seed, options, chat)
+        return GenerationRequest(context, packed, max_tokens, seed, options, chat, shown)
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens

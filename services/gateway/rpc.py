@@ -26,6 +26,7 @@ from services.common.errors import (
 from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
 from services.common.tracing import NO_SPAN, Span
+from services.gateway.chats import ChatOptions
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.request_errors import check_message_count, invalid_field
 from services.gateway.requests import (
@@ -218,8 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         salt = cache_salt(context.tenant, options.cache_salt)
         kind = message.WhichOneof("prompt")
         if kind == "chat":
-            messages = message.chat.messages
-            prompt = await self._gateway.prompts.encode_chat(messages, _template_input, size, salt)
+            prompt = await self._encode_chat(message.chat, size, salt)
         elif kind == "text":
             prompt = await self._gateway.prompts.encode_prompt(message.text, size, salt)
         elif kind == "tokens":
@@ -227,6 +227,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
+
+    async def _encode_chat(self, chat: inference_pb2.Chat, size: int, salt: bytes) -> bytes:
+        plan = self._gateway.chats.plan(ChatOptions())
+        encoded = await self._gateway.prompts.encode_chat(
+            chat.messages, _template_input, plan, size, salt
+        )
+        return encoded.packed
 
 
 def _authorization(metadata: Any) -> str | None:

@@ -11,6 +11,7 @@ from services.common.grpc_server import PING_TIMEOUT_S
 from services.common.messages import MAX_DEADLINE_S, MAX_WAIT_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
+from services.gateway.output.formats import ReasoningParserName, ToolParserName
 
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\*|[^/*\s]+))$"
 
@@ -61,6 +62,17 @@ class GatewaySettings(ServiceSettings):
         None,
         description="file with one 'sha256-of-key name weight=N' per line, name and weight being "
         "optional; it is read again when it changes; without it no key is required",
+    )
+
+    tool_parser: ToolParserName = Field(
+        "auto",
+        description="format in which the model writes tool calls; auto: by its chat template; "
+        "none: requests with tools are refused",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="format of the model's reasoning blocks, which become reasoning_content; auto: "
+        "by its chat template; none: they remain in the content",
     )
 
     page: bool = Field(
@@ -138,7 +150,7 @@ class GatewaySettings(ServiceSettings):
         30.0, gt=0, le=3600, description="maximum time until a request body has arrived, seconds"
     )
     max_json_depth: int = Field(
-        16, ge=4, le=512, description="maximum nesting depth of a JSON body"
+        32, ge=4, le=512, description="maximum nesting depth of a JSON body"
     )
     max_prompts: int = Field(32, ge=1, le=1024, description="maximum prompts in one request")
     max_choices: int = Field(8, ge=1, le=128, description="maximum n, the choices for one prompt")
@@ -154,6 +166,19 @@ class GatewaySettings(ServiceSettings):
         256, ge=1, le=4096, description="maximum characters of a stop string"
     )
     max_logit_bias: int = Field(1024, ge=0, le=65536, description="maximum entries of a logit_bias")
+    max_tools: int = Field(128, ge=0, le=4096, description="maximum tools of one request")
+    max_tool_bytes: int = Field(
+        1 << 18,
+        ge=0,
+        le=1 << 30,
+        description="maximum size of the tools of one request with their schemas as JSON, bytes",
+    )
+    max_template_bytes: int = Field(
+        1 << 14,
+        ge=0,
+        le=1 << 30,
+        description="maximum size of the chat_template_kwargs of one request as JSON, bytes",
+    )
     default_max_tokens: int = Field(
         16,
         ge=1,

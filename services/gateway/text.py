@@ -1,7 +1,7 @@
 """Detokenization of each choice, cut at the first stop string."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -94,10 +94,16 @@ class _Choice:
     stop string is held, because its offset is not known yet.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        min_tokens: int,
+        shown: Collection[str],
+    ) -> None:
         # UNSPECIFIED until the choice is complete.
         self.reason: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
         self._stops = StopStringFilter(stops)
         self._holds = bool(stops)
         self._min_tokens = min_tokens
@@ -156,12 +162,18 @@ class TextAssembler:
     Args:
         min_tokens: number of output tokens at the start of each choice in whose text no stop string
             counts.
+        shown: names of special tokens that the text includes; others have no text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, choices: int, stops: Sequence[str], min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        choices: int,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        shown: Collection[str] = (),
     ) -> None:
-        self._choices = [_Choice(tokenizer, stops, min_tokens) for _ in range(choices)]
+        self._choices = [_Choice(tokenizer, stops, min_tokens, shown) for _ in range(choices)]
         self._unfinished = choices
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from headrace.v1 import sampling_pb2
+from services.gateway.http.messages import Messages, MessageStream, WholeMessage
 from services.gateway.text import FINISH_REASONS, TextDelta
 from services.tokenizer.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class ResponseInfo:
     Attributes:
         prompts: token ids of the prompt of each choice, in a response that has token ids; None in
             others.
+        messages: how the outputs of a chat become messages; None if each output is a content.
     """
 
     id: str
@@ -39,6 +41,7 @@ class ResponseInfo:
     include_usage: bool = False
     continuous_usage: bool = False
     prompts: tuple[tuple[int, ...], ...] | None = None
+    messages: Messages | None = None
 
 
 def format_event(content: dict[str, Any]) -> bytes:
@@ -69,6 +72,7 @@ class EventWriter:
         self._has_details = info.with_logprobs or info.prompts is not None
         self._completion_tokens = self._cached_tokens = 0
         self._started: set[int] = set()
+        self._messages: dict[int, MessageStream] = {}
         self._envelope = {
             "id": info.id,
             "object": "chat.completion.chunk" if info.chat else "text_completion",
@@ -93,7 +97,7 @@ class EventWriter:
             self._cached_tokens += delta.cached_tokens
             if self._info.continuous_usage:
                 self._end = b',"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
-            if delta.finish or self._has_details:
+            if delta.finish or self._has_details or self._info.messages:
                 events.extend(self._detailed(delta))
             elif delta.text:
                 events.append(
@@ -130,14 +134,28 @@ class EventWriter:
         ids = self._token_ids(delta)
         if not self._info.chat:
             return [self._full(delta.choice, {"text": delta.text, **ids}, logprobs, reason)]
+        contents, reason = self._contents(delta, reason)
+        if not contents and (logprobs or (ids and delta.tokens and not reason)):
+            contents = [{}] if self._info.messages else [{"content": ""}]
         events = []
-        if delta.text or logprobs or (ids and delta.tokens and not reason):
-            content = {"delta": {"content": delta.text}, **ids}
-            events.append(self._full(delta.choice, content, logprobs))
-            ids = ids and {"token_ids": []}
+        for content in contents:  # the first one has the details
+            events.append(self._full(delta.choice, {"delta": content, **ids}, logprobs))
+            ids, logprobs = ids and {"token_ids": []}, None
         if reason:
             events.append(self._full(delta.choice, {"delta": {}, **ids}, None, reason))
         return events
+
+    def _contents(
+        self, delta: TextDelta, reason: str | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the deltas of a message for a text, and its finish reason."""
+        if self._info.messages is None:
+            return [{"content": delta.text}] if delta.text else [], reason
+        if delta.choice not in self._messages:
+            self._messages[delta.choice] = MessageStream(self._info.messages)
+        message = self._messages[delta.choice]
+        contents = message.push(delta.text, is_last=bool(delta.finish))
+        return contents, message.finish_reason(reason)
 
     def _token_ids(self, delta: TextDelta) -> dict[str, Any]:
         """Return the fields of a choice that have token ids; none if they were not requested.
@@ -185,6 +203,7 @@ class _ChoiceOutput:
     tokens: list[sampling_pb2.Token] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: str | None = None
+    message: WholeMessage | None = None
 
 
 class ResponseBuilder:
@@ -192,7 +211,10 @@ class ResponseBuilder:
 
     def __init__(self, info: ResponseInfo, choices: int) -> None:
         self._info = info
-        self._choices = [_ChoiceOutput() for _ in range(choices)]
+        self._choices = [
+            _ChoiceOutput(message=WholeMessage(info.messages) if info.messages else None)
+            for _ in range(choices)
+        ]
         self._cached_tokens = 0
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
@@ -200,7 +222,10 @@ class ResponseBuilder:
         for delta in deltas:
             output = self._choices[delta.choice]
             self._cached_tokens += delta.cached_tokens
-            output.text.append(delta.text)
+            if output.message is None:
+                output.text.append(delta.text)
+            else:
+                output.message.add(delta.text, is_last=bool(delta.finish))
             output.tokens.extend(delta.tokens)
             output.offsets.extend(delta.offsets)
             if delta.finish:
@@ -224,10 +249,13 @@ class ResponseBuilder:
 
     def _choice(self, index: int, output: _ChoiceOutput) -> dict[str, Any]:
         info = self._info
-        text = "".join(output.text)
-        content = (
-            {"message": {"role": "assistant", "content": text}} if info.chat else {"text": text}
-        )
+        text, finish = "".join(output.text), output.finish
+        content: dict[str, Any] = {"text": text}
+        if info.chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        if output.message is not None:
+            content = {"message": output.message.as_json()}
+            finish = output.message.finish_reason(finish)
         logprobs = None
         if info.with_logprobs:
             logprobs = format_logprobs(info, output.tokens, output.offsets)
@@ -240,7 +268,7 @@ class ResponseBuilder:
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": output.finish,
+            "finish_reason": finish,
             **ids,
         }
 

@@ -92,7 +92,7 @@ IN_REQUEST = _declare(
     (
         _HINT,
         (
-            *("custom_labels", "metadata", "parallel_tool_calls", "prediction"),
+            *("custom_labels", "metadata", "prediction"),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("return_mm_kwargs", "rid", "safety_identifier", "service_tier", "session_id"),
             *("spaces_between_special_tokens", "stream_interval", "truncation_side", "user"),
@@ -105,7 +105,7 @@ IN_REQUEST = _declare(
             *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
             *("guided_regex", "guided_whitespace_pattern", "input_ids", "json_schema"),
             *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds", "prompt_logprobs"),
-            *("reasoning", "reasoning_effort", "regex", "repetition_detection", "session_params"),
+            *("reasoning", "regex", "repetition_detection", "session_params"),
             *("structured_outputs", "task", "thinking", "truncate_prompt_tokens"),
             *("web_search_options",),
         ),
@@ -113,8 +113,8 @@ IN_REQUEST = _declare(
     (
         _only(False),
         (
-            *("continue_final_message", "early_stopping", "echo", "include_stop_str_in_output"),
-            *("no_stop_trim", "return_cached_tokens_details", "return_hidden_states"),
+            *("early_stopping", "echo", "include_stop_str_in_output", "no_stop_trim"),
+            *("return_cached_tokens_details", "return_hidden_states"),
             *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
             *("return_routed_experts", "return_token_offsets", "return_tokens_as_token_ids"),
             *("store", "use_audio_in_video", "use_beam_search", "watermarking"),
@@ -122,23 +122,20 @@ IN_REQUEST = _declare(
     ),
     (
         _only(True),
-        (
-            *("add_generation_prompt", "include_reasoning", "separate_reasoning"),
-            *("skip_special_tokens", "stream_reasoning"),
-        ),
+        ("separate_reasoning", "skip_special_tokens", "stream_reasoning"),
     ),
     (
         _only([]),
-        ("bad_words", "documents", "functions", "stop_regex", "stop_token_ids", "tools"),
+        ("bad_words", "documents", "functions", "stop_regex", "stop_token_ids"),
     ),
     (
         _only({}),
         (
-            *("chat_template_kwargs", "custom_params", "images_config"),
+            *("custom_params", "images_config"),
             *("media_io_kwargs", "mm_processor_kwargs", "nvext", "vllm_xargs"),
         ),
     ),
-    (_only("none", "auto"), ("function_call", "tool_choice")),
+    (_only("none", "auto"), ("function_call",)),
     (_only(""), ("suffix",)),
     (_only("medium"), ("verbosity",)),
     (_only(["text"]), ("modalities",)),
@@ -149,15 +146,44 @@ IN_REQUEST = _declare(
     (_BEST_OF_N, ("best_of",)),
     (_DEFAULT_OF_ENDPOINT, ("add_special_tokens",)),
 )
-"""Fields of a completion or chat completion."""
+"""Fields of all requests with a prompt or a conversation."""
+
+_OF_OUTPUT = _declare(
+    (_HINT, ("parallel_tool_calls",)),
+    (_only(True), ("include_reasoning",)),
+)
+"""Fields that concern the message that a chat returns."""
+
+IN_COMPLETION = {
+    **IN_REQUEST,
+    **_OF_OUTPUT,
+    **_declare(
+        (_only(), ("reasoning_effort",)),
+        (_only(False), ("continue_final_message",)),
+        (_only(True), ("add_generation_prompt",)),
+        (_only([]), ("tools",)),
+        (_only({}), ("chat_template_kwargs",)),
+        (_only("none", "auto"), ("tool_choice",)),
+    ),
+}
+"""Fields of a completion. Chat completions support those that are not in `IN_REQUEST`."""
+
+IN_TOKENIZE = {
+    name: other
+    for name, other in {**IN_REQUEST, **_OF_OUTPUT}.items()
+    if name != "add_special_tokens"
+}
+"""Fields of a request for token ids."""
 
 IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))
 IN_MESSAGE = _declare(
     (_HINT, ("id", "metadata", "name")),
-    (_only(), ("audio", "function_call", "prefix", "tool_call_id")),
-    (_only([]), ("annotations", "tool_calls")),
-    (_only(""), ("reasoning", "reasoning_content", "refusal")),
+    (_only(), ("audio", "function_call", "prefix")),
+    (_only([]), ("annotations",)),
+    (_only(""), ("refusal",)),
 )
+IN_TOOL_CALL = _declare((_HINT, ("index",)))
+IN_TOOL = _declare((_HINT, ("cache_control",)))
 IN_PART = _declare(
     (_HINT, ("cache_control", "prompt_cache_breakpoint")),
     (_only([]), ("annotations",)),

@@ -42,6 +42,7 @@ class Usage(_Response):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 PromptTokenIds = Annotated[
     list[int], Field(description="token ids of the prompt, with `return_token_ids` only")
 ]
@@ -112,11 +113,37 @@ class ChatLogprobs(_Response):
     content: list[TokenLogprob]
 
 
+class CalledFunction(_Response):
+    """The function that the model calls."""
+
+    name: str
+    arguments: Annotated[
+        str, Field(description="JSON text as the model wrote it, which may be invalid")
+    ]
+
+
+class ToolCall(_Response):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Response):
     """The message of the assistant."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[
+        str | None, Field(description="null if there are only tool calls or reasoning")
+    ]
+    reasoning_content: Annotated[
+        str, Field(description="text of the reasoning block, if there is one")
+    ] = ""
+    reasoning: Annotated[str, Field(description="the same as reasoning_content")] = ""
+    tool_calls: Annotated[list[ToolCall], Field(description="if the model calls tools")] = Field(
+        default_factory=list
+    )
 
 
 class ChatChoice(_Response):
@@ -125,7 +152,10 @@ class ChatChoice(_Response):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: Annotated[
+        ChatFinishReason,
+        Field(description="tool_calls if the output ended with complete tool calls"),
+    ]
     token_ids: OutputTokenIds = Field(default_factory=list)
 
 

@@ -15,11 +15,14 @@ from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
 from services.common.token_ids import unpack_tokens
+from services.gateway.chats import ChatPlan
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
 from services.gateway.http.body import read_body, require_json
+from services.gateway.http.conversation import Message
 from services.gateway.http.formatting import ResponseInfo
+from services.gateway.http.messages import Messages
 from services.gateway.http.middleware import (
     RequestMiddleware,
     cancel_on_disconnect,
@@ -41,11 +44,11 @@ from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     StreamOptions,
     TokenizeBody,
     parse_body,
 )
+from services.gateway.prompts import EncodedChat
 from services.gateway.requests import GenerationRequest, RequestContext, cache_salt
 
 _DESCRIPTION = """OpenAI-compatible API.
@@ -189,11 +192,20 @@ class _Routes:
         async with self._read(request, context, ChatBody) as (body, size):
             options = body.options()
             salt = cache_salt(context.tenant, options.cache_salt)
-            prompt = await self._chat(body.messages, size, salt)
+            plan = self._gateway.chats.plan(body.conversation())
+            chat = await self._chat(body.messages, plan, size, salt)
         generation = self._gateway.builder.build(
-            context, prompt, options, chat=True, names=body.client_names
+            context,
+            chat.packed,
+            options,
+            chat=True,
+            names=body.client_names,
+            shown=plan.shown,
         )
-        return self._respond(body, [generation])
+        new_parser = plan.parser_factory(is_reasoning=chat.is_reasoning)
+        return self._respond(
+            body, [generation], new_parser and Messages(new_parser, plan.new_call_id)
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
@@ -204,7 +216,9 @@ class _Routes:
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
             if body.messages is not None:
-                tokens = unpack_tokens(await self._chat(body.messages, size, salt))
+                plan = self._gateway.chats.plan(body.chat_options())
+                chat = await self._chat(body.messages, plan, size, salt)
+                tokens = unpack_tokens(chat.packed)
             else:
                 tokens = await self._gateway.prompts.encode(
                     body.prompt or "",
@@ -250,7 +264,10 @@ class _Routes:
         }
 
     def _respond(
-        self, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]
+        self,
+        body: CompletionBody | ChatBody,
+        requests: Sequence[GenerationRequest],
+        messages: Messages | None = None,
     ) -> Response:
         """Return the response that generates the output of the requests in a body."""
         model = self._gateway.model
@@ -267,13 +284,16 @@ class _Routes:
             include_usage=stream.include_usage,
             continuous_usage=stream.continuous_usage_stats,
             prompts=_prompts_of_choices(requests) if body.return_token_ids else None,
+            messages=messages,
         )
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
-    async def _chat(self, messages: Sequence[Message], size: int, salt: bytes) -> bytes:
+    async def _chat(
+        self, messages: Sequence[Message], plan: ChatPlan, size: int, salt: bytes
+    ) -> EncodedChat:
         """Return the packed token ids of a conversation in a body of this size."""
         return await self._gateway.prompts.encode_chat(
-            messages, Message.as_template_input, size, salt
+            messages, Message.as_template_input, plan, size, salt
         )
 
     async def _prompts(

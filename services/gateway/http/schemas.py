@@ -1,26 +1,21 @@
 """Request bodies of the HTTP API, and their parser, which limits the nesting of the JSON."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
+from services.gateway.chats import ChatOptions
+from services.gateway.http.body_model import INVALID, UNSUPPORTED, Body
+from services.gateway.http.conversation import ConversationFields, Message
 from services.gateway.http.other_fields import (
-    IN_MESSAGE,
-    IN_PART,
+    IN_COMPLETION,
     IN_REQUEST,
     IN_STREAM_OPTIONS,
-    OtherFields,
+    IN_TOKENIZE,
 )
 from services.gateway.request_errors import (
     UnsupportedField,
@@ -37,9 +32,6 @@ class UnknownField(InvalidRequest):
     code = "unknown_parameter"
 
 
-_MAX_KIND_CHARS = 40
-"""Maximum characters of the type of a content part in an error message."""
-
 # Without `fail_fast`, a list of a million invalid elements would block the event loop for seconds.
 # The bounds of ids are checked later, because a check of each element would take as long as all
 # other steps of the validation together.
@@ -48,63 +40,7 @@ _Ids = Annotated[list[_Id], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-_UNSUPPORTED = "unsupported"
-"""Type of the validation errors whose context has the field and the reason."""
-
-
-def _document_ignored(schema: dict[str, Any], body: type["_Body"]) -> None:
-    """Add to the JSON schema what `_Body` accepts but ignores.
-
-    That is null for optional fields, and the fields in `others`.
-    """
-    required = schema.get("required", ())
-    for name, field in schema.get("properties", {}).items():
-        if name not in required and {"type": "null"} not in field.get("anyOf", ()):
-            described = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
-            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
-    for name, other in body.others.items():
-        if name not in body.model_fields:
-            schema["properties"][name] = other.schema
-
-
-class _Body(BaseModel):
-    """A JSON object. An optional field that is null is treated as absent.
-
-    Attributes:
-        others: fields that are not implemented; those with accepted values are ignored.
-    """
-
-    others: ClassVar[OtherFields] = {}
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        json_schema_extra=_document_ignored,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_ignored(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        kept = {}
-        for name, value in content.items():
-            if name in cls.model_fields:
-                if value is not None:
-                    kept[name] = value
-            elif (other := cls.others.get(name)) is None:
-                kept[name] = value
-            elif not other.accepts(value, content):
-                raise _unsupported(name, f"is not supported; ignored values: {other.accepted}")
-        return kept
-
-
-def _unsupported(field: str, reason: str) -> PydanticCustomError:
-    return PydanticCustomError(_UNSUPPORTED, "{reason}", {"field": field, "reason": reason})
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     others = IN_STREAM_OPTIONS
@@ -117,10 +53,8 @@ class StreamOptions(_Body):
     ] = False
 
 
-class _GenerationBody(_Body, GenerationFields):
+class _GenerationBody(Body, GenerationFields):
     """Fields of the HTTP API that completions and chat completions share."""
-
-    others = IN_REQUEST
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     stream: Annotated[bool, Field(description="respond with server-sent events")] = False
@@ -146,6 +80,8 @@ class _GenerationBody(_Body, GenerationFields):
 class CompletionBody(_GenerationBody):
     """Body of ``POST /v1/completions``."""
 
+    others = IN_COMPLETION
+
     prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
@@ -157,41 +93,10 @@ class CompletionBody(_GenerationBody):
         return self._options(logprobs=self.logprobs)
 
 
-class TextPart(_Body):
-    """A text part of a message."""
-
-    others = IN_PART
-
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, content: Any) -> Any:
-        """Refuse a part of another type with an error that names the type, not its fields."""
-        kind = content.get("type", "text") if isinstance(content, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
-            raise _unsupported("type", f"{kind[:_MAX_KIND_CHARS]!r}: only 'text' is supported")
-        return content
-
-
-class Message(_Body):
-    """A message of a conversation."""
-
-    others = IN_MESSAGE
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def as_template_input(self) -> dict[str, Any]:
-        """Return the message as `ChatTemplate.render` expects it."""
-        content = self.content
-        parts = content if isinstance(content, str) else [part.model_dump() for part in content]
-        return {"role": self.role, "content": parts}
-
-
-class ChatBody(_GenerationBody):
+class ChatBody(ConversationFields, _GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
+
+    others = IN_REQUEST
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[
@@ -202,6 +107,12 @@ class ChatBody(_GenerationBody):
         Annotated[int, Field(ge=0)] | None,
         Field(description="number of alternatives for each token; requires logprobs"),
     ] = None
+    parallel_tool_calls: Annotated[
+        bool, Field(description="false: only the first tool call is returned, as in vLLM")
+    ] = True
+    include_reasoning: Annotated[
+        bool, Field(description="false: the reasoning is not returned, as in vLLM")
+    ] = True
 
     @property
     def client_names(self) -> dict[str, str]:
@@ -226,11 +137,17 @@ class ChatBody(_GenerationBody):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._options(max_tokens=older if newer is None else newer, logprobs=logprobs)
 
+    def conversation(self) -> ChatOptions:
+        """Return the options of the conversation and of its next message."""
+        return self.chat_options(
+            parallel=self.parallel_tool_calls, include_reasoning=self.include_reasoning
+        )
 
-class TokenizeBody(_Body):
+
+class TokenizeBody(ConversationFields):
     """Body of ``POST /tokenize``: either a text, or a conversation for the chat template."""
 
-    others = IN_REQUEST
+    others = IN_TOKENIZE
 
     model: str | None = None
     prompt: str | None = None
@@ -243,7 +160,7 @@ class TokenizeBody(_Body):
     ] = True
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
@@ -252,7 +169,7 @@ class DetokenizeBody(_Body):
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
-_AnyBody = TypeVar("_AnyBody", bound=_Body)
+_AnyBody = TypeVar("_AnyBody", bound=Body)
 
 
 def parse_body(
@@ -284,11 +201,19 @@ def parse_body(
 
 
 def _count_messages(messages: Any) -> int:
-    """Return the number of messages. A message with several parts counts once for each part."""
+    """Return the number of messages.
+
+    A message with several parts, or with tool calls, counts once for each of them.
+    """
     if not isinstance(messages, list):
         return 0
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return len(messages) + sum(len(parts) - 1 for parts in contents if isinstance(parts, list))
+    lists = [
+        message.get(field)
+        for message in messages
+        if isinstance(message, dict)
+        for field in ("content", "tool_calls")
+    ]
+    return len(messages) + sum(max(0, len(some) - 1) for some in lists if isinstance(some, list))
 
 
 def _load_json(raw: bytes) -> Any:
@@ -315,10 +240,12 @@ def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
 
 def _first_error(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     # Unsupported and unknown fields are reported first: they may have caused the other errors.
-    for error in sorted(errors, key=lambda error: error["type"] != _UNSUPPORTED):
-        if error["type"] == _UNSUPPORTED:
+    for error in sorted(errors, key=lambda error: error["type"] != UNSUPPORTED):
+        if error["type"] in (UNSUPPORTED, INVALID):
             context = error["ctx"]
-            param = field_path((*error["loc"], context["field"]))
+            param = field_path((*error["loc"], *filter(None, [context["field"]])))
+            if error["type"] == INVALID:
+                return InvalidRequest(f"{param} {context['reason']}", param=param)
             return UnsupportedField(f"{param} {context['reason']}", param=param)
         if error["type"] == "extra_forbidden":
             param = field_path(error["loc"])

@@ -155,10 +155,13 @@ class CallParser:
     def _take(self) -> list[Part]:
         """Return the new parts; adjacent texts of a kind are joined."""
         joined: list[Part] = []
-        for kind, parts in groupby(self._parts, type):
-            if kind is Content or kind is CallArguments:
-                joined.append(kind("".join(part.text for part in parts)))
-            else:
-                joined.extend(parts)
+        for kind, group in groupby(self._parts, type):
+            parts = list(group)
+            texts = [part.text for part in parts if isinstance(part, Content | CallArguments)]
+            if kind is Content:
+                parts = [Content("".join(texts))]
+            elif kind is CallArguments:
+                parts = [CallArguments("".join(texts))]
+            joined.extend(parts)
         self._parts.clear()
         return joined

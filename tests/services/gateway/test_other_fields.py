@@ -10,25 +10,31 @@ from openai.types import completion_create_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionContentPartTextParam,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageFunctionToolCallParam,
     ChatCompletionStreamOptionsParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.common.errors import InvalidRequest
+from services.gateway.http.conversation import Message, TextPart, Tool, ToolCall
 from services.gateway.http.other_fields import (
+    IN_COMPLETION,
     IN_MESSAGE,
     IN_PART,
     IN_REQUEST,
     IN_STREAM_OPTIONS,
+    IN_TOOL,
+    IN_TOOL_CALL,
 )
 from services.gateway.http.other_paths import NOT_SUPPORTED
 from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
-    Message,
     StreamOptions,
-    TextPart,
+    TokenizeBody,
     parse_body,
 )
 from tests.services.gateway.conftest import Site
@@ -38,9 +44,12 @@ USER = {"role": "user", "content": "hi"}
 FIELDS = Path(__file__).parents[3] / "services/gateway/FIELDS.md"
 PLACES = {
     "": IN_REQUEST,
+    "completion.": {k: v for k, v in IN_COMPLETION.items() if k not in IN_REQUEST},
     "stream_options.": IN_STREAM_OPTIONS,
     "messages[].": IN_MESSAGE,
     "messages[].content[].": IN_PART,
+    "messages[].tool_calls[].": IN_TOOL_CALL,
+    "tools[].": IN_TOOL,
 }
 
 # What benchmarks and libraries send, beside the prompt, if they are not configured otherwise.
@@ -162,8 +171,10 @@ CLIENTS: dict[str, tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = {
 
 CHANGING: list[dict[str, Any]] = [
     {"store": True},
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
     {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+    {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
     {"response_format": {"type": "json_object"}},
     {"n": 2, "best_of": 3},
     {"best_of": 2},
@@ -172,16 +183,22 @@ CHANGING: list[dict[str, Any]] = [
     {"echo": 0},
     {"suffix": "x"},
     {"modalities": ["text", "audio"]},
-    {"reasoning_effort": "low"},
     {"verbosity": "low"},
     {"web_search_options": {}},
-    {"chat_template_kwargs": {"enable_thinking": False}},
     {"add_special_tokens": True},
     {"stop_token_ids": [1]},
     {"length_penalty": 1.5},
     {"stream": True, "stream_options": {"include_obfuscation": True}},
-    {"messages": [{**USER, "tool_calls": [{}]}]},
-    {"messages": [{**USER, "reasoning_content": "x"}]},
+    {"messages": [{**USER, "function_call": {}}]},
+]
+CHANGING_COMPLETIONS: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tool_choice": "required"},
+    {"reasoning_effort": "low"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"continue_final_message": True},
+    {"add_generation_prompt": False},
+    {"include_reasoning": False},
 ]
 
 
@@ -197,8 +214,17 @@ def test_requests_of_clients_are_parsed(client: str) -> None:
 
 @pytest.mark.parametrize("changes", CHANGING, ids=json.dumps)
 def test_value_that_changes_the_answer_is_refused_by_name(changes: dict[str, Any]) -> None:
+    check_unsupported(ChatBody, {"messages": [USER], **changes}, changes)
+
+
+@pytest.mark.parametrize("changes", CHANGING_COMPLETIONS, ids=json.dumps)
+def test_field_of_chats_is_refused_by_name_in_a_completion(changes: dict[str, Any]) -> None:
+    check_unsupported(CompletionBody, {"prompt": "x", **changes}, changes)
+
+
+def check_unsupported(body: type[Any], content: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(ChatBody, {"messages": [USER], **changes})
+        parse(body, content)
     assert caught.value.code == "unsupported_parameter"
     assert caught.value.param is not None
     name = re.split(r"\W", caught.value.param)[-1]
@@ -228,12 +254,18 @@ def test_every_field_of_the_openai_library_is_declared() -> None:
     """A field that a newer version adds must be classified."""
     chat = chat_create_params.CompletionCreateParamsNonStreaming
     completion = completion_create_params.CompletionCreateParamsNonStreaming
-    messages = (ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam)
+    messages = (
+        ChatCompletionUserMessageParam,
+        ChatCompletionAssistantMessageParam,
+        ChatCompletionToolMessageParam,
+    )
     declared: list[tuple[Any, Any]] = [
         (chat, ChatBody),
         (completion, CompletionBody),
         (ChatCompletionStreamOptionsParam, StreamOptions),
         (ChatCompletionContentPartTextParam, TextPart),
+        (ChatCompletionFunctionToolParam, Tool),
+        (ChatCompletionMessageFunctionToolCallParam, ToolCall),
         *((message, Message) for message in messages),
     ]
     for params, body in declared:
@@ -242,7 +274,8 @@ def test_every_field_of_the_openai_library_is_declared() -> None:
 
 
 def test_no_field_is_both_implemented_and_declared_as_not_implemented() -> None:
-    for body in (ChatBody, CompletionBody, Message, StreamOptions, TextPart):
+    bodies = (ChatBody, CompletionBody, TokenizeBody, Message, StreamOptions, TextPart)
+    for body in (*bodies, Tool, ToolCall):
         assert not body.model_fields.keys() & body.others.keys()
 
 

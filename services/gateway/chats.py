@@ -1,0 +1,246 @@
+"""How chats are rendered for the model, and how their outputs are parsed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from services.common.errors import InvalidRequest
+from services.gateway.output.call_parser import CallParser
+from services.gateway.output.formats import MessageFormats
+from services.gateway.output.message_parser import MessageParser
+from services.gateway.output.reasoning import ReasoningFormat, ReasoningParser
+from services.gateway.output.tool_format import ToolFormat
+from services.gateway.request_errors import UnsupportedField
+from services.gateway.settings import GatewaySettings
+from services.tokenizer.chat_template import ChatTemplate, TemplateInput
+from services.tokenizer.tokenizer import Tokenizer
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which chat templates turn reasoning on and off."""
+_OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables that `ChatTemplate.render` sets."""
+_MAX_NAME_CHARS = 64
+_UNUSED = "the chat template of this model does not use it"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of a conversation, as the client sent them.
+
+    Attributes:
+        tools: tools that the model may call, in OpenAI's format.
+        parallel_tool_calls: whether the message may have several calls.
+        include_reasoning: whether the message has the reasoning.
+        reasoning_effort: ``none``, or how much to reason; None: the model's default.
+        template_kwargs: variables of the chat template.
+        add_generation_prompt, continue_final_message: see `TemplateInput`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """How one chat is rendered, and how its output is parsed.
+
+    Attributes:
+        options: options that were checked.
+        variables: variables of the chat template.
+        tool_format: format of calls in the conversation and in the output; None if it is unknown.
+        reasoning: format of the reasoning block; None if the output has none.
+        keeps_calls: whether the model gets calls and their results in earlier messages.
+    """
+
+    options: ChatOptions
+    variables: Mapping[str, Any]
+    tool_format: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    keeps_calls: bool
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """Names of special tokens that are part of the text of the output."""
+        calls = self.tool_format.marks if self.tool_format and self.options.tools else ()
+        tags = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
+        return frozenset((*calls, *tags))
+
+    def render(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> "ChatPrompt":
+        """Return the prompt of a conversation.
+
+        Raises:
+            InvalidRequest: if the chat template rejects the messages, or would omit calls.
+        """
+        if not self.keeps_calls:
+            _refuse_calls(messages)
+        options = self.options
+        last = messages[-1]["content"] if options.continue_final_message else None
+        tools = options.tools
+        if self.tool_format is not None:
+            messages, tools = self.tool_format.prepare(messages, tools)
+        given = TemplateInput(
+            tools=tools,
+            variables=self.variables,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+        )
+        prompt = tokenizer.render_chat(messages, given)
+        return ChatPrompt(prompt, self._is_reasoning(prompt, last))
+
+    def parser_factory(self, *, is_reasoning: bool) -> Callable[[], MessageParser] | None:
+        """Return a function that returns a parser for one choice; None if no text needs parsing.
+
+        Args:
+            is_reasoning: whether the output begins in a reasoning block.
+        """
+        options, tool_format, reasoning = self.options, self.tool_format, self.reasoning
+        names = frozenset(tool["function"]["name"] for tool in options.tools)
+        if not names and reasoning is None:
+            return None
+
+        def new_parser() -> MessageParser:
+            return MessageParser(
+                ReasoningParser(reasoning, is_open=is_reasoning) if reasoning else None,
+                CallParser(tool_format, names) if tool_format and names else None,
+                include_reasoning=options.include_reasoning,
+                parallel=options.parallel_tool_calls,
+            )
+
+        return new_parser
+
+    def new_call_id(self) -> str:
+        """Return an id for a call in the output."""
+        assert self.tool_format is not None
+        return self.tool_format.new_id()
+
+    def _is_reasoning(self, prompt: str, last: Any) -> bool:
+        """Return whether a prompt ends in a reasoning block.
+
+        Args:
+            last: content of the message that the model continues; None for a new message.
+        """
+        if self.reasoning is None:
+            return False
+        if last is None:
+            return self.options.add_generation_prompt and self.reasoning.is_open(prompt)
+        return self.reasoning.is_unclosed(last if isinstance(last, str) else last[-1]["text"])
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation.
+
+    Attributes:
+        text: the prompt, for `Tokenizer.encode_rendered`.
+        is_reasoning: whether it ends in a reasoning block.
+    """
+
+    text: str
+    is_reasoning: bool
+
+
+class ChatPlanner:
+    """Checks the options of chats against the settings and the chat template of the model."""
+
+    def __init__(
+        self, settings: GatewaySettings, template: ChatTemplate | None, names: Mapping[str, str]
+    ) -> None:
+        """Choose the formats of the model.
+
+        Args:
+            names: special tokens by the names of variables of the template.
+        """
+        self._settings = settings
+        self._template = template
+        self._formats = MessageFormats.of(template, settings.tool_parser, settings.reasoning_parser)
+        self._reserved = _OWN_VARIABLES | names.keys()
+        self._variables = template.variables if template else frozenset()
+
+    def plan(self, options: ChatOptions) -> ChatPlan:
+        """Return the plan of a chat.
+
+        Raises:
+            InvalidRequest: if an option exceeds its bound or the model does not support it;
+                ``param`` names it.
+        """
+        formats = self._formats
+        if options.tools:
+            self._check_tools(options.tools)
+        describes_tools = formats.tools is not None and formats.tools.describes_tools
+        source = self._template.source if self._template else ""
+        return ChatPlan(
+            options,
+            {**self._effort(options), **self._kwargs(options.template_kwargs)},
+            formats.tools,
+            formats.reasoning,
+            keeps_calls=describes_tools or "tool_calls" in source,
+        )
+
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        settings, tool_format = self._settings, self._formats.tools
+        if len(tools) > settings.max_tools:
+            raise InvalidRequest(
+                f"tools must have at most {settings.max_tools} items", param="tools"
+            )
+        _check_size("tools", list(tools), settings.max_tool_bytes)
+        takes_tools = "tools" in self._variables
+        if tool_format is not None and (takes_tools or tool_format.describes_tools):
+            return
+        if settings.tool_parser == "none":
+            reason = "this server has no tool_parser"
+        elif takes_tools:
+            reason = "the format of the calls of this model is not known"
+        else:
+            reason = "the chat template of this model takes no tools"
+        raise UnsupportedField(f"tools is not supported: {reason}", param="tools")
+
+    def _effort(self, options: ChatOptions) -> dict[str, Any]:
+        """Return the variables of a reasoning effort."""
+        effort = options.reasoning_effort
+        if effort is None or (effort == "none" and self._formats.reasoning is None):
+            return {}
+        switches = {name: effort != "none" for name in _SWITCHES if name in self._variables}
+        own = {"reasoning_effort": effort} if "reasoning_effort" in self._variables else {}
+        if not switches and not own:
+            raise UnsupportedField(
+                f"reasoning_effort is not supported: {_UNUSED}",
+                param="reasoning_effort",
+            )
+        return own | switches
+
+    def _kwargs(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check the variables of the client."""
+        if not kwargs:
+            return kwargs
+        _check_size("chat_template_kwargs", kwargs, self._settings.max_template_bytes)
+        for name in kwargs:
+            param = f"chat_template_kwargs.{name[:_MAX_NAME_CHARS]}"
+            if name in self._reserved:
+                raise InvalidRequest(f"{param} cannot be set", param=param)
+            if name not in self._variables:
+                raise UnsupportedField(f"{param} is not supported: {_UNUSED}", param=param)
+        return kwargs
+
+
+def _check_size(name: str, value: Any, limit: int) -> None:
+    size = len(orjson.dumps(value))
+    if size > limit:
+        raise InvalidRequest(f"{name} must have at most {limit} bytes as JSON", param=name)
+
+
+def _refuse_calls(messages: Sequence[Mapping[str, Any]]) -> None:
+    for at, message in enumerate(messages):
+        field = "tool_calls" if message.get("tool_calls") else "role"
+        if field == "tool_calls" or message["role"] == "tool":
+            param = f"messages[{at}].{field}"
+            raise UnsupportedField(
+                f"{param} is not supported: the chat template of this model takes no tool calls",
+                param=param,
+            )

@@ -1,0 +1,71 @@
+"""Base class of request bodies and of the objects in them."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.gateway.http.other_fields import OtherFields
+
+UNSUPPORTED = "unsupported"
+"""Type of the validation errors whose context has the field and the reason."""
+INVALID = "invalid"
+"""Like `UNSUPPORTED`, for a supported field whose value is invalid."""
+
+
+def _document_ignored(schema: dict[str, Any], body: type["Body"]) -> None:
+    """Add to the JSON schema what `Body` accepts but ignores.
+
+    That is null for optional fields, and the fields in `others`.
+    """
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        if name not in required and {"type": "null"} not in field.get("anyOf", ()):
+            described = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
+    for name, other in body.others.items():
+        if name not in body.model_fields:
+            schema["properties"][name] = other.schema
+
+
+class Body(BaseModel):
+    """A JSON object. An optional field that is null is treated as absent.
+
+    Attributes:
+        others: fields that are not implemented; those with accepted values are ignored.
+    """
+
+    others: ClassVar[OtherFields] = {}
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra=_document_ignored,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        kept = {}
+        for name, value in content.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = value
+            elif (other := cls.others.get(name)) is None:
+                kept[name] = value
+            elif not other.accepts(value, content):
+                raise unsupported(name, f"is not supported; ignored values: {other.accepted}")
+        return kept
+
+
+def unsupported(field: str, reason: str) -> PydanticCustomError:
+    """Return the error for a field of the validated object, or for itself if ``field`` is empty."""
+    return PydanticCustomError(UNSUPPORTED, "{reason}", {"field": field, "reason": reason})
+
+
+def invalid(field: str, reason: str) -> PydanticCustomError:
+    """Return the error for an invalid value. ``field`` is as in `unsupported`."""
+    return PydanticCustomError(INVALID, "{reason}", {"field": field, "reason": reason})
