@@ -10,6 +10,7 @@ from services.gateway.chats import ChatOptions
 from services.gateway.http.body_model import Body, invalid, unsupported
 from services.gateway.http.forced_calls import Strict, ToolChoice
 from services.gateway.http.other_fields import (
+    IN_CALLED_FUNCTION,
     IN_MESSAGE,
     IN_PART,
     IN_TOOL,
@@ -49,6 +50,8 @@ class TextPart(Body):
 
 class CalledFunction(Body):
     """The function of a call, and its arguments."""
+
+    others = IN_CALLED_FUNCTION
 
     name: ToolName
     arguments: Annotated[str, Field(description="a JSON object; empty for none")]

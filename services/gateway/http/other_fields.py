@@ -177,12 +177,13 @@ IN_TOKENIZE = {
 
 IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))
 IN_MESSAGE = _declare(
-    (_HINT, ("id", "metadata", "name")),
+    (_HINT, ("id", "metadata", "name", "parsed")),
     (_only(), ("audio", "function_call", "prefix")),
     (_only([]), ("annotations",)),
     (_only(""), ("refusal",)),
 )
 IN_TOOL_CALL = _declare((_HINT, ("index",)))
+IN_CALLED_FUNCTION = _declare((_HINT, ("parsed_arguments",)))
 IN_TOOL = _declare((_HINT, ("cache_control",)))
 IN_PART = _declare(
     (_HINT, ("cache_control", "prompt_cache_breakpoint")),

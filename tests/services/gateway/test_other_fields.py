@@ -21,6 +21,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from services.common.errors import InvalidRequest
 from services.gateway.http.conversation import Message, TextPart, Tool, ToolCall
 from services.gateway.http.other_fields import (
+    IN_CALLED_FUNCTION,
     IN_COMPLETION,
     IN_MESSAGE,
     IN_PART,
@@ -49,6 +50,7 @@ PLACES = {
     "messages[].": IN_MESSAGE,
     "messages[].content[].": IN_PART,
     "messages[].tool_calls[].": IN_TOOL_CALL,
+    "messages[].tool_calls[].function.": IN_CALLED_FUNCTION,
     "tools[].": IN_TOOL,
 }
 
