@@ -45,6 +45,7 @@ def _texts(value: Any) -> Iterator[str]:
         for member in value:
             yield from _texts(member)
     elif isinstance(value, dict):
+        twice = value.get("reasoning") == value.get("reasoning_content")  # both names at once
         for name, member in value.items():
-            if name in _CARRIERS:
+            if name in _CARRIERS and not (twice and name == "reasoning_content"):
                 yield from _texts(member)

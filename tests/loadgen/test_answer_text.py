@@ -36,6 +36,7 @@ def answer(*choices: dict[str, Any], tokens: int | None = None) -> Record:
         {"delta": {"content": "x"}},
         {"delta": {"role": "assistant", "content": None, "reasoning_content": "x"}},
         {"delta": {"content": "", "reasoning": "x"}},
+        {"delta": {"reasoning": "x", "reasoning_content": "x"}},
         {"delta": {"reasoning_details": [{"type": "reasoning.text", "text": "x", "data": "?"}]}},
         {"delta": {"refusal": "x"}},
         {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x"}}]}},

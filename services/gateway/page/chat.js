@@ -98,6 +98,7 @@ function addTurn(role, name, text) {
 class Answer {
   text = "";
   usage = null;
+  reasoning = null;
 
   constructor() {
     this.began = performance.now();
@@ -113,15 +114,27 @@ class Answer {
 
   add(chunk) {
     this.usage = chunk.usage ?? this.usage;
-    const piece = chunk.choices[0]?.delta?.content;
-    if (!piece) return;
+    const { content: piece, reasoning_content: thought } = chunk.choices[0]?.delta ?? {};
+    if (!piece && !thought) return;
     this.first ??= performance.now();
     const atEnd = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < 40;
-    this.text += piece;
-    this.content.append(piece);
-    this.speak(piece);
+    if (thought) this.think(thought);
+    if (piece) {
+      this.text += piece;
+      this.content.append(piece);
+      this.speak(piece);
+    }
     setText(this.note, this.figures());
     if (atEnd) transcript.scrollTop = transcript.scrollHeight;
+  }
+
+  /** Show reasoning above the answer. It is not a part of later requests. */
+  think(thought) {
+    if (!this.reasoning) {
+      this.reasoning = element("div", "reasoning");
+      this.content.before(this.reasoning);
+    }
+    this.reasoning.append(thought);
   }
 
   /** Pass complete sentences to screen readers: single tokens would interrupt each other. */

@@ -12,8 +12,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from services.common.errors import InvalidRequest
 from services.gateway.gateway import ServedModel
 from services.gateway.settings import GatewaySettings
-from services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from services.tokenizer.chat_template import ChatTemplate, ChatTemplateError, TemplateInput
 from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import IncrementalDetokenizer
 from services.tokenizer.tracked_text import mask_of
 from tests.services.tiny_model import save_tiny_model
 from tests.services.tokenizer.test_tokenizer import write_sentencepiece
@@ -204,3 +205,100 @@ def test_name_that_a_tokenizer_of_words_cannot_read_as_text_is_refused(tmp_path:
     assert tokenizer.encode_rendered(prompt) == [0, 2, 1]
     with pytest.raises(InvalidRequest, match=r"cannot read '<\|end\|>' as text"):
         tokenizer.render_chat([{"role": "user", "content": "<|end|> hello"}])
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLING = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "<y>"},
+]
+WITH_TOOLS = (
+    "{% if tools %}{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}{{ m.tool_call_id }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}{{ mode }}{% if add_generation_prompt %}<go>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+@pytest.mark.parametrize("add", [True, False])
+def test_tools_and_variables_render_as_in_transformers(tools: list[Any], add: bool) -> None:
+    (expected,), _ = render_jinja_template(
+        [CALLING],
+        tools=tools or None,
+        chat_template=WITH_TOOLS,
+        add_generation_prompt=add,
+        mode="m",
+    )
+    given = TemplateInput(tools, {"mode": "m", "tools": "no", "self": 1}, add)
+    template = ChatTemplate(WITH_TOOLS)
+    text = template.render(CALLING, {}, given)
+    assert text == expected
+    assert {"tools", "mode", "add_generation_prompt", "messages"} <= template.variables
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }} </s>\n{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.strip() ~ eos }}{% endfor %}",
+        f"{{% for m in messages %}}<{{{{ m.role }}}}>{LOOP}</s>{{% endfor %}}",
+    ],
+)
+@pytest.mark.parametrize("last", ["", "So far ", "So\n\nfar", "</s>", " x", "end of message"])
+def test_final_message_is_continued_as_in_transformers(source: str, last: str) -> None:
+    template = ChatTemplate(source)
+    messages = [*CHAT[:1], {"role": "assistant", "content": last}]
+    given = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if LOOP in source else m
+        for m in messages
+    ]
+    (expected,), _ = render_jinja_template(
+        [given], chat_template=source, continue_final_message=True, eos=""
+    )
+    options = TemplateInput((), {"eos": ""}, False, True)
+    assert template.render(messages, {}, options) == expected
+    assert template.render(given, {}, options) == expected
+
+
+def test_message_that_the_template_omits_cannot_be_continued() -> None:
+    options = TemplateInput(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(ChatTemplateError, match="omits the final message"):
+        ChatTemplate("{{ messages[0].content }}").render(CHAT, {}, options)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content + 'x' }}", "x"),
+        ("{% for m in messages %}{{ 'null' if m.content is none }}{% endfor %}", "null"),
+        ("{% for m in messages %}{{ 'null' if m['content'] is not none }}{% endfor %}", ""),
+        ("{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}{% endfor %}", None),
+    ],
+)
+def test_null_content_is_empty_unless_the_template_tests_for_it(
+    source: str, expected: str | None
+) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    text = ChatTemplate(source).render(messages, {})
+    assert text == ("{'type': 'text', 'text': ''}" if expected is None else expected)
+
+
+def test_special_tokens_that_are_shown_are_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path))
+    ids = tokenizer.encode("<s>a</s>")
+    assert set(tokenizer.special_ids) & set(ids)
+
+    def text(*shown: str) -> str:
+        detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
+        return detokenizer.push(ids) + detokenizer.finish()
+
+    hidden = text()
+    assert "</s>" not in hidden
+    assert text("</s>") == f"{hidden}</s>"
+    assert text("</s>", "other") == text("</s>")
+    assert tokenizer.pieces_showing(("x",)) is tokenizer.visible_pieces
+    assert tokenizer.pieces_showing(("</s>",)) is tokenizer.pieces_showing(["</s>"])
