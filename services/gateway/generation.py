@@ -74,10 +74,7 @@ class Generator:
         Raises:
             ServiceError: if the request cannot be completed.
         """
-        options = request.options
-        text = TextAssembler(
-            self._tokenizer, options.n, options.stop, options.min_tokens, request.shown
-        )
+        text = self._assembler(request)
         progress = Progress(request)
         self._metrics.prompt_tokens.inc(request.prompt_tokens)
         retries, siblings = Retries(), siblings or Siblings()
@@ -123,6 +120,12 @@ class Generator:
                     else:
                         await asyncio.sleep(backoff_s(retries.failures))
             timeline.finish(text.finish_reasons)
+
+    def _assembler(self, request: GenerationRequest) -> TextAssembler:
+        options = request.options
+        return TextAssembler(
+            self._tokenizer, options.n, options.stop, options.min_tokens, request.shown
+        )
 
     def _start(
         self,
