@@ -1,4 +1,4 @@
-"""How chats are rendered for the model, and how their outputs are parsed."""
+"""Plans of chats: rendering for the model, and parsing of the output."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """How one chat is rendered, and how its output is parsed.
+    """Rendering of one chat, and parsing of its output.
 
     Attributes:
         options: options that were checked.

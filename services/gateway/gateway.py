@@ -89,7 +89,7 @@ class Gateway:
         limits: limits of requests that depend on the workers.
         recent: running and recent requests of each tenant.
         builder: builder that validates generation requests.
-        chats: planner of how chats are rendered and parsed.
+        chats: planner of chats, for the formats of the model.
         prompts: encoder of prompts and conversations.
         buffers: memory for request bodies.
         clients: determines the addresses of clients.

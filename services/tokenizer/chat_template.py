@@ -23,7 +23,7 @@ class ChatTemplateError(InvalidRequest):
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """What a chat template gets beside the messages.
+    """Variables of a chat template, beside the messages.
 
     Attributes:
         tools: tools in OpenAI's format; none: the variable is null.

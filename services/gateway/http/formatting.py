@@ -28,7 +28,7 @@ class ResponseInfo:
     Attributes:
         prompts: token ids of the prompt of each choice, in a response that has token ids; None in
             others.
-        messages: how the outputs of a chat become messages; None if each output is a content.
+        messages: conversion of outputs to messages; None if each output is a content.
     """
 
     id: str

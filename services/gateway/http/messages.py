@@ -10,7 +10,7 @@ from services.gateway.output.parts import CallArguments, CallStart, Content, Par
 
 @dataclass(frozen=True)
 class Messages:
-    """How the outputs of a chat become messages.
+    """Conversion of the outputs of a chat to messages.
 
     Attributes:
         new_parser: returns a parser for one choice.

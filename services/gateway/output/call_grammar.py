@@ -26,7 +26,7 @@ class NotACall(Exception):
 
 
 class CallSink(Protocol):
-    """What a grammar reports to the parser."""
+    """Receiver of the calls that a grammar recognizes."""
 
     tools: Collection[str]
     """Names of the tools that may be called."""

@@ -1,4 +1,4 @@
-"""What a format of tool calls consists of; there is one for each family of models."""
+"""Interface of a format of tool calls. Each family of models has one."""
 
 import secrets
 from abc import ABC, abstractmethod

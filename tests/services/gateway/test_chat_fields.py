@@ -15,10 +15,14 @@ from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import say
 
 USER = {"role": "user", "content": "hi"}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": "é"}'},
+}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "18 °C"}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "f",
@@ -38,11 +42,11 @@ def message(**changes: Any) -> dict[str, Any]:
 
 
 def call(**changes: Any) -> dict[str, Any]:
-    return message(tool_calls=[{**CALL, "function": {**CALL["function"], **changes}}])  # type: ignore[dict-item]
+    return message(tool_calls=[{**CALL, "function": {**CALL["function"], **changes}}])
 
 
 def tool(**changes: Any) -> dict[str, Any]:
-    return {"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], **changes}}]}  # type: ignore[dict-item]
+    return {"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], **changes}}]}
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -61,10 +65,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     *(
-        (call(arguments=arguments), f"{path}.arguments", "invalid_value")
-        for path in ["messages[1].tool_calls[0].function"]
-        for arguments in ("{", "[1]", '"x"', "null", {}, "{} {}")
+        (call(arguments=text), "messages[1].tool_calls[0].function.arguments", "invalid_value")
+        for text in ("{", "[1]", '"x"', "null", "{} {}")
     ),
+    (call(arguments={}), "messages[1].tool_calls[0].function.arguments", "invalid_value"),
     (call(name="a b"), "messages[1].tool_calls[0].function.name", "invalid_value"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
     ({"messages": [USER], "tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
@@ -195,7 +199,7 @@ def test_variable_that_the_template_does_not_use_is_refused() -> None:
         ({"reasoning_effort": "low"}, "reasoning_effort"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            planner("{{ messages }}").plan(ChatOptions(**options))  # type: ignore[arg-type]
+            planner("{{ messages }}").plan(ChatOptions(**options))
         assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
     planner("{{ messages }}").plan(ChatOptions(reasoning_effort="none"))  # it never reasons
 

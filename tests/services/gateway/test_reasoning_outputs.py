@@ -30,7 +30,9 @@ async def family(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield site
 
 
-QWEN, R1 = ("qwen-3", {}), ("deepseek-r1", {})
+Family = tuple[str, dict[str, Any]]
+QWEN: Family = ("qwen-3", {})
+R1: Family = ("deepseek-r1", {})
 # The model writes its tags as text, because its template does not name them.
 NONE, NAMED = ("hermes", {"tool_parser": "none"}), ("hermes", {"reasoning_parser": "think"})
 

@@ -145,7 +145,6 @@ async def test_output_that_is_cut_in_a_call(
 @pytest.mark.parametrize("at", [3, 20, 30, 60, 70, 90, 110])
 async def test_failover_does_not_change_the_message(family: Site, at: int) -> None:
     output = OUTPUTS["qwen-3"] + END
-    expected = [{"message": {}}]
     for worker in family.workers:
         worker.script = speak(family, output, size=2)
     expected = await choices_of(family, BODY)
@@ -184,7 +183,8 @@ async def test_only_the_first_call_is_returned_if_calls_are_not_parallel(family:
 @pytest.mark.parametrize("family", ["hermes"], indirect=True)
 async def test_output_is_content_if_no_tool_may_be_called(family: Site) -> None:
     family.worker.script = speak(family, "{} [] f()" + END)
-    for changes in ({"tool_choice": "none"}, {"tools": []}):
+    changed: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": []}]
+    for changes in changed:
         (choice,) = await choices_of(family, {**BODY, **changes})
         assert choice["message"] == {"role": "assistant", "content": "{} [] f()"}
 

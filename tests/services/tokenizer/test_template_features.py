@@ -209,7 +209,7 @@ def test_name_that_a_tokenizer_of_words_cannot_read_as_text_is_refused(tmp_path:
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-CALLING = [
+CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "a", "content": "<y>"},
@@ -251,8 +251,8 @@ def test_tools_and_variables_render_as_in_transformers(tools: list[Any], add: bo
 @pytest.mark.parametrize("last", ["", "So far ", "So\n\nfar", "</s>", " x", "end of message"])
 def test_final_message_is_continued_as_in_transformers(source: str, last: str) -> None:
     template = ChatTemplate(source)
-    messages = [*CHAT[:1], {"role": "assistant", "content": last}]
-    given = [
+    messages: list[dict[str, Any]] = [*CHAT[:1], {"role": "assistant", "content": last}]
+    given: list[dict[str, Any]] = [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if LOOP in source else m
         for m in messages
     ]

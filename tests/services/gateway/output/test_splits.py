@@ -1,5 +1,7 @@
 """A message does not depend on how its text was split, for any text and any format."""
 
+from typing import Any
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +37,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 @example('<tool_call>{"name": "f"', ("hermes", None), {}, [3])
 @example("<think", (None, "think"), {}, [1, 2, 3])
 def test_message_does_not_depend_on_the_split(
-    text: str, names: tuple[str | None, str | None], given_flags: dict[str, bool], cuts: list[int]
+    text: str, names: tuple[str | None, str | None], given_flags: dict[str, Any], cuts: list[int]
 ) -> None:
     whole = parse(parser(*names, **given_flags), [text])
     assert parse(parser(*names, **given_flags), list(text)) == whole
@@ -45,7 +47,7 @@ def test_message_does_not_depend_on_the_split(
 @settings(max_examples=150, deadline=None)
 @given(texts, formats, flags)
 def test_message_does_not_depend_on_any_single_cut(
-    text: str, names: tuple[str | None, str | None], given_flags: dict[str, bool]
+    text: str, names: tuple[str | None, str | None], given_flags: dict[str, Any]
 ) -> None:
     whole = parse(parser(*names, **given_flags), [text])
     for cut in range(len(text)):
