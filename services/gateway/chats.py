@@ -1,6 +1,6 @@
 """Plans of chats: rendering for the model, and parsing of the output."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +161,6 @@ class ChatPlanner:
         self._template = template
         self._formats = MessageFormats.of(template, settings.tool_parser, settings.reasoning_parser)
         self._reserved = _OWN_VARIABLES | names.keys()
-        self._variables = template.variables if template else frozenset()
 
     def plan(self, options: ChatOptions) -> ChatPlan:
         """Return the plan of a chat.
@@ -171,26 +170,31 @@ class ChatPlanner:
                 ``param`` names it.
         """
         formats = self._formats
+        template = self._template
+        if template is not None and options.tools:
+            template = template.tool_template
+        variables = template.variables if template else frozenset()
         if options.tools:
-            self._check_tools(options.tools)
+            self._check_tools(options.tools, variables)
         describes_tools = formats.tools is not None and formats.tools.describes_tools
-        source = self._template.source if self._template else ""
+        source = template.source if template else ""
+        kwargs = self._kwargs(options.template_kwargs, variables)
         return ChatPlan(
             options,
-            {**self._effort(options), **self._kwargs(options.template_kwargs)},
+            {**self._effort(options, variables), **kwargs},
             formats.tools,
             formats.reasoning,
             keeps_calls=describes_tools or "tool_calls" in source,
         )
 
-    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]], variables: Collection[str]) -> None:
         settings, tool_format = self._settings, self._formats.tools
         if len(tools) > settings.max_tools:
             raise InvalidRequest(
                 f"tools must have at most {settings.max_tools} items", param="tools"
             )
         _check_size("tools", list(tools), settings.max_tool_bytes)
-        takes_tools = "tools" in self._variables
+        takes_tools = "tools" in variables
         if tool_format is not None and (takes_tools or tool_format.describes_tools):
             return
         if settings.tool_parser == "none":
@@ -201,13 +205,13 @@ class ChatPlanner:
             reason = "the chat template of this model takes no tools"
         raise UnsupportedField(f"tools is not supported: {reason}", param="tools")
 
-    def _effort(self, options: ChatOptions) -> dict[str, Any]:
+    def _effort(self, options: ChatOptions, variables: Collection[str]) -> dict[str, Any]:
         """Return the variables of a reasoning effort."""
         effort = options.reasoning_effort
         if effort is None or (effort == "none" and self._formats.reasoning is None):
             return {}
-        switches = {name: effort != "none" for name in _SWITCHES if name in self._variables}
-        own = {"reasoning_effort": effort} if "reasoning_effort" in self._variables else {}
+        switches = {name: effort != "none" for name in _SWITCHES if name in variables}
+        own = {"reasoning_effort": effort} if "reasoning_effort" in variables else {}
         if not switches and not own:
             raise UnsupportedField(
                 f"reasoning_effort is not supported: {_UNUSED}",
@@ -215,7 +219,7 @@ class ChatPlanner:
             )
         return own | switches
 
-    def _kwargs(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _kwargs(self, kwargs: Mapping[str, Any], variables: Collection[str]) -> Mapping[str, Any]:
         """Check the variables of the client."""
         if not kwargs:
             return kwargs
@@ -224,7 +228,7 @@ class ChatPlanner:
             param = f"chat_template_kwargs.{name[:_MAX_NAME_CHARS]}"
             if name in self._reserved:
                 raise InvalidRequest(f"{param} cannot be set", param=param)
-            if name not in self._variables:
+            if name not in variables:
                 raise UnsupportedField(f"{param} is not supported: {_UNUSED}", param=param)
         return kwargs
 

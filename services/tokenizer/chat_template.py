@@ -15,6 +15,8 @@ from services.tokenizer.tracked_text import TrackedText
 
 _DEFAULT = "default"
 """Name of the template that is used if a model has several."""
+_TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools, if a model has several."""
 
 
 class ChatTemplateError(InvalidRequest):
@@ -44,15 +46,19 @@ class ChatTemplate:
 
     Args:
         source: Jinja source.
+        tool_source: source of another template for conversations with tools, such as that of Hermes
+            3; None if there is none.
 
     Attributes:
         source: Jinja source.
+        tool_template: template for conversations with tools.
         problem: why the template is not valid, or None.
         variables: names of the variables that the template reads, without those of its environment.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, tool_source: str | None = None) -> None:
         self.source = source
+        self.tool_template = self if tool_source is None else ChatTemplate(tool_source)
         self.problem: str | None = None
         self.variables: frozenset[str] = frozenset()
         environment = TemplateEnvironment()
@@ -77,7 +83,7 @@ class ChatTemplate:
 
         Template files (``chat_template.jinja``, ``additional_chat_templates/*.jinja``) take
         precedence over ``config``, the content of ``tokenizer_config.json``. Of several templates,
-        the one named ``default`` is used.
+        the one named ``default`` is used, and with tools the one named ``tool_use``.
         """
         files = {_DEFAULT: path / "chat_template.jinja"}
         files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
@@ -87,8 +93,18 @@ class ChatTemplate:
         sources = sources or config.get("chat_template")
         if isinstance(sources, list):
             sources = {entry["name"]: entry["template"] for entry in sources}
-        source = sources.get(_DEFAULT) if isinstance(sources, dict) else sources
-        return cls(source) if source else None
+        if not isinstance(sources, dict):
+            return cls(sources) if sources else None
+        source = sources.get(_DEFAULT)
+        return cls(source, sources.get(_TOOL_USE)) if source else None
+
+    @property
+    def declaration(self) -> str | list[dict[str, str]]:
+        """The entry ``chat_template`` of a ``tokenizer_config.json`` with this template."""
+        if self.tool_template is self:
+            return self.source
+        named = {_DEFAULT: self.source, _TOOL_USE: self.tool_template.source}
+        return [{"name": name, "template": source} for name, source in named.items()]
 
     @staticmethod
     def missing() -> NoReturn:
@@ -120,9 +136,11 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: if the template is not valid, or rejects the messages.
         """
+        given = given or TemplateInput()
+        if given.tools and self.tool_template is not self:
+            return self.tool_template.render(messages, names, given)
         if self.problem:
             raise ChatTemplateError(self.problem, param="messages")
-        given = given or TemplateInput()
         own = TrackedText.from_template
         contents = [
             {**m, "role": own(m["role"]), "content": self._content(m["content"])} for m in messages

@@ -54,12 +54,13 @@ def load_gguf(path: Path) -> Tokenizer:
             backend.add_tokens([AddedToken(token, special=is_special, normalized=False)])
     backend.post_processor = _post_processor(fields, special)
     template = metadata.get("tokenizer.chat_template")
+    tool_template = metadata.get("tokenizer.chat_template.tool_use")
     return Tokenizer(
         backend,
         special,
         pieces=sentencepiece_pieces(backend) if sentencepiece else byte_level_pieces(backend),
         strips_space=sentencepiece and fields.get("add_space_prefix", True),
-        chat_template=ChatTemplate(template) if template else None,
+        chat_template=ChatTemplate(template, tool_template) if template else None,
     )
 
 

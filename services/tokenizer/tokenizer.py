@@ -156,7 +156,7 @@ class Tokenizer:
         if others := {k: v for k, v in names.items() if k not in config}:
             config["extra_special_tokens"] = others
         if self.chat_template is not None:
-            config["chat_template"] = self.chat_template.source
+            config["chat_template"] = self.chat_template.declaration
         (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
         files = {
             "tokenizer_config.json": config,

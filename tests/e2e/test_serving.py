@@ -1,6 +1,8 @@
 """Basic use of the HTTP and gRPC APIs, with real processes and a real model."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import httpx
@@ -49,6 +51,36 @@ def test_openai_client_streams_the_right_answer(running: Running) -> None:
     assert "Paris" in "".join(pieces)
     assert usage is not None
     assert usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("question", ["How is the weather in Paris?", "Say hello."])
+def test_message_with_tools_is_the_same_whole_and_streamed(running: Running, question: str) -> None:
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Weather of a city.", "parameters": city}
+    arguments: dict[str, Any] = {
+        "model": running.model,
+        "messages": [{"role": "user", "content": question}],
+        "tools": [{"type": "function", "function": function}],
+        "temperature": 0,
+        "max_tokens": 48,
+    }
+    whole = client.chat.completions.create(**arguments).choices[0]
+    with client.chat.completions.stream(**arguments) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.finish_reason
+    assert (streamed.message.content or None) == whole.message.content
+    calls, again = whole.message.tool_calls or [], streamed.message.tool_calls or []
+    assert [(c.function.name, c.function.arguments) for c in calls] == [
+        (c.function.name, c.function.arguments) for c in again
+    ]
+    if question == "Say hello.":
+        return
+    assert whole.finish_reason == "tool_calls"
+    assert (calls[0].function.name, json.loads(calls[0].function.arguments)) == (
+        "get_weather",
+        {"city": "Paris"},
+    )
 
 
 def test_tokens_are_streamed_as_they_are_computed(running: Running) -> None:

@@ -35,8 +35,10 @@ class MessageFormats:
         reasoning: ReasoningParserName = "auto",
     ) -> "MessageFormats":
         """Return the named formats, or for ``auto`` those that fit the chat template."""
+        tool_template = template and template.tool_template
         return cls(
-            _select(TOOL_FORMATS, template, tools), _select(REASONING_FORMATS, template, reasoning)
+            _select(TOOL_FORMATS, tool_template, tools),
+            _select(REASONING_FORMATS, template, reasoning),
         )
 
 

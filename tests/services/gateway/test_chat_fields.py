@@ -1,6 +1,7 @@
 """Fields of chats: tools, tool messages, and options of the chat template."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions, ChatPlanner
 from services.gateway.gateway import ServedModel
 from services.gateway.http.schemas import ChatBody, TokenizeBody, parse_body
+from services.gateway.output.formats import TOOL_FORMATS
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.chat_template import ChatTemplate
 from tests.services.gateway.conftest import OpenSite, Site
@@ -191,6 +193,16 @@ def test_tools_are_refused_if_the_model_does_not_take_them(
     with pytest.raises(InvalidRequest, match=reason) as caught:
         planner(source, **settings).plan(ChatOptions(tools=(TOOL,)))
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+
+
+def test_template_for_tools_is_checked_if_there_are_tools() -> None:
+    template = ChatTemplate("{{ messages }}", "{{ tools }}{{ mode }}<tool_call>")
+    chats = ChatPlanner(GatewaySettings.model_validate({"model": "m"}), template, {})
+    options = ChatOptions((TOOL,), template_kwargs={"mode": 1})
+    plan = chats.plan(options)
+    assert plan.tool_format is TOOL_FORMATS["hermes"]
+    with pytest.raises(InvalidRequest, match="mode"):
+        chats.plan(replace(options, tools=()))
 
 
 def test_variable_that_the_template_does_not_use_is_refused() -> None:

@@ -103,6 +103,11 @@ def test_default_template_of_several_is_used(tmp_path: Path, in_files: bool) -> 
     template = ChatTemplate.from_directory(tmp_path, config)
     assert template is not None
     assert template.source == "D"
+    assert template.render(CHAT, {}) == "D"
+    assert template.render(CHAT, {}, TemplateInput(TOOLS)) == "T"
+    again = ChatTemplate.from_directory(tmp_path / "none", {"chat_template": template.declaration})
+    assert again is not None
+    assert (again.source, again.tool_template.source) == ("D", "T")
 
 
 def test_several_templates_without_default_are_none(tmp_path: Path) -> None:
