@@ -67,7 +67,7 @@ class StopStringFilter:
         if matches:
             self._buffer = ""
             return pending[: min(matches)[1]], True
-        keep = len(pending) - max(_overlap(pending, stop) for stop in self._stops)
+        keep = len(pending) - max(overlap(pending, stop) for stop in self._stops)
         self._buffer = pending[keep:]
         return pending[:keep], False
 
@@ -77,8 +77,8 @@ class StopStringFilter:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

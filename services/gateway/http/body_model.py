@@ -69,3 +69,18 @@ def unsupported(field: str, reason: str) -> PydanticCustomError:
 def invalid(field: str, reason: str) -> PydanticCustomError:
     """Return the error for an invalid value. ``field`` is as in `unsupported`."""
     return PydanticCustomError(INVALID, "{reason}", {"field": field, "reason": reason})
+
+
+def is_deeper(content: Any, raw: bytes, limit: int) -> bool:
+    """Return whether a JSON value, parsed from ``raw``, has more than ``limit`` nested levels."""
+    if raw.count(b"[") + raw.count(b"{") <= limit:  # the common case
+        return False
+    level = [content]
+    for _ in range(limit):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return any(isinstance(value, dict | list) for value in level)

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions
-from services.gateway.http.body_model import Body, invalid, unsupported
+from services.gateway.http.body_model import Body, invalid, is_deeper, unsupported
 from services.gateway.http.forced_calls import Strict, ToolChoice
 from services.gateway.http.other_fields import (
     IN_CALLED_FUNCTION,
@@ -20,6 +20,8 @@ from services.gateway.http.other_fields import (
 
 _MAX_KIND_CHARS = 40
 """Maximum characters of the type of a content part or of a tool in an error message."""
+_MAX_ARGUMENTS_DEPTH = 128
+"""Maximum nesting of the arguments of a call, which chat templates write with recursion."""
 _NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,128}$"
 
 ToolName = Annotated[str, Field(pattern=_NAME_PATTERN)]
@@ -69,6 +71,8 @@ class CalledFunction(Body):
             arguments = None
         if not isinstance(arguments, dict):
             raise invalid("arguments", "must be a JSON object")
+        if is_deeper(arguments, self.arguments.encode(), _MAX_ARGUMENTS_DEPTH):
+            raise invalid("arguments", f"is nested deeper than {_MAX_ARGUMENTS_DEPTH} levels")
         return arguments
 
 

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions
-from services.gateway.http.body_model import INVALID, UNSUPPORTED, Body
+from services.gateway.http.body_model import INVALID, UNSUPPORTED, Body, is_deeper
 from services.gateway.http.conversation import ConversationFields, Message
 from services.gateway.http.other_fields import (
     IN_COMPLETION,
@@ -159,6 +159,14 @@ class TokenizeBody(ConversationFields):
         bool, Field(description="convert names of special tokens in the text to these tokens")
     ] = True
 
+    @model_validator(mode="after")
+    def _check_conversation(self) -> "TokenizeBody":
+        for name, field in ConversationFields.model_fields.items():
+            changed = getattr(self, name) != field.get_default(call_default_factory=True)
+            if changed and self.messages is None:
+                raise InvalidRequest(f"{name} requires messages", param=name)
+        return self
+
 
 class DetokenizeBody(Body):
     """Body of ``POST /detokenize``."""
@@ -189,7 +197,7 @@ def parse_body(
     content = _load_json(raw)
     if isinstance(content, dict):
         check_message_count(_count_messages(content.get("messages")), context_length)
-    if _is_deeper(content, raw, max_depth):
+    if is_deeper(content, raw, max_depth):
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -222,20 +230,6 @@ def _load_json(raw: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         invalid = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
     raise invalid  # outside of `except`, as in `parse_body`
-
-
-def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
-    if raw.count(b"[") + raw.count(b"{") <= limit:  # the common case
-        return False
-    level = [content]
-    for _ in range(limit):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-    return any(isinstance(value, dict | list) for value in level)
 
 
 def _first_error(errors: Sequence[ErrorDetails]) -> InvalidRequest:

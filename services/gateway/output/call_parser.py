@@ -4,8 +4,9 @@ from collections.abc import Collection, Generator
 from itertools import groupby
 
 from services.gateway.output.call_grammar import NotACall
-from services.gateway.output.parts import CallArguments, CallEnd, CallStart, Content, Part, overlap
+from services.gateway.output.parts import CallArguments, CallEnd, CallStart, Content, Part
 from services.gateway.output.tool_format import ToolFormat
+from services.gateway.text import overlap
 
 _SPACE = " \t\r\n"
 

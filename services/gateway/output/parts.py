@@ -42,13 +42,3 @@ class CallEnd:
 
 
 Part: TypeAlias = Content | Reasoning | CallStart | CallArguments | CallEnd
-
-
-def overlap(text: str, word: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``word``."""
-    at = text.find(word[0], max(0, len(text) - len(word) + 1))
-    while at >= 0:
-        if word.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(word[0], at + 1)
-    return 0

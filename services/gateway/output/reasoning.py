@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.gateway.output.parts import Content, Part, Reasoning, overlap
+from services.gateway.output.parts import Content, Part, Reasoning
+from services.gateway.text import overlap
 from services.tokenizer.chat_template import ChatTemplate
 
 _SPACE = " \t\r\n"

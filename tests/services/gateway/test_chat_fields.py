@@ -68,7 +68,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     *(
         (call(arguments=text), "messages[1].tool_calls[0].function.arguments", "invalid_value")
-        for text in ("{", "[1]", '"x"', "null", "{} {}")
+        for text in ("{", "[1]", '"x"', "null", "{} {}", f'{{"a": {"[" * 500}{"]" * 500}}}')
     ),
     (call(arguments={}), "messages[1].tool_calls[0].function.arguments", "invalid_value"),
     (call(name="a b"), "messages[1].tool_calls[0].function.name", "invalid_value"),
@@ -224,6 +224,23 @@ def test_effort_sets_the_variables_that_the_template_has() -> None:
     assert variables(THINKING, "low") == both
     assert variables(THINKING, "low", enable_thinking=False) == {**both, "enable_thinking": False}
     assert variables("{{ thinking }}<think>", "none") == {"thinking": False}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [TOOL]},
+        {"chat_template_kwargs": {"x": 1}},
+        {"reasoning_effort": "low"},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+    ],
+)
+def test_field_of_chats_needs_messages_to_tokenize(field: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse({"prompt": "x", **field}, TokenizeBody)
+    assert caught.value.param == next(iter(field))
+    parse({"prompt": "x", "tools": [], "tool_choice": "auto"}, TokenizeBody)
 
 
 async def test_prompt_has_tools_and_their_results(site: Site) -> None:
