@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.gateway import ServedModel
+from services.gateway.http import response_schemas
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import STOP, FakeStream, Script
@@ -75,6 +76,7 @@ async def choices_of(site: Site, body: dict[str, Any]) -> list[Any]:
     """Return the choices of a chat that is not streamed, without the ids of calls."""
     response = await site.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
+    response_schemas.ChatResponse.model_validate(response.json(), strict=True)
     choices: list[Any] = response.json()["choices"]
     for choice in choices:
         for call in choice["message"].get("tool_calls", ()):
