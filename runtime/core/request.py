@@ -22,6 +22,12 @@ MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token, as in OpenAI's API."""
 
 
+MAX_BAD_WORDS = 128
+"""Maximum bad words of a request, as sequences of tokens."""
+MAX_BAD_WORD_TOKENS = 16
+"""Maximum tokens of a bad word."""
+
+
 def max_logprobs(vocab_size: int) -> int:
     """Return the maximum of ``SamplingParams.logprobs`` for a vocabulary of this size."""
     return min(vocab_size, MAX_LOGPROBS)
@@ -38,10 +44,10 @@ class FinishReason(Enum):
 class SamplingParams:
     """Sampling parameters of a request.
 
-    ``logit_bias``, penalties and ``suppressed`` are applied first. If ``temperature`` is 0, the
-    token with the largest logit is then selected. Otherwise ``temperature``, ``min_p``, ``top_k``
-    and ``top_p`` are applied in this order, and a token is drawn at random. The random number
-    depends only on ``seed``, the choice and the output index.
+    ``logit_bias``, penalties, ``suppressed``, ``allowed_token_ids`` and ``bad_words`` are applied
+    first. If ``temperature`` is 0, the token with the largest logit is then selected. Otherwise
+    ``temperature``, ``min_p``, ``top_k`` and ``top_p`` are applied in this order, and a token is
+    drawn at random. The random number depends only on ``seed``, the choice and the output index.
 
     Attributes:
         temperature: 0 for greedy decoding.
@@ -52,6 +58,9 @@ class SamplingParams:
             penalties or temperature.
         min_tokens: output index before which the tokens in ``suppressed`` are not sampled.
         suppressed: token ids, usually of the tokens that end a choice.
+        allowed_token_ids: the only token ids that may be sampled; empty for all.
+        bad_words: sequences of token ids that the output does not contain: the last token of a
+            sequence is not sampled if the output ends with its other tokens.
     """
 
     temperature: float = 0.0
@@ -66,12 +75,16 @@ class SamplingParams:
     logprobs: int | None = None
     min_tokens: int = 0
     suppressed: frozenset[int] = frozenset()
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def processes_logits(self) -> bool:
-        """Whether a bias, a penalty or suppressed tokens change the logits of any token."""
+        """Whether a bias, a penalty or excluded tokens change the logits of any token."""
         return bool(
             self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
             or (self.min_tokens and self.suppressed)
             or self.presence_penalty
             or self.frequency_penalty
@@ -116,10 +129,33 @@ class SamplingParams:
                 )
             if not math.isfinite(bias):
                 raise InvalidRequest(f"logit_bias of token {token} must be finite, not {bias}")
-        if self.suppressed and not 0 <= min(self.suppressed) <= max(self.suppressed) < vocab_size:
-            raise InvalidRequest(f"suppressed tokens must be between 0 and {vocab_size - 1}")
-        if len(self.suppressed) >= vocab_size:
-            raise InvalidRequest("all tokens of the vocabulary are suppressed")
+        self._validate_exclusions(vocab_size)
+
+    def _validate_exclusions(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` if tokens are invalid, or if no token may be left to sample."""
+        bad = self.bad_words
+        if len(bad) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words must be at most {MAX_BAD_WORDS}, not {len(bad)}")
+        if not all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in bad):
+            raise InvalidRequest(f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        for name, tokens in (
+            ("suppressed tokens", self.suppressed),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("tokens of bad_words", {token for word in bad for token in word}),
+        ):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                raise InvalidRequest(f"{name} must be between 0 and {vocab_size - 1}")
+        excluded = {word[-1] for word in bad}
+        if self.min_tokens:
+            excluded |= self.suppressed
+        if self.allowed_token_ids:
+            empty = self.allowed_token_ids <= excluded
+        else:
+            empty = len(excluded | self.suppressed) >= vocab_size
+        if empty:
+            raise InvalidRequest(
+                "min_tokens, bad_words and allowed_token_ids together may exclude all tokens"
+            )
 
 
 @dataclass(frozen=True)

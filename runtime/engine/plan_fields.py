@@ -112,6 +112,18 @@ def _read_biases(reader: WordReader) -> dict[int, float]:
     return dict(zip(tokens, map(_real, reader.take(len(tokens))), strict=True))
 
 
+def _add_sequences(words: list[int], sequences: Iterable[Iterable[int]]) -> None:
+    start = len(words)
+    words.append(0)
+    for count, sequence in enumerate(sequences, 1):
+        add_items(words, sequence)
+        words[start] = count
+
+
+def _read_sequences(reader: WordReader) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(reader.items()) for _ in range(reader.word()))
+
+
 _FORMATS: Mapping[Any, _Format] = {
     int: _Format(
         lambda words, value: words.append(_signed(value)),
@@ -126,6 +138,7 @@ _FORMATS: Mapping[Any, _Format] = {
         lambda reader: next(iter(reader.items()), None),
     ),
     frozenset[int]: _Format(add_items, lambda reader: frozenset(reader.items())),
+    tuple[tuple[int, ...], ...]: _Format(_add_sequences, _read_sequences),
     Mapping[int, float]: _Format(_add_biases, _read_biases),
 }
 _SAMPLING = [(name, _FORMATS[kind]) for name, kind in get_type_hints(SamplingParams).items()]

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.core.request import SamplingParams
+from runtime.core.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from runtime.graphs.host_copy import to_device
 from runtime.layers.vocabulary import Vocabulary
 from runtime.sampling.reductions import RankReductions, Reductions
@@ -48,7 +48,7 @@ class SamplingFeatures:
 
     Attributes:
         random: whether a row has a temperature above 0.
-        processing: whether a row has a bias, penalties or suppressed tokens.
+        processing: whether a row has a bias, penalties or excluded tokens.
         logprobs: whether a row requests log probabilities.
     """
 
@@ -72,8 +72,10 @@ _WORDS, _REALS = 6, 6
 number of its fp64 parameters (temperature, min-p, top-p, and repetition, frequency and presence
 penalty).
 """
-_IN_PROMPT, _SUPPRESSED = 1, 2
+_IN_PROMPT, _SUPPRESSED, _FORBIDDEN = 1, 2, 4
 """Flags of a token."""
+_NO_TOKEN = -1
+"""Entry of a bad word or of the recent tokens that is not used."""
 
 
 class DeviceSampler:
@@ -135,13 +137,14 @@ class DeviceSampler:
             flags=zeros(rows, own, dtype=torch.uint8),
             penalties=reals[3:],
         )
+        self._bad_words = _BadWords(rows, vocabulary, device)
         self._processed = zeros(rows, own, dtype=torch.float32)
         self.load(range(rows), [SamplingRow(SamplingParams(), 0, (), 0)] * rows)
 
     @property
     def state(self) -> list[Tensor]:
         """Tensors that carry state from one call to the next."""
-        return [self._counter, self._processor.outputs]
+        return [self._counter, self._processor.outputs, self._bad_words.recent]
 
     def load(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> None:
         """Assign sequences to rows.
@@ -168,6 +171,7 @@ class DeviceSampler:
         self._parameters.index_copy_(1, loaded[0], loaded[1:])
         for number, row in zip(numbers, rows, strict=True):
             self._processor.load(number, row)
+            self._bad_words.load(number, row)
 
     def __call__(self, logits: Tensor, features: SamplingFeatures = ALL_FEATURES) -> None:
         """Sample a token for each of the first `m` rows.
@@ -196,6 +200,7 @@ class DeviceSampler:
         if features.processing:
             places, counted = self._reductions.own(tokens, self.resolved[rows])
             self._processor.count(places[:, None], counted, rows)
+            self._bad_words.append(tokens, self.resolved[rows], rows)
 
     def _draw(self, candidates: Candidates, best: Tensor, rows: slice) -> None:
         """Draw the tokens of the first rows, and advance the output index of resolved ones.
@@ -232,10 +237,13 @@ class DeviceSampler:
         self._counter[2, missing] += 1
         places, counted = self._reductions.own(tokens, self.resolved[missing])
         self._processor.outputs[missing, places] += counted.int()
+        self._bad_words.append(tokens, self.resolved[missing], missing)
 
     def _process(self, logits: Tensor, rows: slice) -> Tensor:
         suppresses = self._counter[2, rows] < self._min_tokens[rows]
-        return self._processor.apply(logits, rows, suppresses)
+        processed = self._processor.apply(logits, rows, suppresses)
+        self._bad_words.exclude(processed, rows)
+        return processed
 
     def _tensors(self, rows: slice | Tensor) -> SamplingTensors:
         temperature, min_p, top_p = self._filters[:, rows]
@@ -259,8 +267,8 @@ class _LogitsProcessor:
         vocabulary: division of the token ids among the ranks.
         bias: fp32 `[rows, own]`, logit bias.
         outputs: int32 `[rows, own]`, occurrences of each token in the output.
-        flags: uint8 `[rows, own]`, flags of each token: whether it is in the prompt, and whether it
-            is suppressed before the output index ``min_tokens``.
+        flags: uint8 `[rows, own]`, flags of each token: whether it is in the prompt, whether it is
+            suppressed before the output index ``min_tokens``, and whether it is not allowed.
         penalties: fp64 `[3, rows, 1]`, repetition, frequency and presence penalty.
     """
 
@@ -299,6 +307,9 @@ class _LogitsProcessor:
         flags = np.zeros(vocab, np.uint8)
         flags[tokens[: row.prompt_tokens]] = _IN_PROMPT
         flags[list(sampling.suppressed)] |= _SUPPRESSED
+        if allowed := sampling.allowed_token_ids:
+            flags |= _FORBIDDEN
+            flags[list(allowed)] &= ~np.uint8(_FORBIDDEN)
         self._write(self._flags, number, flags)
         counts = np.bincount(tokens[row.prompt_tokens :], minlength=vocab)
         self._write(self.outputs, number, counts.astype(np.int32))
@@ -316,8 +327,8 @@ class _LogitsProcessor:
         known = ((flags & _IN_PROMPT > 0) | (outputs > 0)) & (repetition != 1)
         logits = torch.where(known, penalized.clamp(-MAX_LOGIT, MAX_LOGIT), logits)
         logits = torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
-        suppressed = (flags & _SUPPRESSED > 0) & suppresses[:, None]
-        return logits.masked_fill(suppressed, -MAX_LOGIT)
+        excluded = (flags & _SUPPRESSED > 0) & suppresses[:, None] | (flags & _FORBIDDEN > 0)
+        return logits.masked_fill(excluded, -MAX_LOGIT)
 
     def count(self, tokens: Tensor, counted: Tensor, rows: slice) -> None:
         """Count the tokens of rows for which ``counted`` is 1.
@@ -331,6 +342,75 @@ class _LogitsProcessor:
         """Write the values of this rank's tokens into a row; ``values`` has those of all tokens."""
         own = self._vocabulary.own
         target[number].copy_(to_device(values[own.start : own.stop], target.device))
+
+
+class _BadWords:
+    """Bad words of all rows, and the output tokens by which they are found.
+
+    Words and recent tokens are aligned to the right: the last entry of a word is its last token,
+    and that of the recent tokens is the last output token.
+
+    Args:
+        vocabulary: division of the token ids among the ranks.
+
+    Attributes:
+        recent: int64 `[rows, MAX_BAD_WORD_TOKENS - 1]`, last output tokens, after `_NO_TOKEN`. Only
+            those of rows with bad words are kept.
+    """
+
+    def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
+        def unused(*shape: int) -> Tensor:
+            return torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=device)
+
+        self._vocabulary = vocabulary
+        # [rows, words, tokens]
+        self._words = unused(rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+        self.recent = unused(rows, MAX_BAD_WORD_TOKENS - 1)
+        self._used: set[int] = set()  # rows with bad words
+
+    def load(self, number: int, row: SamplingRow) -> None:
+        """Load the bad words and the last output tokens of a row."""
+        words = row.sampling.bad_words
+        if number in self._used:
+            self._used.remove(number)
+            self._words[number] = _NO_TOKEN
+        if not words:
+            return
+        self._used.add(number)
+        table = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), _NO_TOKEN, np.int64)
+        for line, word in zip(table, words, strict=False):
+            line[-len(word) :] = word
+        recent = np.full(MAX_BAD_WORD_TOKENS - 1, _NO_TOKEN, np.int64)
+        if output := row.tokens[row.prompt_tokens :][-len(recent) :]:
+            recent[-len(output) :] = output
+        device = self.recent.device
+        self._words[number].copy_(to_device(table, device))
+        self.recent[number].copy_(to_device(recent, device))
+
+    def exclude(self, logits: Tensor, rows: slice) -> None:
+        """Give the smallest logit to the token that would complete a bad word, in place.
+
+        Args:
+            logits: processed logits of this rank's tokens, `[m, own]`.
+        """
+        words = self._words[rows]
+        before, last = words[:, :, :-1], words[:, :, -1]
+        found = (before == self.recent[rows][:, None]) | (before == _NO_TOKEN)
+        places, is_own = self._vocabulary.places(last)
+        excluded = found.all(dim=2) & is_own
+        bound = torch.where(excluded, -MAX_LOGIT, torch.inf)
+        logits.scatter_reduce_(1, places, bound, "amin")
+
+    def append(self, tokens: Tensor, counted: Tensor, rows: slice | Tensor) -> None:
+        """Append the tokens of rows for which ``counted`` is 1.
+
+        Args:
+            tokens: int64 `[m]`, token ids.
+            counted: int64 `[m]`.
+        """
+        recent = self.recent[rows]
+        moved = torch.cat([recent[:, 1:], tokens[:, None]], dim=1)
+        self.recent[rows] = torch.where(counted[:, None] > 0, moved, recent)
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:

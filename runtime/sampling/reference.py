@@ -162,6 +162,8 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
     - The logit of a token that occurs c > 0 times in the output is reduced by c·frequency +
       presence.
     - Before the output index ``min_tokens``, suppressed tokens have the smallest logit.
+    - Tokens that are not allowed have the smallest logit, and so has the last token of each bad
+      word whose other tokens are the end of the output.
     """
     sampling = row.sampling
     if sampling.logit_bias:
@@ -180,6 +182,14 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
         logits[seen] -= counts * sampling.frequency_penalty + sampling.presence_penalty
     if row.index < sampling.min_tokens and sampling.suppressed:
         logits[list(sampling.suppressed)] = -MAX_LOGIT
+    if sampling.allowed_token_ids:
+        allowed = torch.tensor(list(sampling.allowed_token_ids), device=logits.device)
+        kept = logits[allowed]
+        logits.fill_(-MAX_LOGIT)
+        logits[allowed] = kept
+    for *before, last in sampling.bad_words:
+        if list(output[len(output) - len(before) :]) == before:
+            logits[last] = -MAX_LOGIT
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

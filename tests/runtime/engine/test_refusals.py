@@ -43,6 +43,25 @@ from tests.runtime.tiny import Record, drive, engine_of, prompt_of, request_of, 
         ({"sampling": SamplingParams(suppressed=frozenset({211}))}, "suppressed tokens"),
         ({"sampling": SamplingParams(suppressed=frozenset({-1, 3}))}, "suppressed tokens"),
         ({"sampling": SamplingParams(suppressed=frozenset(range(211)))}, "all tokens"),
+        ({"sampling": SamplingParams(allowed_token_ids=frozenset({211}))}, "allowed_token_ids"),
+        ({"sampling": SamplingParams(bad_words=((1, 211),))}, "tokens of bad_words"),
+        ({"sampling": SamplingParams(bad_words=((),))}, "1 to 16 tokens"),
+        ({"sampling": SamplingParams(bad_words=((1,) * 17,))}, "1 to 16 tokens"),
+        ({"sampling": SamplingParams(bad_words=((1,),) * 129)}, "at most 128"),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=frozenset({1}), bad_words=((2, 1),))},
+            "all tokens",
+        ),
+        (
+            {
+                "sampling": SamplingParams(
+                    min_tokens=1,
+                    suppressed=frozenset({1, 2}),
+                    allowed_token_ids=frozenset({1}),
+                )
+            },
+            "all tokens",
+        ),
     ],
 )
 def test_invalid_request_is_refused_without_using_pages(

@@ -25,6 +25,15 @@ SAMPLINGS = [
     SamplingParams(temperature=50.0, seed=7),  # flat distribution: 1,024 candidates do not suffice
     SamplingParams(logit_bias={3: 90.0}, min_tokens=12, suppressed=frozenset({3, 9})),
     SamplingParams(temperature=50.0, seed=8, min_tokens=30, suppressed=frozenset(range(700))),
+    SamplingParams(temperature=1.0, seed=9, allowed_token_ids=frozenset({5, 6, 700})),
+    SamplingParams(logit_bias={8: 90.0, 9: 80.0}, bad_words=((8, 8), (9, 8), (12,))),
+    SamplingParams(temperature=60.0, seed=10, bad_words=tuple((t,) for t in range(0, 300, 3))),
+    SamplingParams(
+        temperature=1.0,
+        seed=11,
+        allowed_token_ids=frozenset({1, 2, 3}),
+        bad_words=((1, 2), (2, 1, 1), (1, 1, 2)),
+    ),
 ]
 
 

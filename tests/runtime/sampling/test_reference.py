@@ -1,6 +1,7 @@
 """The reference sampler: penalties, filters, distributions and reproducible draws."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,34 @@ def test_suppressed_tokens_are_sampled_from_min_tokens_on() -> None:
         for _ in range(5):
             tokens.append(sample(logits, [row(sampling, tuple(tokens))])[0].token)
         assert tokens[1:] == [0, 0, 0, 1, 1]
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    logits = torch.tensor([[2.0, 9.0, 8.0, 1.0]])
+    allowed = SamplingParams(allowed_token_ids=frozenset({0, 3}), logit_bias={3: -5.0}, logprobs=0)
+    (draw,) = sample(logits, [row(allowed)])
+    assert draw.token == 0
+    assert draw.logprob == pytest.approx(logits[0].log_softmax(0)[0].item())
+    drawn = SamplingParams(temperature=1.0, top_k=3, allowed_token_ids=frozenset({0, 3}))
+    tokens = {sample(logits, [row(replace(drawn, seed=seed))])[0].token for seed in range(60)}
+    assert tokens == {0, 3}
+
+
+def test_bad_words_are_completed_by_no_token() -> None:
+    """The prompt, of one token, counts for no bad word."""
+    logits = torch.tensor([[2.0, 9.0, 8.0]])
+    for bad_words, expected in (
+        (((1,),), [2, 2, 2, 2]),
+        (((1, 1),), [1, 2, 1, 2]),
+        (((1, 1, 1), (2, 1)), [1, 1, 2, 2]),
+        (((0, 1),), [1, 1, 1, 1]),
+        (((1, 1), (1, 2)), [1, 0, 1, 0]),
+    ):
+        tokens = [0]
+        for _ in range(4):
+            sampling = SamplingParams(bad_words=bad_words)
+            tokens.append(sample(logits, [row(sampling, tuple(tokens))])[0].token)
+        assert tokens[1:] == expected, bad_words
 
 
 def test_suppressed_tokens_keep_their_log_probability() -> None:
