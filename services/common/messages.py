@@ -19,6 +19,9 @@ MAX_CHOICES = 1024
 MAX_WEIGHT = 1000
 MAX_SALT_BYTES = 64
 """Maximum size of the salt of cached KV between gateways and workers."""
+MAX_BAD_WORDS = 128
+"""Maximum bad words of a request between gateways and workers, as sequences of tokens."""
+MAX_BAD_WORD_TOKENS = 16
 MAX_DEADLINE_S = 86_400
 """Maximum time of a request in all services, seconds."""
 MAX_WAIT_S = 3600

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -129,7 +130,12 @@ class Gateway:
         self.chats = ChatPlanner(
             settings, model.tokenizer.chat_template, model.tokenizer.special_names
         )
-        self.builder = RequestBuilder(settings, self.limits, model.tokenizer.vocab_size)
+        self.builder = RequestBuilder(
+            settings,
+            self.limits,
+            model.tokenizer.vocab_size,
+            partial(model.tokenizer.encode, add_special=False),
+        )
         self._placer = Placer(
             self.router,
             self.metrics,

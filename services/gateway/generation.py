@@ -27,7 +27,7 @@ from services.gateway.router_client import RoutedPlacement
 from services.gateway.sessions import SessionPool, WorkerStream
 from services.gateway.settings import GatewaySettings
 from services.gateway.spans import attempt_span, end_attempt, generation_span
-from services.gateway.text import TextAssembler, TextDelta
+from services.gateway.text import Stops, TextAssembler, TextDelta
 from services.gateway.timeline import RequestTimeline
 from services.gateway.wire import start_stream_message
 from services.gateway.worker_failure import WorkerFailure
@@ -123,9 +123,13 @@ class Generator:
 
     def _assembler(self, request: GenerationRequest) -> TextAssembler:
         options = request.options
-        return TextAssembler(
-            self._tokenizer, options.n, options.stop, options.min_tokens, request.shown
+        stops = Stops(
+            options.stop,
+            frozenset(options.stop_token_ids),
+            min_tokens=options.min_tokens,
+            included=options.include_stop_str_in_output,
         )
+        return TextAssembler(self._tokenizer, options.n, stops, request.shown)
 
     def _start(
         self,

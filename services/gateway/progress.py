@@ -17,8 +17,8 @@ class Progress:
 
     Attributes:
         max_tokens: maximum output tokens of each choice in the current attempt.
-        stop_token_ids: tokens that end a choice in the current attempt; none if the request ignores
-            end-of-sequence tokens.
+        stop_token_ids: tokens that end a choice in the current attempt: those of the request and,
+            unless it ignores them, end-of-sequence tokens.
         delivered: token ids of each choice, in order.
         unfinished: indices of the choices that the worker decodes: it has not ended them, and they
             were not cancelled.
@@ -63,7 +63,9 @@ class Progress:
         Args:
             stop_token_ids: tokens that end the output of their model.
         """
-        self.stop_token_ids = () if self._request.options.ignore_eos else stop_token_ids
+        options = self._request.options
+        ends = () if options.ignore_eos else stop_token_ids
+        self.stop_token_ids = tuple(dict.fromkeys((*ends, *options.stop_token_ids)))
         self.max_tokens = min(self._request.max_tokens, len(self.replayed) + placement.max_tokens)
         self._delivered_before = self._count
         self._has_cached = False

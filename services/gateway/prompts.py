@@ -81,13 +81,19 @@ class PromptTokenizer:
         """Return the result of ``work``; call it in a thread if the request is large."""
         return await self._run(self._python, size, work)
 
-    async def encode_prompt(self, text: str, size: int, salt: bytes) -> bytes:
+    async def encode_prompt(
+        self, text: str, size: int, salt: bytes, *, truncates: bool = False
+    ) -> bytes:
         """Return the packed token ids of a prompt.
+
+        Args:
+            truncates: whether the prompt will be cut, so that it may exceed the context.
 
         Raises:
             ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
         """
-        self._check_length(len(text), "prompt")
+        if not truncates:
+            self._check_length(len(text), "prompt")
         pack = partial(self._tokenizer.pack, text, salt=salt)
         return await self._run(self._encoding, size, pack)
 
@@ -117,11 +123,14 @@ class PromptTokenizer:
         plan: ChatPlan,
         size: int,
         salt: bytes,
+        *,
+        truncates: bool = False,
     ) -> EncodedChat:
         """Return the packed token ids of a conversation.
 
         Args:
             as_input: function that returns a message as `ChatTemplate.render` takes it.
+            truncates: whether the prompt will be cut, so that it may exceed the context.
 
         Raises:
             InvalidRequest: if there is no message, a role is unknown, or the chat template of the
@@ -131,7 +140,9 @@ class PromptTokenizer:
         if not messages:
             raise InvalidRequest("at least one message is required", param="messages")
         check_message_count(len(messages), self._limits.context_length)
-        prompt = await self.compute(size, lambda: self._render(messages, as_input, plan))
+        prompt = await self.compute(
+            size, lambda: self._render(messages, as_input, plan, truncates=truncates)
+        )
         pack = partial(self._tokenizer.pack_rendered, prompt.text, salt=salt)
         packed = await self._run(self._encoding, size, pack)
         return EncodedChat(packed, prompt.is_reasoning)
@@ -142,7 +153,12 @@ class PromptTokenizer:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(
-        self, messages: Sequence[_M], as_input: Callable[[_M], dict[str, Any]], plan: ChatPlan
+        self,
+        messages: Sequence[_M],
+        as_input: Callable[[_M], dict[str, Any]],
+        plan: ChatPlan,
+        *,
+        truncates: bool,
     ) -> ChatPrompt:
         known = []
         characters = 0
@@ -156,7 +172,8 @@ class PromptTokenizer:
             content = message["content"] or ""
             texts = [content] if isinstance(content, str) else [part["text"] for part in content]
             characters += sum(map(len, texts))
-        self._check_length(characters, "messages")
+        if not truncates:
+            self._check_length(characters, "messages")
         return plan.render(self._tokenizer, known)
 
     def _check_length(self, characters: int, param: str) -> None:

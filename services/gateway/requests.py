@@ -9,10 +9,10 @@ import json
 import re
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -26,8 +26,9 @@ from pydantic import (
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_PRIORITY, MAX_TOKENS
 from services.common.prefix_hashes import prefix_hashes
-from services.common.token_ids import count_tokens, pack_tokens
+from services.common.token_ids import TOKEN_BYTES, count_tokens, pack_tokens
 from services.common.tracing import NO_SPAN, Span
+from services.gateway.bad_words import bad_word_ids
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
 from services.gateway.request_errors import ContextLengthExceeded
@@ -65,7 +66,12 @@ def _parse_stop(stop: Any) -> Any:
     """Convert a single string, or any sequence such as a repeated protobuf field, to a list."""
     if isinstance(stop, str):
         return [stop]
-    return list(stop) if isinstance(stop, Sequence) else stop
+    return _as_list(stop)
+
+
+def _as_list(values: Any) -> Any:
+    """Convert a sequence that is not a string, such as a repeated protobuf field, to a list."""
+    return list(values) if isinstance(values, Sequence) and not isinstance(values, str) else values
 
 
 _LOGIT_BIAS_SCHEMA = {
@@ -74,6 +80,8 @@ _LOGIT_BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Stop = Annotated[
@@ -85,6 +93,19 @@ _Stop = Annotated[
     ),
     BeforeValidator(_parse_stop),
     WithJsonSchema(_STOP_SCHEMA),
+]
+
+_TokenIds = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    Field(strict=False, fail_fast=True),
+    BeforeValidator(_as_list),
+    WithJsonSchema(_TOKEN_IDS_SCHEMA),
+]
+_BadWords = Annotated[
+    tuple[str, ...],
+    Field(strict=False, fail_fast=True),
+    BeforeValidator(_as_list),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
 ]
 
 
@@ -107,6 +128,13 @@ class GenerationFields(BaseModel):
     ] = 0
     n: Annotated[int, Field(ge=1, description="number of choices for each prompt")] = 1
     stop: _Stop = ()
+    stop_token_ids: Annotated[
+        _TokenIds, Field(description="tokens that end the output, besides end-of-sequence tokens")
+    ] = ()
+    include_stop_str_in_output: Annotated[
+        bool,
+        Field(description="the text includes the stop string or stop token that ended it"),
+    ] = False
     seed: (
         Annotated[
             int,
@@ -142,6 +170,30 @@ class GenerationFields(BaseModel):
         BeforeValidator(_parse_logit_bias),
         WithJsonSchema(_LOGIT_BIAS_SCHEMA),
     ] = Field(default_factory=dict)
+    allowed_token_ids: Annotated[
+        _TokenIds, Field(description="the only tokens that may be sampled; default: all")
+    ] = ()
+    bad_words: Annotated[
+        _BadWords,
+        Field(
+            description="words that the output does not contain, with or without a leading space"
+        ),
+    ] = ()
+    truncate_prompt_tokens: (
+        Annotated[
+            int,
+            Field(
+                ge=-1,
+                lt=1 << 31,
+                description="maximum tokens of the prompt, which is cut on `truncation_side`; -1: "
+                "as many as fit the context beside `max_tokens`",
+            ),
+        ]
+        | None
+    ) = None
+    truncation_side: Annotated[
+        Literal["left", "right"], Field(description="side on which the prompt is cut")
+    ] = "left"
     ignore_eos: Annotated[
         bool, Field(description="continue past end-of-sequence tokens, as in vLLM")
     ] = False
@@ -228,6 +280,7 @@ class GenerationRequest:
         seed: the client's seed, or a random one; 64 bits.
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
+        bad_words: bad words of the options as token ids.
         chat: whether the prompt is a conversation.
         shown: names of special tokens that the text of the output includes.
         prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
@@ -239,6 +292,7 @@ class GenerationRequest:
     seed: int
     options: GenerationOptions
     chat: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
     shown: frozenset[str] = frozenset()
 
     @property
@@ -262,12 +316,23 @@ class GenerationRequest:
 
 
 class RequestBuilder:
-    """Validates requests against the limits of the settings and of the model."""
+    """Validates requests against the limits of the settings and of the model.
 
-    def __init__(self, settings: GatewaySettings, limits: ModelLimits, vocab_size: int) -> None:
+    Args:
+        encode: function from a text to its token ids, without special tokens such as BOS.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        limits: ModelLimits,
+        vocab_size: int,
+        encode: Callable[[str], list[int]],
+    ) -> None:
         self._settings = settings
         self._limits = limits
         self._vocab_size = vocab_size
+        self._encode = encode
 
     @property
     def _context_length(self) -> int:
@@ -313,11 +378,13 @@ class RequestBuilder:
             InvalidRequest: if a value is out of bounds; ``param`` names the field.
         """
         names = names or {}
+        packed = self._truncated(packed, options)
         if not packed:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self._check_at_most("n", options.n, self._settings.max_choices)
         self._check_stop(options.stop)
         self._check_logit_bias(options.logit_bias)
+        bad_words = self._check_exclusions(options)
         if options.logprobs is not None:
             name = names.get("logprobs", "logprobs")
             self._check_at_most(name, options.logprobs, self._limits.max_logprobs)
@@ -325,7 +392,25 @@ class RequestBuilder:
         max_tokens = self._max_tokens(count_tokens(packed), options.max_tokens, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(context, packed, max_tokens, seed, options, chat, shown)
+        return GenerationRequest(
+            context, packed, max_tokens, seed, options, chat, bad_words=bad_words, shown=shown
+        )
+
+    def _truncated(self, packed: bytes, options: GenerationOptions) -> bytes:
+        """Return the packed prompt, cut to ``truncate_prompt_tokens``."""
+        limit, context, name = (
+            options.truncate_prompt_tokens,
+            self._context_length,
+            "truncate_prompt_tokens",
+        )
+        if limit is None:
+            return packed
+        if limit == 0 or limit > context:
+            raise InvalidRequest(f"{name} must be -1, or from 1 to {context}", param=name)
+        if limit == -1:
+            limit = max(1, context - (options.max_tokens or 1))
+        size = limit * TOKEN_BYTES
+        return packed[-size:] if options.truncation_side == "left" else packed[:size]
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
@@ -359,6 +444,39 @@ class RequestBuilder:
             )
         for token in bias:
             self.check_token(token, "logit_bias")
+
+    def _check_exclusions(self, options: GenerationOptions) -> tuple[tuple[int, ...], ...]:
+        """Check the tokens that end the output and those that may be sampled.
+
+        Returns:
+            Bad words as token ids.
+        """
+        limits, min_tokens = self._settings, options.min_tokens
+        for name, tokens, limit in (
+            ("stop_token_ids", options.stop_token_ids, limits.max_stop_token_ids),
+            ("allowed_token_ids", options.allowed_token_ids, limits.max_allowed_token_ids),
+        ):
+            if len(tokens) > limit:
+                raise InvalidRequest(f"{name} must have at most {limit} entries", param=name)
+            if tokens:
+                self.check_token(max(tokens), name)
+        if len(options.bad_words) > limits.max_bad_words:
+            raise InvalidRequest(
+                f"bad_words must have at most {limits.max_bad_words} entries", param="bad_words"
+            )
+        bad_words = bad_word_ids(options.bad_words, self._encode)
+        allowed = set(options.allowed_token_ids)
+        if allowed and min_tokens and allowed <= set(options.stop_token_ids):
+            raise InvalidRequest(
+                "min_tokens excludes all allowed_token_ids, because they are stop_token_ids",
+                param="min_tokens",
+            )
+        if allowed and allowed <= {word[-1] for word in bad_words}:
+            raise InvalidRequest(
+                "bad_words may exclude all allowed_token_ids: each of these ends a bad word",
+                param="bad_words",
+            )
+        return bad_words
 
     def check_token(self, token: int, param: str) -> None:
         """Raise `InvalidRequest` if a token id in the field ``param`` is not in the vocabulary."""

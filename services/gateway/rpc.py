@@ -217,21 +217,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> GenerationRequest:
         options = _options(message)
         salt = cache_salt(context.tenant, options.cache_salt)
+        truncates = options.truncate_prompt_tokens is not None
         kind = message.WhichOneof("prompt")
         if kind == "chat":
-            prompt = await self._encode_chat(message.chat, size, salt)
+            prompt = await self._encode_chat(message.chat, size, salt, truncates=truncates)
         elif kind == "text":
-            prompt = await self._gateway.prompts.encode_prompt(message.text, size, salt)
+            prompt = await self._gateway.prompts.encode_prompt(
+                message.text, size, salt, truncates=truncates
+            )
         elif kind == "tokens":
             prompt = self._gateway.builder.pack(message.tokens.ids)
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
 
-    async def _encode_chat(self, chat: inference_pb2.Chat, size: int, salt: bytes) -> bytes:
+    async def _encode_chat(
+        self, chat: inference_pb2.Chat, size: int, salt: bytes, *, truncates: bool
+    ) -> bytes:
         plan = self._gateway.chats.plan(ChatOptions())
         encoded = await self._gateway.prompts.encode_chat(
-            chat.messages, _template_input, plan, size, salt
+            chat.messages, _template_input, plan, size, salt, truncates=truncates
         )
         return encoded.packed
 

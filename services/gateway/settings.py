@@ -8,7 +8,12 @@ from pydantic_settings import SettingsConfigDict
 
 from services.common.clients import ClientAddresses
 from services.common.grpc_server import PING_TIMEOUT_S
-from services.common.messages import MAX_DEADLINE_S, MAX_WAIT_S
+from services.common.messages import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_DEADLINE_S,
+    MAX_WAIT_S,
+)
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 from services.gateway.output.formats import ReasoningParserName, ToolParserName
@@ -178,6 +183,18 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         le=1 << 30,
         description="maximum size of the chat_template_kwargs of one request as JSON, bytes",
+    )
+    max_stop_token_ids: int = Field(
+        64, ge=0, le=4096, description="maximum entries of a request's stop_token_ids"
+    )
+    max_allowed_token_ids: int = Field(
+        16384, ge=0, le=1 << 20, description="maximum entries of allowed_token_ids"
+    )
+    max_bad_words: int = Field(
+        32,
+        ge=0,
+        le=MAX_BAD_WORDS // 2,
+        description=f"maximum bad_words of one request, each of up to {MAX_BAD_WORD_TOKENS} tokens",
     )
     default_max_tokens: int = Field(
         16,

@@ -1,4 +1,4 @@
-"""Detokenization of each choice, cut at the first stop string."""
+"""Detokenization of each choice, cut at the first stop string or stop token."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -23,8 +23,8 @@ class TextDelta:
     Attributes:
         offsets: position of each token in the text of the choice, in characters. The offset of a
             token that continues a character is that of the character. The offset of a token without
-            visible text is the length of the text before it. The offset of tokens of a stop string,
-            which the text does not include, is the length of the text.
+            visible text is the length of the text before it. The offset of tokens of a stop string
+            that the text does not include is the length of the text.
         cached_tokens: number to add to the cached prompt tokens of the request. It is negative if a
             later attempt computes tokens that an earlier one did not.
     """
@@ -37,15 +37,37 @@ class TextDelta:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Stops:
+    """What ends a text, besides end-of-sequence tokens.
+
+    Attributes:
+        strings: stop strings.
+        tokens: token ids that end the output on the worker.
+        min_tokens: number of output tokens at the start of each choice in whose text no stop string
+            counts. Workers sample no stop token among them.
+        included: whether the text includes the stop string or the text of the stop token.
+    """
+
+    strings: Sequence[str] = ()
+    tokens: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    included: bool = False
+
+
 class StopStringFilter:
     """Cuts a text at the first stop string; buffers text that may be the start of one.
 
     The match that ends first wins. If several end there, the one that starts first wins. The result
     does not depend on how the text is split between calls.
+
+    Args:
+        included: whether the text is cut after the stop string instead of before it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         self._stops = stops
+        self._included = included
         self._buffer = ""
 
     def push(self, text: str, *, stops: bool = True) -> tuple[str, bool]:
@@ -66,7 +88,8 @@ class StopStringFilter:
         ]
         if matches:
             self._buffer = ""
-            return pending[: min(matches)[1]], True
+            end, start = min(matches)
+            return pending[: end if self._included else start], True
         keep = len(pending) - max(overlap(pending, stop) for stop in self._stops)
         self._buffer = pending[keep:]
         return pending[:keep], False
@@ -94,19 +117,14 @@ class _Choice:
     stop string is held, because its offset is not known yet.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
-        min_tokens: int,
-        shown: Collection[str],
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Stops, shown: Collection[str]) -> None:
         # UNSPECIFIED until the choice is complete.
         self.reason: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
-        self._stops = StopStringFilter(stops)
-        self._holds = bool(stops)
-        self._min_tokens = min_tokens
+        self._stops = StopStringFilter(stops.strings, included=stops.included)
+        self._holds = bool(stops.strings)
+        self._min_tokens = stops.min_tokens
+        self._hidden = frozenset() if stops.included else stops.tokens
         # Numbers of characters.
         self._decoded = self._returned = 0
         self._held: deque[tuple[int, sampling_pb2.Token]] = deque()
@@ -114,7 +132,7 @@ class _Choice:
     def push(self, token: sampling_pb2.Token, delta: TextDelta) -> bool:
         """Append new output to ``delta``. Return whether a stop string was found."""
         start = self._decoded
-        text = self._detokenizer.push((token.token,))
+        text = "" if token.token in self._hidden else self._detokenizer.push((token.token,))
         if self._holds:
             self._held.append((start, token))
             return self._append(text, delta, stops=token.index >= self._min_tokens)
@@ -159,21 +177,15 @@ class _Choice:
 class TextAssembler:
     """Detokenizes all choices of one request incrementally.
 
+
     Args:
-        min_tokens: number of output tokens at the start of each choice in whose text no stop string
-            counts.
         shown: names of special tokens that the text includes; others have no text.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        choices: int,
-        stops: Sequence[str],
-        min_tokens: int = 0,
-        shown: Collection[str] = (),
+        self, tokenizer: Tokenizer, choices: int, stops: Stops, shown: Collection[str] = ()
     ) -> None:
-        self._choices = [_Choice(tokenizer, stops, min_tokens, shown) for _ in range(choices)]
+        self._choices = [_Choice(tokenizer, stops, shown) for _ in range(choices)]
         self._unfinished = choices
 
     @property

@@ -7,9 +7,11 @@ from services.common.placement import Placement
 from services.common.token_ids import pack_tokens
 from services.gateway.requests import GenerationRequest
 
-# Names of the fields that `Sampling` and `GenerationOptions` have in common.
+# Names of the fields with the same values in `Sampling` and `GenerationOptions`.
 _SAMPLING_FIELDS = tuple(
-    field.name for field in sampling_pb2.Sampling.DESCRIPTOR.fields if field.name != "seed"
+    field.name
+    for field in sampling_pb2.Sampling.DESCRIPTOR.fields
+    if field.name not in ("seed", "bad_words")
 )
 
 
@@ -47,7 +49,11 @@ def start_stream_message(
             placement_id=placement.placement_id,
             tokens=request.packed + pack_tokens(replayed),
             prompt_tokens=request.prompt_tokens,
-            sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
+            sampling=sampling_pb2.Sampling(
+                **sampling,
+                seed=request.seed,
+                bad_words=[sampling_pb2.BadWord(tokens=word) for word in request.bad_words],
+            ),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             choices=options.n,

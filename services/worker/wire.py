@@ -77,6 +77,8 @@ def _sampling_from_message(request: request_pb2.Request) -> SamplingParams:
         if field.name in present or not field.has_presence:
             value = getattr(message, field.name)
             values[field.name] = dict(value) if isinstance(value, Mapping) else value
+    values["allowed_token_ids"] = frozenset(message.allowed_token_ids)
+    values["bad_words"] = tuple(tuple(word.tokens) for word in message.bad_words)
     return SamplingParams(
         **values, suppressed=frozenset(request.stop_token_ids if message.min_tokens else ())
     )

@@ -95,25 +95,24 @@ IN_REQUEST = _declare(
             *("custom_labels", "metadata", "prediction"),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("return_mm_kwargs", "rid", "safety_identifier", "service_tier", "session_id"),
-            *("spaces_between_special_tokens", "stream_interval", "truncation_side", "user"),
+            *("spaces_between_special_tokens", "stream_interval", "user"),
         ),
     ),
     (
         _only(),
         (
-            *("allowed_token_ids", "audio", "chat_template", "custom_logit_processor", "ebnf"),
+            *("audio", "chat_template", "custom_logit_processor", "ebnf"),
             *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
             *("guided_regex", "guided_whitespace_pattern", "input_ids", "json_schema"),
             *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds", "prompt_logprobs"),
             *("reasoning", "regex", "repetition_detection", "session_params"),
-            *("structured_outputs", "task", "thinking", "truncate_prompt_tokens"),
-            *("web_search_options",),
+            *("structured_outputs", "task", "thinking", "web_search_options"),
         ),
     ),
     (
         _only(False),
         (
-            *("early_stopping", "echo", "include_stop_str_in_output", "no_stop_trim"),
+            *("early_stopping", "echo", "no_stop_trim"),
             *("return_cached_tokens_details", "return_hidden_states"),
             *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
             *("return_routed_experts", "return_token_offsets", "return_tokens_as_token_ids"),
@@ -126,7 +125,7 @@ IN_REQUEST = _declare(
     ),
     (
         _only([]),
-        ("bad_words", "documents", "functions", "stop_regex", "stop_token_ids"),
+        ("documents", "functions", "stop_regex"),
     ),
     (
         _only({}),

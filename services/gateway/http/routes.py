@@ -180,7 +180,8 @@ class _Routes:
         async with self._read(request, context, CompletionBody) as (body, size):
             options = body.options()
             salt = cache_salt(context.tenant, options.cache_salt)
-            prompts = await self._prompts(body.prompt, size, salt)
+            truncates = options.truncate_prompt_tokens is not None
+            prompts = await self._prompts(body.prompt, size, salt, truncates=truncates)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -193,7 +194,8 @@ class _Routes:
             options = body.options()
             salt = cache_salt(context.tenant, options.cache_salt)
             plan = self._gateway.chats.plan(body.conversation())
-            chat = await self._chat(body.messages, plan, size, salt)
+            truncates = options.truncate_prompt_tokens is not None
+            chat = await self._chat(body.messages, plan, size, salt, truncates=truncates)
         generation = self._gateway.builder.build(
             context,
             chat.packed,
@@ -202,7 +204,8 @@ class _Routes:
             names=body.client_names,
             shown=plan.shown,
         )
-        new_parser = plan.parser_factory(is_reasoning=chat.is_reasoning)
+        is_end_kept = chat.packed.endswith(generation.packed)  # unless it is cut on the right
+        new_parser = plan.parser_factory(is_reasoning=chat.is_reasoning and is_end_kept)
         return self._respond(
             body, [generation], new_parser and Messages(new_parser, plan.new_call_id)
         )
@@ -289,15 +292,26 @@ class _Routes:
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
     async def _chat(
-        self, messages: Sequence[Message], plan: ChatPlan, size: int, salt: bytes
+        self,
+        messages: Sequence[Message],
+        plan: ChatPlan,
+        size: int,
+        salt: bytes,
+        *,
+        truncates: bool = False,
     ) -> EncodedChat:
         """Return the packed token ids of a conversation in a body of this size."""
         return await self._gateway.prompts.encode_chat(
-            messages, Message.as_template_input, plan, size, salt
+            messages, Message.as_template_input, plan, size, salt, truncates=truncates
         )
 
     async def _prompts(
-        self, prompt: str | list[str] | list[int] | list[list[int]], size: int, salt: bytes
+        self,
+        prompt: str | list[str] | list[int] | list[list[int]],
+        size: int,
+        salt: bytes,
+        *,
+        truncates: bool,
     ) -> list[bytes]:
         """Return the packed token ids of each prompt in a body of this size."""
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
@@ -306,7 +320,7 @@ class _Routes:
         if not 1 <= len(prompts) <= limit:
             raise InvalidRequest(f"a request must have 1 to {limit} prompts", param="prompt")
         return [
-            await self._gateway.prompts.encode_prompt(one, size, salt)
+            await self._gateway.prompts.encode_prompt(one, size, salt, truncates=truncates)
             if isinstance(one, str)
             else self._gateway.builder.pack(one)
             for one in prompts

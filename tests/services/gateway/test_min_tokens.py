@@ -12,7 +12,7 @@ from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
 from services.gateway.requests import GenerationOptions, RequestBuilder, RequestContext
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import StopStringFilter, TextAssembler
+from services.gateway.text import Stops, StopStringFilter, TextAssembler
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import failing
 from tests.services.gateway.fakes import LENGTH, say
@@ -24,7 +24,7 @@ def assembled(model: ServedModel, text: str, stops: list[str], min_tokens: int) 
         sampling_pb2.Token(index=index, token=token)
         for index, token in enumerate(model.tokenizer.encode(text))
     ]
-    assembler = TextAssembler(model.tokenizer, 1, stops, min_tokens)
+    assembler = TextAssembler(model.tokenizer, 1, Stops(stops, min_tokens=min_tokens))
     deltas = [delta for token in tokens for delta in assembler.push([token], [])]
     deltas += assembler.push([], [(0, sampling_pb2.FINISH_REASON_LENGTH)])
     return "".join(delta.text for delta in deltas), sum(len(delta.tokens) for delta in deltas)
@@ -55,7 +55,7 @@ def test_ended_stop_string_in_the_buffer_does_not_count_later() -> None:
 def test_min_tokens_must_not_exceed_max_tokens() -> None:
     values = {"default_max_tokens": 16, "context_length": 100}
     settings = GatewaySettings.model_validate(values)
-    builder = RequestBuilder(settings, ModelLimits(settings), 9)
+    builder = RequestBuilder(settings, ModelLimits(settings), 9, lambda _: [1])
     context = RequestContext("r", None, 0.0, 1.0)
     for min_tokens, max_tokens, chat, fits in (
         (16, None, False, True),

@@ -188,7 +188,6 @@ CHANGING: list[dict[str, Any]] = [
     {"verbosity": "low"},
     {"web_search_options": {}},
     {"add_special_tokens": True},
-    {"stop_token_ids": [1]},
     {"length_penalty": 1.5},
     {"stream": True, "stream_options": {"include_obfuscation": True}},
     {"messages": [{**USER, "function_call": {}}]},

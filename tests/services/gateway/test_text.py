@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from headrace.v1 import sampling_pb2
 from services.gateway.gateway import ServedModel
-from services.gateway.text import StopStringFilter, TextAssembler
+from services.gateway.text import Stops, StopStringFilter, TextAssembler
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -51,7 +51,7 @@ def test_only_a_possible_stop_string_is_buffered(parts: list[str], stops: list[s
 def test_output_after_a_stop_string_is_dropped(model: ServedModel) -> None:
     ids = model.tokenizer.encode("a b c d")
     tokens = [sampling_pb2.Token(choice=0, index=i, token=t) for i, t in enumerate(ids)]
-    assembly = TextAssembler(model.tokenizer, 1, ["b"])
+    assembly = TextAssembler(model.tokenizer, 1, Stops(["b"]))
     (piece,) = assembly.push(tokens, [(0, sampling_pb2.FINISH_REASON_LENGTH)])
     assert (piece.text, piece.finish) == ("a ", sampling_pb2.FINISH_REASON_STOP)
     assert len(piece.tokens) == 2

@@ -10,7 +10,10 @@ from tests.services.gateway.fakes import MODEL
 
 MODEL_INFO = ModelInfo.model_validate(MODEL | {"name": "m"})
 NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
-NOT_SAMPLING = {"max_tokens", "n", "stop", "ignore_eos", "priority", "cache_salt"}
+NOT_SAMPLING = {
+    *("max_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+    *("priority", "cache_salt", "truncate_prompt_tokens", "truncation_side"),
+}
 """Options that workers do not need, or that other fields of the message carry."""
 
 

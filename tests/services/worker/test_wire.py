@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from headrace.v1.sampling_pb2 import Sampling
+from headrace.v1.sampling_pb2 import BadWord, Sampling
 from runtime.core.request import SamplingParams
 from services.worker.wire import request_from_message
 from tests.services.workers import message_of
@@ -14,6 +14,11 @@ from tests.services.workers import message_of
 FIELDS = Sampling.DESCRIPTOR.fields
 NOT_IN_THE_MESSAGE = {"suppressed"}
 """Parameters that the worker derives from other fields of the request."""
+CONVERTED: dict[str, tuple[Any, Any]] = {
+    "allowed_token_ids": ([4, 5], {4, 5}),
+    "bad_words": ([BadWord(tokens=[6, 7]), BadWord(tokens=[8])], ((6, 7), (8,))),
+}
+"""Values in the message, and the equivalent values of the parameter, where these differ."""
 
 
 def sampling_of(sampling: Sampling) -> SamplingParams:
@@ -24,6 +29,8 @@ def sampling_of(sampling: Sampling) -> SamplingParams:
 
 def value_for(field: FieldDescriptor) -> Any:
     """Return a value that is the default of no parameter and equals that of no other field."""
+    if field.name in CONVERTED:
+        return CONVERTED[field.name][0]
     if field.message_type:  # a map
         return {field.number: 0.5}
     return field.number + (0.5 if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE else 0)
@@ -37,7 +44,8 @@ def test_sampling_message_and_parameters_have_the_same_fields() -> None:
 def test_every_sampling_field_reaches_the_parameter_of_its_name() -> None:
     sent = {field.name: value_for(field) for field in FIELDS}
     arrived = dataclasses.asdict(sampling_of(Sampling(**sent)))
-    assert {name: arrived[name] for name in sent} == sent
+    expected = sent | {name: parameter for name, (_, parameter) in CONVERTED.items()}
+    assert {name: arrived[name] for name in sent} == expected
     assert type(arrived["logit_bias"]) is dict  # the message is not kept alive
 
 
