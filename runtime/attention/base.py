@@ -51,6 +51,19 @@ class QueryLog:
 
 
 @dataclass(frozen=True)
+class HiddenLog:
+    """Hidden states of some tokens of a pass, which the pass appends.
+
+    Attributes:
+        rows: int64 `[m]`, indices of the tokens in the batch.
+        hidden: one tensor `[m, hidden]`, the input of the LM head.
+    """
+
+    rows: Tensor
+    hidden: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Batch:
     """Ragged input of one forward pass over `s` sequences with `n` tokens in total.
 
@@ -69,6 +82,7 @@ class Batch:
         page_tables: page tables of all page groups that the pass uses; empty if it uses one group.
             Only a decode batch uses the groups into which pages are encoded.
         queries: log of queries to fill; None if none are needed.
+        hidden: log of hidden states to fill; None if none are needed.
     """
 
     tokens: Tensor
@@ -81,6 +95,7 @@ class Batch:
     single: bool
     page_tables: tuple[Tensor, ...] = ()
     queries: QueryLog | None = None
+    hidden: HiddenLog | None = None
 
     def kv_indices(self, rows: Tensor | None = None) -> Tensor:
         """Return the index of tokens in the pages of their sequences, int64.

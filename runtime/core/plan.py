@@ -28,12 +28,15 @@ class Chunk:
     Attributes:
         vacated: indices of the pages that the eviction after this chunk leaves without tokens, see
             `runtime.pages.eviction.vacated_pages`; empty if no eviction follows this chunk.
+        scored: positions of the chunk after which the log probability of the next prompt token is
+            computed.
     """
 
     group: SequenceGroup
     first: int
     count: int
     vacated: range = range(0)
+    scored: range = range(0)
 
     @property
     def end(self) -> int:
@@ -167,10 +170,23 @@ def choose_chunks(
         if count:
             evicts = group.evicts if count == group.left else 0
             vacated = vacated_pages(len(group.tokens), evicts, pages.page_size)
-            chunks.append(Chunk(group, group.computed, count, vacated))
+            scored = _scored(group, range(group.computed, group.computed + count))
+            chunks.append(Chunk(group, group.computed, count, vacated, scored))
             budget -= count
     return chunks
 
 
 def _turn(group: SequenceGroup) -> int:
     return (group.position or 0) + _OVERTAKING * group.left
+
+
+def _scored(group: SequenceGroup, computed: range) -> range:
+    """Return `Chunk.scored` of a chunk of these positions.
+
+    Positions that a preempted prompt computes again are not scored again.
+    """
+    request = group.request
+    if request.sampling.prompt_logprobs is None:
+        return range(0)
+    first = max(computed.start, group.scored)
+    return range(first, max(first, min(computed.stop, request.prompt_tokens - 1)))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -20,8 +21,6 @@ from runtime.pages.prefix import PageHashes, root_hash
 
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token, as in OpenAI's API."""
-
-
 MAX_BAD_WORDS = 128
 """Maximum bad words of a request, as sequences of tokens."""
 MAX_BAD_WORD_TOKENS = 16
@@ -61,6 +60,9 @@ class SamplingParams:
         allowed_token_ids: the only token ids that may be sampled; empty for all.
         bad_words: sequences of token ids that the output does not contain: the last token of a
             sequence is not sampled if the output ends with its other tokens.
+        prompt_logprobs: number of most probable tokens to report beside each prompt token, or None
+            for no log probabilities of the prompt. All tokens of such a prompt are computed: KV in
+            cached pages is not used.
     """
 
     temperature: float = 0.0
@@ -77,6 +79,7 @@ class SamplingParams:
     suppressed: frozenset[int] = frozenset()
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     @property
     def processes_logits(self) -> bool:
@@ -110,6 +113,7 @@ class SamplingParams:
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
             "top_k": (self.top_k, 0, 2**31),
             "logprobs": (self.logprobs or 0, 0, max_logprobs(vocab_size)),
+            "prompt_logprobs": (self.prompt_logprobs or 0, 0, max_logprobs(vocab_size)),
             "min_tokens": (self.min_tokens, 0, 2**31),
         }
         for name, (value, low, high) in bounds.items():
@@ -265,3 +269,31 @@ class SampledToken:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens, given the tokens before each.
+
+    The first token of a prompt has none.
+
+    Attributes:
+        first: position of the first token, at least 1.
+        top: number of most probable tokens that are reported beside each token.
+        logprobs: natural logarithm of the probability of each token under the unprocessed logits.
+        ranks: rank of each token by its logit, from 1.
+        top_tokens: for each token in turn, ids of the most probable tokens, in descending order.
+        top_logprobs: their log probabilities.
+    """
+
+    first: int
+    top: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all log probabilities are finite."""
+        return all(map(math.isfinite, chain(self.logprobs, self.top_logprobs)))

@@ -129,6 +129,7 @@ class SequenceGroup:
             `Purpose.RECEIVE` is admitted, its purpose becomes `Purpose.GENERATE`.
         receives: position up to which another worker sends KV of a prompt that is held; 0 for none.
         worth: minimum number of tokens to receive; see `runtime.engine.Add`.
+        scored: number of prompt positions whose log probabilities were computed, or are not wanted.
     """
 
     purpose: Purpose
@@ -140,6 +141,7 @@ class SequenceGroup:
     may_compute: int = 0
     receives: int = 0
     worth: int = 1
+    scored: int = 0
 
     @classmethod
     def of(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from runtime.core.request import FinishReason, Request, SampledToken
+from runtime.core.request import FinishReason, PromptLogprobs, Request, SampledToken
 from runtime.errors import RuntimeFault
 
 
@@ -181,6 +181,8 @@ class StepOutput:
             pinned. A preempted request is reported again when its prefill restarts.
         reused: pairs of id and number of reused prompt tokens of requests in ``started`` that reuse
             some, including those that another worker has sent.
+        prompt_logprobs: pairs of request id and log probabilities of prompt tokens. Those of a
+            request are in order, without repetition, and precede its first token.
         ended: ids of requests whose choices have all finished. Their pages are released, except
             those of held requests.
     """
@@ -193,4 +195,5 @@ class StepOutput:
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     reused: list[tuple[str, int]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[str, PromptLogprobs]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

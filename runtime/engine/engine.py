@@ -41,10 +41,12 @@ class _InFlightStep:
 
     Attributes:
         sequences: sequences for which the step samples a token, see `StepPlan.sampled`.
+        scored: request id of each chunk with `Chunk.scored`.
     """
 
     launched: LaunchedStep
     sequences: list[SequenceState]
+    scored: list[str]
 
 
 class Engine:
@@ -227,7 +229,8 @@ class Engine:
             self._report(chunk, launched.ready, output)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
-        return _InFlightStep(launched, self.scheduler.step_launched(plan))
+        scored = [chunk.group.request.id for chunk in plan.chunks if chunk.scored]
+        return _InFlightStep(launched, self.scheduler.step_launched(plan), scored)
 
     def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.
@@ -275,10 +278,28 @@ class Engine:
         """
         draws = step.launched.read()
         self.scheduler.step_completed(step.sequences)
+        if step.scored:
+            self._report_prompts(step, output)
         for sequence, draw in zip(step.sequences, draws, strict=True):
             sequence.resolved = draw is not UNRESOLVED
             if sequence.resolved and self.scheduler.expects_token(sequence):
                 self._accept(sequence, draw, output)
+
+    def _report_prompts(self, step: _InFlightStep, output: StepOutput) -> None:
+        """Report log probabilities of prompt tokens; refuse requests whose logits are not finite.
+
+        Ignore those of requests that were dropped in the meantime.
+        """
+        found = step.launched.prompt_logprobs()
+        for request_id, logprobs in zip(step.scored, found, strict=True):
+            if request_id not in self.scheduler:
+                continue
+            if logprobs.finite:
+                output.prompt_logprobs.append((request_id, logprobs))
+            else:
+                fault = NotFinite(f"logits of prompt tokens from {logprobs.first} are not finite")
+                output.refused.append((request_id, fault))
+                self.scheduler.discard(request_id)
 
     def _start_received(
         self, group: SequenceGroup, first: tuple[SampledToken, ...], output: StepOutput

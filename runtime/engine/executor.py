@@ -16,6 +16,7 @@ import torch
 from runtime.config import ModelConfig
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.pages.plan import PagePlan
 from runtime.sampling.reference import Draw
@@ -37,6 +38,13 @@ class LaunchedStep(Protocol):
         token could not be drawn and the next step samples it again.
 
         All ranks of a worker must call it, in the same order relative to their other calls.
+        """
+        ...
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Return the log probabilities of each chunk with `Chunk.scored`, in order.
+
+        Call it after `read`, on the first rank only.
         """
         ...
 

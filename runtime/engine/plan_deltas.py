@@ -295,6 +295,8 @@ def _add_chunk(words: list[int], chunk: Chunk) -> None:
         chunk.count,
         chunk.vacated.start,
         chunk.vacated.stop,
+        chunk.scored.start,
+        chunk.scored.stop,
     ]
     add_items(words, [sequence.arrival for sequence in chunk.group.sequences])
 
@@ -307,14 +309,16 @@ class _ChunkWords:
     first: int
     count: int
     vacated: range
+    scored: range
     arrivals: list[int]
 
     @classmethod
     def read(cls, reader: WordReader) -> "_ChunkWords":
-        purpose, first, count, start, stop = reader.take(5)
-        return cls(_PURPOSES[purpose], first, count, range(start, stop), reader.items())
+        purpose, first, count, *ranges = reader.take(7)
+        vacated, scored = range(*ranges[:2]), range(*ranges[2:])
+        return cls(_PURPOSES[purpose], first, count, vacated, scored, reader.items())
 
     def of(self, sequences: dict[int, SequenceState]) -> Chunk:
         """Return the chunk."""
         group = SequenceGroup(self.purpose, [sequences[arrival] for arrival in self.arrivals])
-        return Chunk(group, self.first, self.count, self.vacated)
+        return Chunk(group, self.first, self.count, self.vacated, self.scored)

@@ -19,7 +19,7 @@ CHANGING = ("evicted", "lookahead")
 
 SENT: Mapping[type, frozenset[str]] = {
     StepPlan: frozenset({"chunks", "decode", "prefilling"}),
-    Chunk: frozenset({"group", "first", "count", "vacated"}),
+    Chunk: frozenset({"group", "first", "count", "vacated", "scored"}),
     SequenceGroup: frozenset({"purpose", "sequences"}),
     SequenceState: frozenset(
         {"request", "arrival", *CONSTANT, *CHANGING, "tokens", "forced", "page_tables"}
@@ -33,7 +33,10 @@ NOT_READ: Mapping[type, frozenset[str]] = {
     StepPlan: frozenset({"reserved", "deferred", "refused"}),
     Chunk: frozenset(),
     SequenceGroup: frozenset(
-        {"computed", "position", "reused", "may_reuse", "may_compute", "receives", "worth"}
+        {
+            *("computed", "position", "reused", "may_reuse", "may_compute", "receives", "worth"),
+            "scored",
+        }
     ),
     SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes"}),
     Request: frozenset({"id", "tokens", "max_tokens", "stop_token_ids", "choices", "salt"}),

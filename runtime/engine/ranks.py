@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.core.plan import StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.engine.channel import StepChannel
 from runtime.engine.executor import Executor, LaunchedStep
@@ -39,6 +40,9 @@ class RankStep:
         draws = self.first.read()
         self.channel.tokens(draws)
         return draws
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return self.first.prompt_logprobs()
 
 
 class Ranks(Executor):

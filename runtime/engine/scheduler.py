@@ -177,6 +177,8 @@ class Scheduler:
             raise ValueError(f"request {request.id} already exists")
         group = self._group(request, purpose)
         self._check_receives(group, receives)
+        if request.sampling.prompt_logprobs is not None and purpose is not Purpose.RECEIVE:
+            may_reuse = 0  # every position needs a hidden state
         group.may_reuse, group.may_compute = may_reuse, may_compute
         group.receives, group.worth = receives, worth
         if group.slots > self._limits.max_running:
@@ -294,6 +296,7 @@ class Scheduler:
         decoded = list(plan.decode)
         for chunk in plan.chunks:
             self.pages.set_computed(chunk.group, chunk.end, chunk.vacated)
+            chunk.group.scored = max(chunk.group.scored, chunk.scored.stop)
             if chunk.completes:
                 decoded += self._prefilled(chunk.group)
         for sequence in decoded:
@@ -371,7 +374,8 @@ class Scheduler:
                 continue
             self._stop(youngest)
             self._rewind([youngest])
-            group = SequenceGroup(Purpose.GENERATE, [youngest], position=0)
+            scored = len(youngest.tokens)
+            group = SequenceGroup(Purpose.GENERATE, [youngest], position=0, scored=scored)
             try:
                 self.pages.check_fits(group)
             except OutOfPages as fault:

@@ -159,14 +159,16 @@ class DecoderLayer:
             rope: cosines and sines, fp32 ``[context, dim / 2]`` each.
             planes: the layer's planes, in the order of `KVFormat.planes`.
             last: whether this is the last layer. The last layer writes K and V of all tokens, and
-                computes everything after that only for the rows that need logits.
+                computes everything after that only for the rows that need logits, unless hidden
+                states are logged.
 
         Returns:
-            The same after the layer; for the last layer, only the ``m`` logit rows.
+            The same after the layer; for the last layer, only the ``m`` logit rows, unless hidden
+            states are logged.
         """
         parts = self.parts
         every = batch.single and len(batch.logit_rows) == len(hidden)
-        some = last and not every
+        some = last and not every and batch.hidden is None
         x, carried = self._family.before_attention(parts, hidden)
         mixed = isinstance(batch, MixedBatch)
         fused = parts.prefill if batch.queries is None else None

@@ -135,11 +135,17 @@ class Model:
             hidden = layer(hidden, self.rope, kv, planes, own, last=last)
             return hidden
 
+        def normed(rows: Tensor) -> Tensor:
+            return self.final_norm(rows if self.residual is None else self.residual.whole(rows))
+
         def logits() -> Tensor:
-            if not len(hidden):
-                return hidden.new_empty(0, len(self.vocabulary.own), dtype=torch.float32)
-            whole = hidden if self.residual is None else self.residual.whole(hidden)
-            return self.lm_head(self.final_norm(whole)).float()
+            rows = hidden
+            if (log := batch.hidden) is not None:
+                log.hidden.append(normed(hidden[log.rows]))
+                rows = hidden[batch.logit_rows]
+            if not len(rows):
+                return rows.new_empty(0, len(self.vocabulary.own), dtype=torch.float32)
+            return self.lm_head(normed(rows)).float()
 
         layers = [partial(compute, index) for index in range(len(self.layers))]
         return [embed, *layers, logits]

@@ -66,6 +66,17 @@ class Reductions:
         logprobs = logits.log_softmax(dim=-1)
         return logprobs.gather(1, tokens[:, None]), *logprobs.topk(top)
 
+    def ranks(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return the number of logits that are at least as large as that of each row's token.
+
+        Args:
+            tokens: int64 `[m]`.
+
+        Returns:
+            int64 `[m, 1]`, from 1.
+        """
+        return (logits >= logits.gather(1, tokens[:, None])).sum(dim=1, keepdim=True)
+
     def own(self, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of each token within the tokens of this rank, and its value.
 
@@ -81,8 +92,8 @@ class Reductions:
 class RankReductions(Reductions):
     """Reductions over the logits of all tokens, which the ranks of a worker divide.
 
-    `find` and `logprobs` each gather one record from every rank. All ranks compute the result from
-    the same records, so that it is bitwise identical on all of them.
+    `find` and `logprobs` each gather one record from every rank, and `ranks` two. All ranks compute
+    the result from the same records, so that it is bitwise identical on all of them.
     """
 
     def __init__(
@@ -118,6 +129,13 @@ class RankReductions(Reductions):
         log_sum = log_sums.logsumexp(dim=1, keepdim=True)
         values, tokens = self._largest(values, tokens, top)
         return chosen.amax(dim=1, keepdim=True) - log_sum, values - log_sum, tokens
+
+    def ranks(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        places, is_own = self._vocabulary.places(tokens[:, None])
+        (chosen,) = self._gathered([logits.gather(1, places).where(is_own, -torch.inf)])
+        larger = logits >= chosen.amax(dim=1, keepdim=True).float()
+        (counts,) = self._gathered([larger.sum(dim=1, keepdim=True)])
+        return counts.sum(dim=1, keepdim=True).long()
 
     def own(self, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         places, is_own = self._vocabulary.places(tokens)

@@ -4,27 +4,33 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.attention.base import Batch, QueryLog, SequenceSlice
+from runtime.attention.base import Batch, HiddenLog, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.sampling.reference import Draw, SamplingRow, sample
 from runtime.steps.eviction import PromptEviction
+from runtime.steps.prompt_logprobs import PromptScorer, ScoredChunk
 from runtime.steps.prompts import PromptPageEncoder, slice_of
 from runtime.steps.warm_up import Progress, warm_up_prefill
 
 
 @dataclass(frozen=True)
 class DirectStep:
-    """A computed step, with a draw for each sampled sequence."""
+    """A computed step, with a draw for each sampled sequence, and the scored prompt chunks."""
 
     draws: list[Draw | None]
     ready: int
+    scored: tuple[ScoredChunk, ...] = ()
 
     def read(self) -> list[Draw | None]:
         return self.draws
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return [chunk.read() for chunk in self.scored]
 
 
 class DirectSteps:
@@ -37,6 +43,7 @@ class DirectSteps:
         self._prompt_groups = cache.layout.plan.prompt_groups
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptPageEncoder(model, cache)
+        self._scorer = PromptScorer(model)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile kernels; see `warm_up_prefill`."""
@@ -54,10 +61,12 @@ class DirectSteps:
         groups = [chunk.group.sequences for chunk in plan.chunks if chunk.completes]
         self._eviction.forget_except(plan.prefilling)
         log = self._eviction.log(plan.chunks)
-        first_draws = self._compute(slices, groups, log)
+        hidden = self._scorer.log(plan.chunks)
+        first_draws = self._compute(slices, groups, log, hidden)
+        scored = self._scorer.score(plan.chunks, hidden)
         self._eviction.evict(plan.chunks, log)
         self._encoder.encode(plan.chunks)
-        return DirectStep(draws + first_draws, self._cache.events.record())
+        return DirectStep(draws + first_draws, self._cache.events.record(), scored)
 
     def _next_token(self, sequence: SequenceState) -> SequenceSlice:
         """Return the last token of a sequence, whose KV the step computes."""
@@ -72,6 +81,7 @@ class DirectSteps:
         slices: list[SequenceSlice],
         groups: list[list[SequenceState]],
         queries: QueryLog | None = None,
+        hidden: HiddenLog | None = None,
     ) -> list[Draw | None]:
         """Compute a batch of ``slices``, and sample its rows of logits.
 
@@ -80,7 +90,7 @@ class DirectSteps:
         """
         if not slices:
             return []
-        batch = replace(Batch.of(slices, self._model.device), queries=queries)
+        batch = replace(Batch.of(slices, self._model.device), queries=queries, hidden=hidden)
         logits = self._model.forward(batch, self._cache)
         sampled = [
             (sequence, row)

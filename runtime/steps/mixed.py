@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.attention.base import Batch, QueryLog, SequenceSlice
+from runtime.attention.base import Batch, HiddenLog, QueryLog, SequenceSlice
 from runtime.core.plan import MAX_CHUNKS
 from runtime.graphs.capture import captured
 from runtime.kv.cache import PagedCache
@@ -94,6 +94,7 @@ class MixedReplay:
         decoding: Sequence[int] = (),
         completed: Sequence[tuple[int, int]] = (),
         queries: QueryLog | None = None,
+        hidden: HiddenLog | None = None,
     ) -> None:
         """Compute the KV of prompt chunks and of running sequences, and logits of batch slots.
 
@@ -104,6 +105,7 @@ class MixedReplay:
                 of the piece's last token.
             queries: log in which the pass stores queries of the chunks' tokens. A pass with a log
                 has the same shape, but is launched without a graph.
+            hidden: log in which the pass stores hidden states of the chunks' tokens.
         """
         rows = sum(len(piece.tokens) for piece in pieces) + len(decoding)
         sampled = max((*decoding, *(slot for slot, _ in completed)), default=-1) + 1
@@ -113,13 +115,15 @@ class MixedReplay:
         if shape is None or len(pieces) > MAX_CHUNKS:
             inputs = PassInputs(wanted, len(pieces), self._slots)
             inputs.write(wanted, pieces, decoding, completed)
-            self._compute(inputs, replace(inputs.batch(wanted), queries=queries))
+            batch = replace(inputs.batch(wanted), queries=queries, hidden=hidden)
+            self._compute(inputs, batch)
         else:
             inputs.write(shape, pieces, decoding, completed)
-            if queries is None:
+            if queries is None and hidden is None:
                 self._replay(shape)
             else:
-                self._compute(inputs, replace(inputs.batch(shape), queries=queries))
+                batch = replace(inputs.batch(shape), queries=queries, hidden=hidden)
+                self._compute(inputs, batch)
 
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture all graphs, the largest first, so that the others reuse its memory.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from runtime.core.options import EngineOptions
 from runtime.core.plan import Chunk, StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import Purpose, SequenceState
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
@@ -33,6 +34,7 @@ from runtime.sampling.reference import Draw, SamplingRow, sample
 from runtime.steps.decode import DecodeReplay
 from runtime.steps.eviction import PromptEviction
 from runtime.steps.mixed import MixedReplay
+from runtime.steps.prompt_logprobs import PromptScorer, ScoredChunk
 from runtime.steps.prompts import PromptPageEncoder, slice_of
 from runtime.steps.sampling import SlotSampler
 from runtime.steps.slots import BatchSlots
@@ -75,6 +77,7 @@ class InFlightStep:
             compressed KV format, the encoding of pages.
         held_logits: logits `[own]` of held prompts whose tokens are random, by slot.
         read_first: whether the step must be read before the next one is launched.
+        scored: scored prompt chunks.
     """
 
     replay: "StepReplay"
@@ -84,11 +87,16 @@ class InFlightStep:
     ready: int
     held_logits: Mapping[int, Tensor]
     read_first: bool
+    scored: tuple[ScoredChunk, ...] = ()
 
     @torch.inference_mode()
     def read(self) -> list[Draw | None]:
         """See `StepReplay.collect`."""
         return self.replay.collect(self)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `runtime.engine.executor.LaunchedStep`."""
+        return [chunk.read() for chunk in self.scored]
 
 
 class StepReplay:
@@ -130,6 +138,7 @@ class StepReplay:
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=options.decodes)
         self._eviction = PromptEviction(model, cache)
         self._encoder = PromptPageEncoder(model, cache)
+        self._scorer = PromptScorer(model)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
         self._assignment = _NOTHING_SAMPLED
         self._latest: InFlightStep | None = None
@@ -183,12 +192,14 @@ class StepReplay:
         assignment = self._assign(sequences)
         joined = self._slots.update(decode)
         self._eviction.forget_except(plan.prefilling)
+        scored: tuple[ScoredChunk, ...] = ()
         if chunks:
             pieces = [slice_of(chunk, self._plan.prompt_groups) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
             last_tokens = [(slot, index) for slot, (_, index) in ends]
-            log = self._eviction.log(chunks)
-            self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens, log)
+            log, hidden = self._eviction.log(chunks), self._scorer.log(chunks)
+            self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens, log, hidden)
+            scored = self._scorer.score(chunks, hidden)
             self._eviction.evict(chunks, log)
         else:
             self._decode.run(assignment.bucket)
@@ -198,7 +209,7 @@ class StepReplay:
             self._sampler.load(joined)
         pairs = zip(sequences, assignment.slots, strict=True)
         sampled = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
-        return self._sample(assignment, sampled, chunks)
+        return self._sample(assignment, sampled, chunks, scored)
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
@@ -236,6 +247,7 @@ class StepReplay:
         assignment: SlotAssignment,
         sampled: list[tuple[SequenceState, int]],
         chunks: Sequence[Chunk],
+        scored: tuple[ScoredChunk, ...],
     ) -> InFlightStep:
         """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
 
@@ -259,7 +271,9 @@ class StepReplay:
             if chunk.completes and (self._plan.encodes or chunk.group.evicts)
             for sequence in chunk.group.sequences
         )
-        self._latest = InFlightStep(self, assignment, sampled, results, ready, held, read_first)
+        self._latest = InFlightStep(
+            self, assignment, sampled, results, ready, held, read_first, scored
+        )
         return self._latest
 
     def _held_logits(

@@ -8,6 +8,7 @@ import torch
 from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape
 from runtime.pages.plan import PageCount, PagePlan
@@ -31,6 +32,9 @@ class FakeStep(NamedTuple):
 
     def read(self) -> list[Draw | None]:
         return [Draw(TOKEN)] * self.sampled
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
 
 class FakeExecutor(Executor):

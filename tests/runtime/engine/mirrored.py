@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
+from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
 from runtime.engine.channel import Follower
@@ -82,6 +83,9 @@ class MirroredStep:
         self.ranks.execute_next()
         self.ranks.execute_next()
         return draws
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return self.step.prompt_logprobs()
 
 
 class Mirrored(Executor):

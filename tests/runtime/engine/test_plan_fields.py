@@ -34,6 +34,7 @@ def test_every_field_is_sent_or_declared_as_not_read(part: type) -> None:
         repetition_penalty=REALS,
         logit_bias=st.dictionaries(TOKENS, REALS, max_size=5),
         logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(0, 20),
         min_tokens=TOKENS,
         suppressed=st.frozensets(TOKENS, max_size=5),
         allowed_token_ids=st.frozensets(TOKENS, max_size=5),
