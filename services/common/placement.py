@@ -56,7 +56,7 @@ from services.common.messages import (
     WorkerId,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages between workers and routers, and between workers. Increase it with each
 change of them."""
 

@@ -35,6 +35,8 @@ class ComputedHere:
         Args:
             streams: open streams of this worker.
         """
+        if stream.scores is not None:  # every prompt token is computed
+            return 0
         waiting = sum(s.may_compute for s in streams if not s.decoding_since)
         waiting = max(waiting, self._worker.engine.load.pending_prompt_tokens)
         most = self._compute_tokens - waiting

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
-from headrace.v1 import error_pb2, prefill_pb2
+from headrace.v1 import error_pb2, prefill_pb2, sampling_pb2
 from runtime.engine import Arrived, Cancel, Reserve, Reserved, StepOutput
 from runtime.errors import InvalidRequest
 from runtime.pages.plan import PageCount
@@ -213,6 +214,7 @@ class FetchedStreams(StreamService):
                 reserved=reserved,
                 sent=sent,
                 on_first=take_first,
+                on_scored=None if stream.scores is None else partial(self._take_scored, stream),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 span=span,
@@ -242,6 +244,20 @@ class FetchedStreams(StreamService):
             and need.times(2).fits(load.pages_free)
         )
 
+    def _take_scored(self, stream: Stream, piece: sampling_pb2.PromptLogprobs) -> None:
+        """Send log probabilities of prompt tokens, unless they were sent before.
+
+        Raises:
+            ForeignSegment: they are malformed.
+        """
+        assert stream.scores is not None
+        try:
+            new = stream.scores.take(piece, self._worker.identity.model.vocab_size)
+        except ValueError as error:
+            raise ForeignSegment(str(error)) from error
+        if new is not None:
+            stream.session.push_scored(stream, new)
+
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them.
 
@@ -254,6 +270,8 @@ class FetchedStreams(StreamService):
         stream.stages.prefill = message.prefill_s
         if stream.first:
             return False
+        if stream.scores is not None and not stream.scores.complete:
+            raise ForeignSegment("first tokens before all log probabilities of the prompt")
         stream.cached_tokens = min(message.reused_tokens, len(stream.request.tokens))
         request, model = stream.request, self._worker.identity.model
         try:

@@ -11,7 +11,7 @@ from services.gateway.requests import GenerationRequest
 _SAMPLING_FIELDS = tuple(
     field.name
     for field in sampling_pb2.Sampling.DESCRIPTOR.fields
-    if field.name not in ("seed", "bad_words")
+    if field.name not in ("seed", "bad_words", "prompt_logprobs")
 )
 
 
@@ -25,6 +25,7 @@ def start_stream_message(
     stop_token_ids: Sequence[int],
     deadline_s: float,
     trace: Mapping[str, str] | None = None,
+    prompt_logprobs: int | None = None,
 ) -> decode_pb2.StartStream:
     """Return the message that starts one attempt; the session sets its stream number.
 
@@ -34,6 +35,8 @@ def start_stream_message(
         stop_token_ids: tokens that end a choice.
         deadline_s: seconds from the receipt of the message.
         trace: headers of the span whose child the worker's span will be; empty without tracing.
+        prompt_logprobs: number of most likely tokens to report beside each prompt token; None for
+            no log probabilities of the prompt.
     """
     options = request.options
     sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
@@ -52,6 +55,7 @@ def start_stream_message(
             sampling=sampling_pb2.Sampling(
                 **sampling,
                 seed=request.seed,
+                prompt_logprobs=prompt_logprobs,
                 bad_words=[sampling_pb2.BadWord(tokens=word) for word in request.bad_words],
             ),
             max_tokens=max_tokens,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.v1 import decode_pb2, error_pb2, request_pb2
+from headrace.v1 import decode_pb2, error_pb2, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
 from runtime.pages.sent import SentTokens
@@ -49,6 +49,8 @@ class Fetch:
         sent: tokens and pages that the prefill worker is asked to send.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
+        on_scored: receives log probabilities of prompt tokens, before the first tokens; None if
+            they are not wanted.
         on_verified: called at most once, when all KV is verified and in the pages, with the times
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
@@ -67,6 +69,7 @@ class Fetch:
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
     cached: bool = False
+    on_scored: Callable[[sampling_pb2.PromptLogprobs], None] | None = None
     span: Span = NO_SPAN
     closed: bool = False
 

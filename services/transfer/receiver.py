@@ -215,6 +215,10 @@ class Receiver:
                     raise ForeignSegment("the start of the computation was announced twice")
                 progress.computing = True
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
+            case "scored":
+                if fetch.on_scored is None or progress.started:
+                    raise ForeignSegment("unexpected log probabilities of prompt tokens")
+                fetch.on_scored(event.scored.logprobs)
             case "first_tokens":
                 first = event.first_tokens
                 if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):

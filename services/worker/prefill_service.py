@@ -112,6 +112,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         for key, tokens in output.reused:
             if job := self.jobs.get(key):
                 job.reused = tokens
+        for key, logprobs in output.prompt_logprobs:
+            if job := self.jobs.get(key):
+                job.session.scored(job, logprobs)
         complete = []
         for key, token in output.tokens:  # sent before the encodes are planned
             if job := self.jobs.get(key):

@@ -22,7 +22,7 @@ import structlog
 
 from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.core.request import Request, SampledToken
+from runtime.core.request import PromptLogprobs, Request, SampledToken
 from runtime.engine import Add, Cancel, Pin, Reserved
 from runtime.errors import InvalidRequest
 from runtime.pages.sent import SentTokens
@@ -35,6 +35,7 @@ from services.transfer.sender import Sender
 from services.worker.lifecycle import Worker
 from services.worker.wire import (
     deadline_from_message,
+    prompt_logprobs_to_messages,
     request_from_message,
     request_span,
     token_to_message,
@@ -296,7 +297,7 @@ class PrefillSession:
         if job.start.cached:
             self._worker.engine.submit(Pin(job.request))
             return
-        if self._history is not None:
+        if self._history is not None and job.request.sampling.prompt_logprobs is None:
             job.wanted = self._history.wanted(self.reader, job)
         self._worker.engine.submit(Add(job.request, True, *job.wanted))
         self._worker.report_admitted(job.start.request.placement_id)
@@ -312,6 +313,12 @@ class PrefillSession:
         if not job.ends_at_once:
             computing = pb.Computing(sequence=job.outgoing.sequence)
             self._outbox.put_nowait(pb.PrefillEvent(computing=computing))
+
+    def scored(self, job: Job, logprobs: PromptLogprobs) -> None:
+        """Send log probabilities of prompt tokens."""
+        for piece in prompt_logprobs_to_messages(logprobs):
+            scored = pb.PromptScored(sequence=job.outgoing.sequence, logprobs=piece)
+            self._outbox.put_nowait(pb.PrefillEvent(scored=scored))
 
     def sampled(self, job: Job, token: SampledToken) -> bool:
         """Add one choice's first token; once all choices have one, send them and return True."""

@@ -21,10 +21,10 @@ class StepOutbox:
 
     def __init__(self) -> None:
         self.deltas: dict[int, pb.StreamDelta] = {}
-        self._tokens = 0
+        self._tokens = self._pieces = 0
 
     def delta(self, stream_id: int) -> pb.StreamDelta:
-        """Return the unsent delta of a stream. Tokens are added by `add`."""
+        """Return the unsent delta of a stream. Use `add` for tokens, and `add_scored`."""
         delta = self.deltas.get(stream_id)
         if delta is None:
             delta = self.deltas[stream_id] = pb.StreamDelta(stream=stream_id)
@@ -35,12 +35,17 @@ class StepOutbox:
         self.delta(stream_id).tokens.append(token)
         self._tokens += 1
 
+    def add_scored(self, stream_id: int, piece: sampling_pb2.PromptLogprobs) -> None:
+        """Add log probabilities of prompt tokens of a stream, which has no tokens yet."""
+        self.delta(stream_id).prompt_logprobs.append(piece)
+        self._pieces += 1
+
     def take(self) -> pb.DecodeStep:
         """Remove output from the outbox, in order, and return it as a message of bounded size.
 
         A delta that is too long is split. The rest of it and later deltas remain in the outbox.
         """
-        if self._tokens <= _FEW_TOKENS:
+        if self._tokens <= _FEW_TOKENS and not self._pieces:
             step = pb.DecodeStep(deltas=self.deltas.values())
             self.deltas.clear()
             self._tokens = 0
@@ -50,6 +55,9 @@ class StepOutbox:
         while self.deltas and left > 0:
             number = next(iter(self.deltas))
             delta = self.deltas[number]
+            if delta.prompt_logprobs:
+                left -= self._take_piece(step, number, delta)
+                continue
             size = delta.ByteSize()
             count = len(delta.tokens)
             if size > left and count > 1:
@@ -65,3 +73,12 @@ class StepOutbox:
                 left -= size
             self._tokens -= count
         return step
+
+    def _take_piece(self, step: pb.DecodeStep, number: int, delta: pb.StreamDelta) -> int:
+        """Move the first log probabilities of a delta to ``step``, and return their size, bytes."""
+        piece = delta.prompt_logprobs.pop(0)
+        step.deltas.add(stream=number, prompt_logprobs=[piece])
+        self._pieces -= 1
+        if delta == pb.StreamDelta(stream=number):
+            del self.deltas[number]
+        return piece.ByteSize()

@@ -11,7 +11,7 @@ from runtime.engine import Add, Cancel, CancelChoice, Reserve, StepOutput
 from services.common.grpc_server import MessageStream
 from services.worker.lifecycle import Worker
 from services.worker.streams import Stream, StreamSession
-from services.worker.wire import fault_to_code
+from services.worker.wire import fault_to_code, prompt_logprobs_to_messages
 
 log = structlog.get_logger()
 
@@ -94,6 +94,10 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         for key, fault in output.refused:
             if stream := self.streams.get(key):
                 self._fail(stream, fault_to_code(fault), str(fault))
+        for key, logprobs in output.prompt_logprobs:
+            if stream := self.streams.get(key):
+                for piece in prompt_logprobs_to_messages(logprobs):
+                    stream.session.push_scored(stream, piece)
         delivered = 0
         for key, token in output.tokens:
             if stream := self.streams.get(key):

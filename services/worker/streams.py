@@ -10,12 +10,13 @@ import grpc
 import structlog
 
 from headrace.v1 import decode_pb2 as pb
-from headrace.v1 import error_pb2
+from headrace.v1 import error_pb2, sampling_pb2
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.engine import Reserved
 from runtime.errors import InvalidRequest
 from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_message
+from services.common.prompt_scores import PromptScores
 from services.common.tracing import NO_SPAN, Span
 from services.worker.step_outbox import StepOutbox
 from services.worker.wire import (
@@ -40,6 +41,8 @@ class Stream:
         request: the same request, converted for the engine.
         unfinished: choices that have not ended.
         first: first tokens from the prefill worker; empty if this worker computes the prompt.
+        scores: log probabilities of the prompt that a prefill worker has sent; None if they are
+            not wanted.
         span: span of the stream on this worker.
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
@@ -66,6 +69,7 @@ class Stream:
     start: pb.StartStream
     request: Request
     unfinished: set[int]
+    scores: PromptScores | None = None
     span: Span = NO_SPAN
     first: list[SampledToken] = field(default_factory=list)
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
@@ -190,6 +194,7 @@ class StreamSession:
                 error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
             )
             return
+        top = request.sampling.prompt_logprobs
         stream = Stream(
             number=start.stream,
             key=key,
@@ -197,6 +202,7 @@ class StreamSession:
             start=start,
             request=request,
             unfinished=set(range(request.choices)),
+            scores=None if top is None else PromptScores(request.prompt_tokens, top),
             span=request_span("Decode/StartStream", start),
             deadline_s=deadline_s,
         )
@@ -221,6 +227,11 @@ class StreamSession:
         if stream.cached_tokens is not None:
             self.outbox.delta(stream.number).cached_tokens = stream.cached_tokens
             stream.cached_tokens = None
+
+    def push_scored(self, stream: Stream, piece: sampling_pb2.PromptLogprobs) -> None:
+        """Send log probabilities of prompt tokens."""
+        self._wake.set()
+        self.outbox.add_scored(stream.number, piece)
 
     def finish(self, stream: Stream, choice: int, reason: FinishReason) -> None:
         """End one choice; the stream ends with its last choice."""

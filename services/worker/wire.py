@@ -5,12 +5,18 @@ Values that the engine or the event loop could not handle are refused here.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
-from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
+from runtime.core.request import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    SamplingParams,
+)
 from runtime.errors import InvalidRequest, NotCached, NotFinite, RuntimeFault
 from services.common.messages import (
     MAX_CHOICES,
@@ -26,6 +32,8 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
 """Finish reasons of messages."""
+_PIECE_VALUES = 1 << 14
+"""Maximum number of log probabilities in a message: about 160 KiB."""
 
 
 def request_from_message(key: str, message: request_pb2.Request) -> Request:
@@ -93,6 +101,21 @@ def token_to_message(token: SampledToken) -> pb.Token:
         logprob=0.0 if token.logprob is None else token.logprob,
         top=[pb.TopLogprob(token=t, logprob=p) for t, p in token.top],
     )
+
+
+def prompt_logprobs_to_messages(found: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
+    """Yield messages of bounded size for log probabilities of prompt tokens."""
+    top = found.top
+    step = max(1, _PIECE_VALUES // (top + 1))
+    for start in range(0, len(found.logprobs), step):
+        end = start + step
+        yield pb.PromptLogprobs(
+            first=found.first + start,
+            logprobs=found.logprobs[start:end],
+            ranks=found.ranks[start:end],
+            top_tokens=found.top_tokens[start * top : end * top],
+            top_logprobs=found.top_logprobs[start * top : end * top],
+        )
 
 
 def deadline_from_message(deadline_s: float) -> float:
