@@ -32,7 +32,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placer import Placer, Siblings
 from services.gateway.prompts import PromptTokenizer
 from services.gateway.recent import RecentRequests
-from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
+from services.gateway.request_builder import RequestBuilder
+from services.gateway.requests import GenerationRequest, RequestContext
 from services.gateway.router_client import RouterClient
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings

@@ -1,4 +1,4 @@
-"""The generation request: its fields with their bounds, and its construction.
+"""The generation request, and its fields with their bounds.
 
 `GenerationFields` declares each field once, for HTTP and gRPC. Field names equal those of the
 protobuf messages ``GenerateRequest`` and ``Sampling``, so that both conversions are generic.
@@ -7,9 +7,7 @@ protobuf messages ``GenerateRequest`` and ``Sampling``, so that both conversions
 import hashlib
 import json
 import re
-import secrets
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -23,18 +21,14 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from services.common.errors import InvalidRequest
-from services.common.messages import MAX_PRIORITY, MAX_TOKENS
+from services.common.messages import MAX_PRIORITY
 from services.common.prefix_hashes import prefix_hashes
-from services.common.token_ids import TOKEN_BYTES, count_tokens, pack_tokens
+from services.common.token_ids import count_tokens
 from services.common.tracing import NO_SPAN, Span
-from services.gateway.bad_words import bad_word_ids
 from services.gateway.keys import Tenant
-from services.gateway.limits import ModelLimits
-from services.gateway.request_errors import ContextLengthExceeded
-from services.gateway.settings import GatewaySettings
 
-_SEED_BITS = 64
+SEED_BITS = 64
+"""Size of a seed, bits."""
 _MIN_REPETITION_PENALTY = 0.01
 """Minimum penalty. Logits are divided by it and must remain finite."""
 _MIN_TOP_P = 1e-6
@@ -138,8 +132,8 @@ class GenerationFields(BaseModel):
     seed: (
         Annotated[
             int,
-            Field(ge=-(1 << (_SEED_BITS - 1)), lt=1 << _SEED_BITS, description="default: random"),
-            AfterValidator(lambda seed: seed % (1 << _SEED_BITS)),
+            Field(ge=-(1 << (SEED_BITS - 1)), lt=1 << SEED_BITS, description="default: random"),
+            AfterValidator(lambda seed: seed % (1 << SEED_BITS)),
         ]
         | None
     ) = None
@@ -313,180 +307,3 @@ class GenerationRequest:
     def required_tokens(self) -> int | None:
         """Output tokens that must fit on the workers; None: all of ``max_tokens``."""
         return max(1, self.options.min_tokens) if self.options.max_tokens is None else None
-
-
-class RequestBuilder:
-    """Validates requests against the limits of the settings and of the model.
-
-    Args:
-        encode: function from a text to its token ids, without special tokens such as BOS.
-    """
-
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        limits: ModelLimits,
-        vocab_size: int,
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        self._settings = settings
-        self._limits = limits
-        self._vocab_size = vocab_size
-        self._encode = encode
-
-    @property
-    def _context_length(self) -> int:
-        """Context length in tokens. While it is unknown, routers check the length of requests."""
-        return self._limits.context_length or MAX_TOKENS
-
-    def pack(self, prompt: Sequence[int]) -> bytes:
-        """Return the token ids of a prompt that a client sent, packed for `build`.
-
-        Raises:
-            InvalidRequest: if an id is outside the vocabulary.
-        """
-        try:
-            packed = pack_tokens(prompt)
-        except struct.error:
-            self.check_token(min(prompt), "prompt")
-            packed = b""
-        if prompt:
-            self.check_token(max(prompt), "prompt")
-        return packed
-
-    def build(
-        self,
-        context: RequestContext,
-        packed: bytes,
-        options: GenerationOptions,
-        *,
-        chat: bool,
-        names: Mapping[str, str] | None = None,
-        shown: frozenset[str] = frozenset(),
-    ) -> GenerationRequest:
-        """Return a validated request.
-
-        Args:
-            packed: token ids of the prompt: the result of `pack`, or those of the tokenizer.
-            chat: whether the prompt is a conversation. Without ``max_tokens``, the output may then
-                fill the context; otherwise it has ``default_max_tokens`` of the settings.
-            names: mapping from fields of ``options`` to their names in the client's request, if
-                these differ. Error messages use the client's names.
-            shown: names of special tokens that the text of the output includes.
-
-        Raises:
-            InvalidRequest: if a value is out of bounds; ``param`` names the field.
-        """
-        names = names or {}
-        packed = self._truncated(packed, options)
-        if not packed:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        self._check_at_most("n", options.n, self._settings.max_choices)
-        self._check_stop(options.stop)
-        self._check_logit_bias(options.logit_bias)
-        bad_words = self._check_exclusions(options)
-        if options.logprobs is not None:
-            name = names.get("logprobs", "logprobs")
-            self._check_at_most(name, options.logprobs, self._limits.max_logprobs)
-        name = names.get("max_tokens", "max_tokens")
-        max_tokens = self._max_tokens(count_tokens(packed), options.max_tokens, name, chat)
-        self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
-        seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(
-            context, packed, max_tokens, seed, options, chat, bad_words=bad_words, shown=shown
-        )
-
-    def _truncated(self, packed: bytes, options: GenerationOptions) -> bytes:
-        """Return the packed prompt, cut to ``truncate_prompt_tokens``."""
-        limit, context, name = (
-            options.truncate_prompt_tokens,
-            self._context_length,
-            "truncate_prompt_tokens",
-        )
-        if limit is None:
-            return packed
-        if limit == 0 or limit > context:
-            raise InvalidRequest(f"{name} must be -1, or from 1 to {context}", param=name)
-        if limit == -1:
-            limit = max(1, context - (options.max_tokens or 1))
-        size = limit * TOKEN_BYTES
-        return packed[-size:] if options.truncation_side == "left" else packed[:size]
-
-    def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
-        available = self._context_length - prompt_tokens
-        completion = limit or 1
-        if completion > available:
-            part = "messages" if chat else "prompt"
-            raise ContextLengthExceeded(
-                self._context_length,
-                f"{prompt_tokens + completion} tokens ({prompt_tokens} in the {part}, {completion} "
-                "in the completion)",
-                param=name if available > 0 else part,
-            )
-        if limit is None:
-            return available if chat else min(available, self._settings.default_max_tokens)
-        return limit
-
-    def _check_stop(self, stop: Sequence[str]) -> None:
-        limits = self._settings
-        if len(stop) > limits.max_stops:
-            raise InvalidRequest(f"stop must have at most {limits.max_stops} strings", param="stop")
-        if not all(1 <= len(text) <= limits.max_stop_chars for text in stop):
-            raise InvalidRequest(
-                f"a stop string must have 1 to {limits.max_stop_chars} characters", param="stop"
-            )
-
-    def _check_logit_bias(self, bias: Mapping[int, float]) -> None:
-        limit = self._settings.max_logit_bias
-        if len(bias) > limit:
-            raise InvalidRequest(
-                f"logit_bias must have at most {limit} entries", param="logit_bias"
-            )
-        for token in bias:
-            self.check_token(token, "logit_bias")
-
-    def _check_exclusions(self, options: GenerationOptions) -> tuple[tuple[int, ...], ...]:
-        """Check the tokens that end the output and those that may be sampled.
-
-        Returns:
-            Bad words as token ids.
-        """
-        limits, min_tokens = self._settings, options.min_tokens
-        for name, tokens, limit in (
-            ("stop_token_ids", options.stop_token_ids, limits.max_stop_token_ids),
-            ("allowed_token_ids", options.allowed_token_ids, limits.max_allowed_token_ids),
-        ):
-            if len(tokens) > limit:
-                raise InvalidRequest(f"{name} must have at most {limit} entries", param=name)
-            if tokens:
-                self.check_token(max(tokens), name)
-        if len(options.bad_words) > limits.max_bad_words:
-            raise InvalidRequest(
-                f"bad_words must have at most {limits.max_bad_words} entries", param="bad_words"
-            )
-        bad_words = bad_word_ids(options.bad_words, self._encode)
-        allowed = set(options.allowed_token_ids)
-        if allowed and min_tokens and allowed <= set(options.stop_token_ids):
-            raise InvalidRequest(
-                "min_tokens excludes all allowed_token_ids, because they are stop_token_ids",
-                param="min_tokens",
-            )
-        if allowed and allowed <= {word[-1] for word in bad_words}:
-            raise InvalidRequest(
-                "bad_words may exclude all allowed_token_ids: each of these ends a bad word",
-                param="bad_words",
-            )
-        return bad_words
-
-    def check_token(self, token: int, param: str) -> None:
-        """Raise `InvalidRequest` if a token id in the field ``param`` is not in the vocabulary."""
-        if not 0 <= token < self._vocab_size:
-            raise InvalidRequest(
-                f"token id {token} is outside the vocabulary of {self._vocab_size} tokens",
-                param=param,
-            )
-
-    @staticmethod
-    def _check_at_most(name: str, value: int, limit: int, source: str = "") -> None:
-        if value > limit:
-            raise InvalidRequest(f"{name} must be at most {source}{limit}, not {value}", param=name)

@@ -10,7 +10,8 @@ from services.common.errors import InvalidRequest
 from services.common.token_ids import pack_tokens
 from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
-from services.gateway.requests import GenerationOptions, RequestBuilder, RequestContext
+from services.gateway.request_builder import RequestBuilder
+from services.gateway.requests import GenerationOptions, RequestContext
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import Stops, StopStringFilter, TextAssembler
 from tests.services.gateway.conftest import OpenSite, Site
