@@ -109,7 +109,7 @@ class PromptScorer:
 
     def _blocks(self, hidden: Tensor, tokens: Tensor, top: int) -> Iterator[Tensor]:
         """Yield the rows of `ScoredChunk.values` for blocks of hidden states `[n, hidden]`."""
-        blocks = zip(hidden.split(self._rows), tokens.split(self._rows), strict=True)
+        blocks = zip(torch.split(hidden, self._rows), torch.split(tokens, self._rows), strict=True)
         for states, following in blocks:
             logits = self._model.lm_head(states).float()
             chosen, most, ids = self._reductions.logprobs(logits, following, top)

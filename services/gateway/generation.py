@@ -97,7 +97,7 @@ class Generator:
                         while not text.done:
                             received = await stream.next()
                             progress.accept(received, routed.placement)
-                            deltas = _assemble(received, text, timeline)
+                            deltas = _assemble(received, text, timeline, progress)
                             if not text.done:  # else the whole stream is closed
                                 _cancel_stopped(stream, deltas, progress)
                             if deltas:
@@ -129,7 +129,9 @@ class Generator:
             min_tokens=options.min_tokens,
             included=options.include_stop_str_in_output,
         )
-        return TextAssembler(self._tokenizer, options.n, stops, request.shown)
+        return TextAssembler(
+            self._tokenizer, options.n, stops, request.shown, discards=options.max_tokens == 0
+        )
 
     def _start(
         self,
@@ -155,6 +157,7 @@ class Generator:
             stop_token_ids=progress.stop_token_ids,
             deadline_s=request.context.deadline - time.monotonic(),
             trace=attempt.headers,
+            prompt_logprobs=progress.prompt_logprobs,
         )
         return self._sessions.get(placement.decode).start(message)
 
@@ -190,7 +193,10 @@ class Generator:
 
 
 def _assemble(
-    received: Sequence[decode_pb2.StreamDelta], text: TextAssembler, timeline: RequestTimeline
+    received: Sequence[decode_pb2.StreamDelta],
+    text: TextAssembler,
+    timeline: RequestTimeline,
+    progress: Progress,
 ) -> list[TextDelta]:
     """Return the text of deltas from a worker, and record them."""
     if len(received) == 1:
@@ -203,6 +209,8 @@ def _assemble(
     timeline.record_tokens({d.choice: len(d.tokens) for d in deltas if d.tokens})
     if received[-1].HasField("stages"):
         timeline.record_stages(received[-1].stages)
+    if scored := progress.newly_scored():
+        deltas.insert(0, TextDelta(0, scored=scored))
     return deltas
 
 

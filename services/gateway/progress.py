@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
 from services.common.placement import Placement
+from services.common.prompt_scores import PromptScores
 from services.gateway.requests import GenerationRequest
 from services.gateway.text import FINISH_REASONS, FinishReason
 from services.gateway.worker_failure import WorkerFailure
@@ -36,6 +37,18 @@ class Progress:
         self._reported = 0
         # Whether the current attempt has sent the number of its cached tokens.
         self._has_cached = False
+        top = request.options.prompt_top
+        self._scores = None if top is None else PromptScores(request.prompt_tokens, top)
+        self._scored: list[sampling_pb2.PromptLogprobs] = []
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Number of alternatives for each prompt token that the next attempt must report.
+
+        None if log probabilities of the prompt are not wanted, or all have arrived.
+        """
+        complete = self._scores is None or self._scores.complete
+        return None if complete else self._request.options.prompt_top
 
     @property
     def started(self) -> bool:
@@ -86,13 +99,18 @@ class Progress:
             deltas: what the decode worker of the placement sent.
 
         Raises:
-            WorkerFailure: if a token is not the next one of its choice, is outside the vocabulary
-                or has a log probability that is not finite, or if a choice ends with an invalid
-                reason.
+            WorkerFailure: if log probabilities of the prompt are missing or malformed, if a token
+                is not the next one of its choice, is outside the vocabulary or has a log
+                probability that is not finite, or if a choice ends with an invalid reason.
         """
         vocab_size = placement.model.vocab_size
         next_index = [len(tokens) for tokens in self.delivered]
         for delta in deltas:
+            self._accept_scored(delta, placement)
+            if delta.tokens and self.prompt_logprobs is not None:
+                raise _protocol_error(
+                    "tokens before the log probabilities of the prompt", placement
+                )
             for token in delta.tokens:
                 if token.choice >= len(next_index) or token.index != next_index[token.choice]:
                     raise _protocol_error(f"token {token.index} is out of order", placement)
@@ -111,6 +129,23 @@ class Progress:
                 known = self._request.prompt_tokens if self._cached is None else self._cached
                 self._cached = min(delta.cached_tokens, known)
                 self._has_cached = True
+
+    def newly_scored(self) -> list[sampling_pb2.PromptLogprobs]:
+        """Return log probabilities of the prompt that have arrived since the last call."""
+        new, self._scored = self._scored, []
+        return new
+
+    def _accept_scored(self, delta: decode_pb2.StreamDelta, placement: Placement) -> None:
+        """Record log probabilities of the prompt, without those of an earlier attempt."""
+        for piece in delta.prompt_logprobs:
+            if self._scores is None:
+                raise _protocol_error("unexpected log probabilities of the prompt", placement)
+            try:
+                new = self._scores.take(piece, placement.model.vocab_size)
+            except ValueError as error:
+                raise _protocol_error(str(error), placement) from error
+            if new is not None:
+                self._scored.append(new)
 
     def newly_cached(self) -> int:
         """Return the change of the number of cached prompt tokens since the last call."""

@@ -82,11 +82,18 @@ class PromptTokenizer:
         return await self._run(self._python, size, work)
 
     async def encode_prompt(
-        self, text: str, size: int, salt: bytes, *, truncates: bool = False
+        self,
+        text: str,
+        size: int,
+        salt: bytes,
+        *,
+        add_special: bool = True,
+        truncates: bool = False,
     ) -> bytes:
         """Return the packed token ids of a prompt.
 
         Args:
+            add_special: see `Tokenizer.encode`.
             truncates: whether the prompt will be cut, so that it may exceed the context.
 
         Raises:
@@ -94,7 +101,7 @@ class PromptTokenizer:
         """
         if not truncates:
             self._check_length(len(text), "prompt")
-        pack = partial(self._tokenizer.pack, text, salt=salt)
+        pack = partial(self._tokenizer.pack, text, add_special=add_special, salt=salt)
         return await self._run(self._encoding, size, pack)
 
     async def encode(

@@ -89,16 +89,41 @@ class RequestBuilder:
         self._check_stop(options.stop)
         self._check_logit_bias(options.logit_bias)
         bad_words = self._check_exclusions(options)
-        if options.logprobs is not None:
-            name = names.get("logprobs", "logprobs")
-            self._check_at_most(name, options.logprobs, self._limits.max_logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            top = getattr(options, name) or 0
+            self._check_at_most(names.get(name, name), top, self._limits.max_logprobs)
         name = names.get("max_tokens", "max_tokens")
-        max_tokens = self._max_tokens(count_tokens(packed), options.max_tokens, name, chat)
+        if options.max_tokens == 0 and not options.echo and options.prompt_logprobs is None:
+            raise InvalidRequest(
+                f"{name} must be at least 1 without echo and prompt_logprobs", param=name
+            )
+        limit = None if options.max_tokens is None else max(1, options.max_tokens)
+        max_tokens = self._max_tokens(count_tokens(packed), limit, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
         return GenerationRequest(
             context, packed, max_tokens, seed, options, chat, bad_words=bad_words, shown=shown
         )
+
+    def check_prompt_logprobs(self, requests: Sequence[GenerationRequest]) -> None:
+        """Check the number of log probabilities of the prompts of one client request.
+
+        Raises:
+            InvalidRequest: if there are too many.
+        """
+        count = sum(
+            request.prompt_tokens * (1 + request.options.prompt_top) * request.options.n
+            for request in requests
+            if request.options.prompt_top is not None
+        )
+        limit = self._settings.max_prompt_logprobs
+        if count > limit:
+            name = "echo" if requests[0].options.prompt_logprobs is None else "prompt_logprobs"
+            raise InvalidRequest(
+                f"{name}: {count} log probabilities of prompt tokens, with their alternatives and "
+                f"for all choices; at most {limit} are returned",
+                param=name,
+            )
 
     def _truncated(self, packed: bytes, options: GenerationOptions) -> bytes:
         """Return the packed prompt, cut to ``truncate_prompt_tokens``."""
@@ -118,7 +143,7 @@ class RequestBuilder:
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
-        completion = limit or 1
+        completion = 1 if limit is None else limit
         if completion > available:
             part = "messages" if chat else "prompt"
             raise ContextLengthExceeded(

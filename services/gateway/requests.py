@@ -188,6 +188,17 @@ class GenerationFields(BaseModel):
     truncation_side: Annotated[
         Literal["left", "right"], Field(description="side on which the prompt is cut")
     ] = "left"
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                description="return log probabilities of the prompt's tokens, with this number of "
+                "alternatives, as in vLLM",
+            ),
+        ]
+        | None
+    ) = None
     ignore_eos: Annotated[
         bool, Field(description="continue past end-of-sequence tokens, as in vLLM")
     ] = False
@@ -213,12 +224,37 @@ class GenerationFields(BaseModel):
     ) = None
 
 
+MaxTokens = (
+    Annotated[
+        int,
+        Field(
+            ge=0,
+            description="maximum output tokens of each choice; 0 only with `echo` or "
+            "`prompt_logprobs`",
+        ),
+    ]
+    | None
+)
+"""Type of ``max_tokens`` where no output may be wanted."""
+
+
 class GenerationOptions(GenerationFields):
     """Generation parameters of one request, in the same form for HTTP and gRPC."""
 
+    max_tokens: MaxTokens = None
     logprobs: (
         Annotated[int, Field(ge=0, description="number of alternatives for each token")] | None
     ) = None
+    echo: Annotated[
+        bool,
+        Field(description="start the text with the prompt; `logprobs` then includes its tokens"),
+    ] = False
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Number of alternatives that workers report for each prompt token; None for none."""
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((top for top in wanted if top is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -269,8 +305,8 @@ class GenerationRequest:
 
     Attributes:
         packed: token ids of the prompt, see `services.common.token_ids`.
-        max_tokens: maximum output tokens of each choice. If the client sent none, the workers may
-            have space for fewer.
+        max_tokens: maximum output tokens of each choice, at least 1. If the client sent none, the
+            workers may have space for fewer. If it sent 0, the output is dropped.
         seed: the client's seed, or a random one; 64 bits.
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
@@ -296,6 +332,8 @@ class GenerationRequest:
 
     @cached_property
     def prefix(self) -> tuple[bytes, ...]:
+        if self.options.prompt_top is not None:  # the whole prompt is computed
+            return ()
         return prefix_hashes(self.packed, self.cache_salt)
 
     @property

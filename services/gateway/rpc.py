@@ -25,6 +25,7 @@ from services.common.errors import (
 )
 from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
+from services.common.token_ids import unpack_tokens
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.chats import ChatOptions
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
@@ -196,6 +197,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _write_output(self, request: GenerationRequest, context: Context) -> None:
         usage = inference_pb2.Usage(prompt_tokens=request.prompt_tokens)
         unfinished = request.options.n
+        if request.options.echo:
+            prompt = "".join(self._gateway.model.tokenizer.texts(unpack_tokens(request.packed)))
+            for choice in range(request.options.n):
+                await context.write(
+                    inference_pb2.GenerateResponse(
+                        request_id=request.context.request_id, choice=choice, text=prompt
+                    )
+                )
         async with aclosing(self._gateway.generate([request])) as output:
             async for deltas in output:
                 for delta in deltas:
@@ -209,6 +218,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         tokens=delta.tokens,
                         finish_reason=delta.finish,
                         usage=None if unfinished else usage,
+                        prompt_logprobs=delta.scored,
                     )
                     await context.write(response)
 
@@ -229,7 +239,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt = self._gateway.builder.pack(message.tokens.ids)
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
-        return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
+        request = self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
+        self._gateway.builder.check_prompt_logprobs([request])
+        return request
 
     async def _encode_chat(
         self, chat: inference_pb2.Chat, size: int, salt: bytes, *, truncates: bool

@@ -166,6 +166,13 @@ class GatewaySettings(ServiceSettings):
         description="maximum alternatives for each token in log probabilities; workers may limit "
         "it further",
     )
+    max_prompt_logprobs: int = Field(
+        1 << 18,
+        ge=0,
+        le=1 << 24,
+        description="maximum log probabilities of prompt tokens in one response, alternatives and "
+        "choices included",
+    )
     max_stops: int = Field(4, ge=0, le=64, description="maximum stop strings of one request")
     max_stop_chars: int = Field(
         256, ge=1, le=4096, description="maximum characters of a stop string"

@@ -25,6 +25,7 @@ class TextDelta:
             token that continues a character is that of the character. The offset of a token without
             visible text is the length of the text before it. The offset of tokens of a stop string
             that the text does not include is the length of the text.
+        scored: log probabilities of the next prompt tokens, which all choices of a request share.
         cached_tokens: number to add to the cached prompt tokens of the request. It is negative if a
             later attempt computes tokens that an earlier one did not.
     """
@@ -35,6 +36,7 @@ class TextDelta:
     offsets: list[int] = field(default_factory=list)
     finish: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
     cached_tokens: int = 0
+    scored: Sequence[sampling_pb2.PromptLogprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,21 @@ class _Choice:
 class TextAssembler:
     """Detokenizes all choices of one request incrementally.
 
-
     Args:
         shown: names of special tokens that the text includes; others have no text.
+        discards: whether the output is dropped, because the client wants none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, choices: int, stops: Stops, shown: Collection[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        choices: int,
+        stops: Stops,
+        shown: Collection[str] = (),
+        *,
+        discards: bool = False,
     ) -> None:
+        self._discards = discards
         self._choices = [_Choice(tokenizer, stops, shown) for _ in range(choices)]
         self._unfinished = choices
 
@@ -228,4 +237,7 @@ class TextAssembler:
                 continue
             choice.finish(deltas.setdefault(index, TextDelta(index)), reason)
             self._unfinished -= 1
+        if self._discards:
+            ends = [index for index, delta in deltas.items() if delta.finish]
+            return [TextDelta(index, finish=sampling_pb2.FINISH_REASON_LENGTH) for index in ends]
         return [delta for delta in deltas.values() if delta.tokens or delta.text or delta.finish]

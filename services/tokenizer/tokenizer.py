@@ -113,9 +113,9 @@ class Tokenizer:
         """Return the token ids of a prompt from `render_chat`. ``salt`` is that of `encode`."""
         return self._guarded.encode(prompt, add_special=False, salt=salt).tolist()
 
-    def pack(self, text: str, *, salt: bytes | None = None) -> bytes:
+    def pack(self, text: str, *, add_special: bool = True, salt: bytes | None = None) -> bytes:
         """Return the result of `encode`, packed by `pack_tokens`, without a list of the ids."""
-        return pack_tokens(self._plain.encode(text, add_special=True, salt=salt))
+        return pack_tokens(self._plain.encode(text, add_special=add_special, salt=salt))
 
     def pack_rendered(self, prompt: str, *, salt: bytes | None = None) -> bytes:
         """Return the result of `encode_rendered`, packed as in `pack`."""
@@ -126,6 +126,23 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self, skip_special=skip_special)
         text = detokenizer.push(ids) + detokenizer.finish()
         return text.removeprefix(" ") if self._strips_space else text
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the characters that each token of a prompt adds to its text.
+
+        A character belongs to the token that completes it. Special tokens have their names, but BOS
+        at the beginning has no text.
+        """
+        detokenizer = IncrementalDetokenizer(self, skip_special=False)
+        bos = self.special_names.get("bos_token")
+        hidden = bos is not None and bool(ids) and self._backend.token_to_id(bos) == ids[0]
+        texts = ["" if hidden and not at else detokenizer.push((id,)) for at, id in enumerate(ids)]
+        if texts:
+            texts[-1] += detokenizer.finish()
+        first = next((at for at, text in enumerate(texts) if text), None)
+        if self._strips_space and first is not None:
+            texts[first] = texts[first].removeprefix(" ")
+        return texts
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], given: TemplateInput | None = None

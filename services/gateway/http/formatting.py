@@ -4,7 +4,8 @@ Most parts of an event are the same throughout a stream and are encoded once. Fo
 log probabilities and token ids, only the text is encoded anew.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +13,12 @@ import orjson
 
 from headrace.v1 import sampling_pb2
 from services.gateway.http.messages import Messages, MessageStream, WholeMessage
+from services.gateway.http.prompt_parts import PromptFields, PromptParts
+from services.gateway.http.token_text import finite, token_text
 from services.gateway.text import FINISH_REASONS, TextDelta
 from services.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-
-_MIN_LOGPROB = -9999.0
-"""Lowest log probability in a response, in place of minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ResponseInfo:
         prompts: token ids of the prompt of each choice, in a response that has token ids; None in
             others.
         messages: conversion of outputs to messages; None if each output is a content.
+        prompt_fields: what the response has of its prompts besides; None for nothing.
     """
 
     id: str
@@ -42,6 +43,14 @@ class ResponseInfo:
     continuous_usage: bool = False
     prompts: tuple[tuple[int, ...], ...] | None = None
     messages: Messages | None = None
+    prompt_fields: PromptFields | None = None
+
+    def prompt_parts(self) -> list[PromptParts]:
+        """Return the parts of the response that each prompt has; empty for none."""
+        fields = self.prompt_fields
+        if fields is None:
+            return []
+        return [PromptParts(fields, prompt, self.tokenizer) for prompt in fields.prompts]
 
 
 def format_event(content: dict[str, Any]) -> bytes:
@@ -73,6 +82,7 @@ class EventWriter:
         self._completion_tokens = self._cached_tokens = 0
         self._started: set[int] = set()
         self._messages: dict[int, MessageStream] = {}
+        self._echo = _Echo(info)
         self._envelope = {
             "id": info.id,
             "object": "chat.completion.chunk" if info.chat else "text_completion",
@@ -90,6 +100,11 @@ class EventWriter:
         """Return the events of a batch of deltas; empty if there is nothing to send yet."""
         events = []
         for delta in deltas:
+            if delta.scored:
+                self._cached_tokens += delta.cached_tokens
+                events += self._echoed(delta)
+                continue
+            events += self._echoed(delta)
             if self._info.chat and delta.choice not in self._started:
                 self._started.add(delta.choice)
                 events.append(self._greeting(delta.choice))
@@ -110,6 +125,14 @@ class EventWriter:
                 )
         return b"".join(events)
 
+    def _echoed(self, delta: TextDelta) -> list[bytes]:
+        """Return events with the prompt tokens that can be sent before a delta."""
+        events = []
+        for choice, text, logprobs in self._echo.before(delta):
+            ids = self._token_ids(TextDelta(choice))
+            events.append(self._full(choice, {"text": text, **ids}, logprobs))
+        return events
+
     def finish(self) -> bytes:
         """Return the usage event if it was requested, and the end marker."""
         if not self._info.include_usage:
@@ -129,7 +152,8 @@ class EventWriter:
     def _detailed(self, delta: TextDelta) -> list[bytes]:
         logprobs = None
         if self._info.with_logprobs and delta.tokens:
-            logprobs = format_logprobs(self._info, delta.tokens, delta.offsets)
+            offsets = self._echo.shifted(delta.choice, delta.offsets)
+            logprobs = format_logprobs(self._info, delta.tokens, offsets)
         reason = FINISH_REASONS.get(delta.finish)
         ids = self._token_ids(delta)
         if not self._info.chat:
@@ -197,6 +221,38 @@ class EventWriter:
         return format_event(chunk)
 
 
+class _Echo:
+    """Prompts that are sent before the output of their choices. Nothing without ``echo``."""
+
+    def __init__(self, info: ResponseInfo) -> None:
+        fields = info.prompt_fields
+        self._parts = info.prompt_parts() if fields and fields.echo else []
+        self._choices = fields.choices if fields else 1
+        self._sent: Counter[int] = Counter()
+
+    def before(self, delta: TextDelta) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+        """Yield choice, text and ``logprobs`` of the prompt tokens to send before a delta."""
+        if not self._parts:
+            return
+        number = delta.choice // self._choices
+        parts = self._parts[number]
+        for piece in delta.scored:
+            parts.take(piece)
+        first = number * self._choices
+        choices = range(first, first + self._choices) if delta.scored else (delta.choice,)
+        for choice in choices:
+            sent, self._sent[choice] = self._sent[choice], parts.ready
+            if sent < parts.ready:
+                yield choice, *parts.part(sent, parts.ready)
+
+    def shifted(self, choice: int, offsets: Sequence[int]) -> Sequence[int]:
+        """Return offsets of output tokens in the text with the prompt."""
+        if not self._parts:
+            return offsets
+        length = len(self._parts[choice // self._choices].text)
+        return [length + offset for offset in offsets]
+
+
 @dataclass
 class _ChoiceOutput:
     text: list[str] = field(default_factory=list)
@@ -215,12 +271,15 @@ class ResponseBuilder:
             _ChoiceOutput(message=WholeMessage(info.messages) if info.messages else None)
             for _ in range(choices)
         ]
+        self._prompts = info.prompt_parts()
         self._cached_tokens = 0
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
         """Append a batch of deltas."""
         for delta in deltas:
             output = self._choices[delta.choice]
+            for piece in delta.scored:
+                self._prompt_of(delta.choice).take(piece)
             self._cached_tokens += delta.cached_tokens
             if output.message is None:
                 output.text.append(delta.text)
@@ -245,11 +304,21 @@ class ResponseBuilder:
         }
         if info.chat and info.prompts is not None:
             content["prompt_token_ids"] = info.prompts[0]
+        if info.chat and self._prompts and self._prompts[0].scores is not None:
+            content["prompt_logprobs"] = self._prompts[0].scores
         return orjson.dumps(content)
+
+    def _prompt_of(self, choice: int) -> PromptParts:
+        assert self._info.prompt_fields is not None
+        return self._prompts[choice // self._info.prompt_fields.choices]
 
     def _choice(self, index: int, output: _ChoiceOutput) -> dict[str, Any]:
         info = self._info
-        text, finish = "".join(output.text), output.finish
+        text, finish, offsets = "".join(output.text), output.finish, output.offsets
+        if self._prompts and not info.chat:
+            prompt = self._prompt_of(index)
+            text = prompt.text + text
+            offsets = [len(prompt.text) + offset for offset in offsets]
         content: dict[str, Any] = {"text": text}
         if info.chat:
             content = {"message": {"role": "assistant", "content": text}}
@@ -258,7 +327,9 @@ class ResponseBuilder:
             finish = output.message.finish_reason(finish)
         logprobs = None
         if info.with_logprobs:
-            logprobs = format_logprobs(info, output.tokens, output.offsets)
+            logprobs = format_logprobs(info, output.tokens, offsets)
+        if self._prompts and not info.chat:
+            logprobs = self._with_prompt(self._prompt_of(index), content, logprobs)
         ids: dict[str, Any] = {}
         if info.prompts is not None:
             ids["token_ids"] = [token.token for token in output.tokens]
@@ -271,6 +342,22 @@ class ResponseBuilder:
             "finish_reason": finish,
             **ids,
         }
+
+    def _with_prompt(
+        self, prompt: PromptParts, content: dict[str, Any], logprobs: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """Add the log probabilities of a prompt to a completion.
+
+        Return ``logprobs`` of prompt and output.
+        """
+        fields = self._info.prompt_fields
+        if prompt.scores is not None:
+            content["prompt_logprobs"] = prompt.scores
+        if fields is None or not fields.echo or logprobs is None:
+            return logprobs
+        _, echoed = prompt.part(0, prompt.ready)
+        assert echoed is not None
+        return {name: [*values, *logprobs[name]] for name, values in echoed.items()}
 
 
 def format_logprobs(
@@ -293,8 +380,8 @@ def format_logprobs(
             ]
         }
     return {
-        "tokens": [_token_text(pieces, token.token) for token in tokens],
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "tokens": [token_text(pieces, token.token) for token in tokens],
+        "token_logprobs": [finite(token.logprob) for token in tokens],
         "top_logprobs": [_top_logprobs(pieces, token) for token in tokens],
         "text_offset": offsets,
     }
@@ -302,8 +389,8 @@ def format_logprobs(
 
 def _top_logprobs(pieces: Sequence[bytes], token: sampling_pb2.Token) -> dict[str, float]:
     """Return the most likely tokens. As in OpenAI's API, the sampled token is always included."""
-    top = {_token_text(pieces, t.token): _finite(t.logprob) for t in token.top}
-    top[_token_text(pieces, token.token)] = _finite(token.logprob)
+    top = {token_text(pieces, t.token): finite(t.logprob) for t in token.top}
+    top[token_text(pieces, token.token)] = finite(token.logprob)
     return top
 
 
@@ -311,19 +398,6 @@ def _entry(pieces: Sequence[bytes], token: int, logprob: float) -> dict[str, Any
     piece = pieces[token] if token < len(pieces) else b""
     return {
         "token": piece.decode("utf-8", "replace"),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(piece),
     }
-
-
-def _token_text(pieces: Sequence[bytes], token: int) -> str:
-    """Return a token as text, or its escaped bytes if they are not valid UTF-8."""
-    piece = pieces[token] if token < len(pieces) else b""
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)

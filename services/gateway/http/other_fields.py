@@ -83,10 +83,6 @@ _BEST_OF_N = OtherField(
     rule=lambda value, body: _equal(value, 1 if body.get("n") is None else body["n"]),
     note="the value of `n`",
 )
-_DEFAULT_OF_ENDPOINT = OtherField(
-    rule=lambda value, body: value is ("messages" not in body),
-    note="`true` for completions, `false` for chats",
-)
 
 IN_REQUEST = _declare(
     (
@@ -104,7 +100,7 @@ IN_REQUEST = _declare(
             *("audio", "chat_template", "custom_logit_processor", "ebnf"),
             *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
             *("guided_regex", "guided_whitespace_pattern", "input_ids", "json_schema"),
-            *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds", "prompt_logprobs"),
+            *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds"),
             *("reasoning", "regex", "repetition_detection", "session_params"),
             *("structured_outputs", "task", "thinking", "web_search_options"),
         ),
@@ -112,7 +108,7 @@ IN_REQUEST = _declare(
     (
         _only(False),
         (
-            *("early_stopping", "echo", "no_stop_trim"),
+            *("early_stopping", "no_stop_trim"),
             *("return_cached_tokens_details", "return_hidden_states"),
             *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
             *("return_routed_experts", "return_token_offsets", "return_tokens_as_token_ids"),
@@ -143,7 +139,6 @@ IN_REQUEST = _declare(
     (_only(0), ("routed_experts_prompt_start", "routed_experts_start_len")),
     (_only(-1), ("thinking_token_budget",)),
     (_BEST_OF_N, ("best_of",)),
-    (_DEFAULT_OF_ENDPOINT, ("add_special_tokens",)),
 )
 """Fields of all requests with a prompt or a conversation."""
 
@@ -152,6 +147,10 @@ _OF_OUTPUT = _declare(
     (_only(True), ("include_reasoning",)),
 )
 """Fields that concern the message that a chat returns."""
+_ECHO = _declare((_only(False), ("echo",)))
+
+IN_CHAT = {**IN_REQUEST, **_declare((_only(False), ("add_special_tokens",))), **_ECHO}
+"""Fields of a chat completion. Completions support those that are not in `IN_REQUEST`."""
 
 IN_COMPLETION = {
     **IN_REQUEST,
@@ -167,11 +166,7 @@ IN_COMPLETION = {
 }
 """Fields of a completion. Chat completions support those that are not in `IN_REQUEST`."""
 
-IN_TOKENIZE = {
-    name: other
-    for name, other in {**IN_REQUEST, **_OF_OUTPUT}.items()
-    if name != "add_special_tokens"
-}
+IN_TOKENIZE = {**IN_REQUEST, **_OF_OUTPUT, **_ECHO}
 """Fields of a request for token ids."""
 
 IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))

@@ -56,19 +56,41 @@ OutputTokenIds = Annotated[
 
 
 class CompletionLogprobs(_Response):
-    """Log probabilities of the output tokens."""
+    """Log probabilities of the output tokens and, with `echo`, of the prompt's tokens before."""
 
     tokens: Annotated[
         list[str], Field(description="texts; `bytes:` and hex codes for incomplete characters")
     ]
-    token_logprobs: list[float]
+    token_logprobs: Annotated[
+        list[float | None], Field(description="null for the first token of an echoed prompt")
+    ]
     top_logprobs: Annotated[
-        list[dict[str, float]],
-        Field(description="for each token, the most likely tokens and the sampled one"),
+        list[dict[str, float] | None],
+        Field(
+            description="for each token, the most likely tokens and the token itself; null for the "
+            "first token of an echoed prompt"
+        ),
     ]
     text_offset: Annotated[
         list[int], Field(description="position of each token in the text, in characters")
     ]
+
+
+class PromptToken(_Response):
+    """A prompt token or an alternative to it."""
+
+    logprob: float
+    rank: Annotated[int, Field(description="rank by probability, from 1")]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptToken] | None],
+    Field(
+        description="for each token of the prompt, the most likely tokens and the token itself, by "
+        "token id; null for the first token; with `prompt_logprobs` only"
+    ),
+]
 
 
 class CompletionChoice(_Response):
@@ -80,6 +102,7 @@ class CompletionChoice(_Response):
     finish_reason: FinishReason
     token_ids: OutputTokenIds = Field(default_factory=list)
     prompt_token_ids: PromptTokenIds = Field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list)
 
 
 class CompletionResponse(_Response):
@@ -169,6 +192,7 @@ class ChatResponse(_Response):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: PromptTokenIds = Field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list)
 
 
 class TokenizeResponse(_Response):

@@ -39,6 +39,7 @@ from services.gateway.http.openapi import (
 )
 from services.gateway.http.operation import Operation
 from services.gateway.http.page import Page
+from services.gateway.http.prompt_parts import PromptFields
 from services.gateway.http.responses import GenerationResponse, json_response
 from services.gateway.http.schemas import (
     ChatBody,
@@ -181,7 +182,7 @@ class _Routes:
             options = body.options()
             salt = cache_salt(context.tenant, options.cache_salt)
             truncates = options.truncate_prompt_tokens is not None
-            prompts = await self._prompts(body.prompt, size, salt, truncates=truncates)
+            prompts = await self._prompts(body, size, salt, truncates=truncates)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -273,6 +274,7 @@ class _Routes:
         messages: Messages | None = None,
     ) -> Response:
         """Return the response that generates the output of the requests in a body."""
+        self._gateway.builder.check_prompt_logprobs(requests)
         model = self._gateway.model
         first = requests[0]
         stream = body.stream_options or StreamOptions()
@@ -288,6 +290,7 @@ class _Routes:
             continuous_usage=stream.continuous_usage_stats,
             prompts=_prompts_of_choices(requests) if body.return_token_ids else None,
             messages=messages,
+            prompt_fields=_prompt_fields(requests),
         )
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
@@ -307,20 +310,23 @@ class _Routes:
 
     async def _prompts(
         self,
-        prompt: str | list[str] | list[int] | list[list[int]],
+        body: CompletionBody,
         size: int,
         salt: bytes,
         *,
         truncates: bool,
     ) -> list[bytes]:
         """Return the packed token ids of each prompt in a body of this size."""
+        prompt = body.prompt
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         prompts = cast("list[str | list[int]]", [prompt] if is_single else prompt)
         limit = self._gateway.settings.max_prompts
         if not 1 <= len(prompts) <= limit:
             raise InvalidRequest(f"a request must have 1 to {limit} prompts", param="prompt")
         return [
-            await self._gateway.prompts.encode_prompt(one, size, salt, truncates=truncates)
+            await self._gateway.prompts.encode_prompt(
+                one, size, salt, add_special=body.add_special_tokens, truncates=truncates
+            )
             if isinstance(one, str)
             else self._gateway.builder.pack(one)
             for one in prompts
@@ -334,4 +340,18 @@ def _prompts_of_choices(requests: Sequence[GenerationRequest]) -> tuple[tuple[in
         prompt
         for request, prompt in zip(requests, prompts, strict=True)
         for _ in range(request.options.n)
+    )
+
+
+def _prompt_fields(requests: Sequence[GenerationRequest]) -> PromptFields | None:
+    """Return what the response has of its prompts, besides token ids."""
+    options = requests[0].options
+    if not options.echo and options.prompt_logprobs is None:
+        return None
+    return PromptFields(
+        tuple(unpack_tokens(request.packed) for request in requests),
+        options.n,
+        echo=options.echo,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
     )

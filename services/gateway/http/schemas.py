@@ -12,8 +12,8 @@ from services.gateway.chats import ChatOptions
 from services.gateway.http.body_model import INVALID, UNSUPPORTED, Body, is_deeper
 from services.gateway.http.conversation import ConversationFields, Message
 from services.gateway.http.other_fields import (
+    IN_CHAT,
     IN_COMPLETION,
-    IN_REQUEST,
     IN_STREAM_OPTIONS,
     IN_TOKENIZE,
 )
@@ -23,7 +23,7 @@ from services.gateway.request_errors import (
     field_path,
     invalid_field,
 )
-from services.gateway.requests import GenerationFields, GenerationOptions
+from services.gateway.requests import GenerationFields, GenerationOptions, MaxTokens
 
 
 class UnknownField(InvalidRequest):
@@ -69,6 +69,10 @@ class _GenerationBody(Body, GenerationFields):
     def _check_stream_options(self) -> "_GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options requires stream", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs are not available in a stream", param="prompt_logprobs"
+            )
         return self
 
     def _options(self, **own: Any) -> GenerationOptions:
@@ -83,20 +87,28 @@ class CompletionBody(_GenerationBody):
     others = IN_COMPLETION
 
     prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    max_tokens: MaxTokens = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
         Field(description="number of alternatives for each token"),
     ] = None
+    echo: Annotated[
+        bool,
+        Field(description="start the text with the prompt; `logprobs` then includes its tokens"),
+    ] = False
+    add_special_tokens: Annotated[
+        bool, Field(description="add the special tokens around a text, such as BOS, as in vLLM")
+    ] = True
 
     def options(self) -> GenerationOptions:
         """Return the generation parameters."""
-        return self._options(logprobs=self.logprobs)
+        return self._options(logprobs=self.logprobs, echo=self.echo)
 
 
 class ChatBody(ConversationFields, _GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
 
-    others = IN_REQUEST
+    others = IN_CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[

@@ -86,7 +86,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "truncation_side": "middle"}, "truncation_side", "invalid_value"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"prompt": "x", "stream_options": {"more": 1}}, "stream_options.more", "unknown_parameter"),
-    ({"prompt": "x", "echo": True}, "echo", "unsupported_parameter"),
     ({"prompt": "x", "k" * 5000: 1}, "k" * 128, "unknown_parameter"),
     ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
     ({"prompt": "x", "kv_transfer_params": {}}, "kv_transfer_params", "unknown_parameter"),

@@ -22,6 +22,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.http.conversation import Message, TextPart, Tool, ToolCall
 from services.gateway.http.other_fields import (
     IN_CALLED_FUNCTION,
+    IN_CHAT,
     IN_COMPLETION,
     IN_MESSAGE,
     IN_PART,
@@ -46,6 +47,7 @@ FIELDS = Path(__file__).parents[3] / "services/gateway/FIELDS.md"
 PLACES = {
     "": IN_REQUEST,
     "completion.": {k: v for k, v in IN_COMPLETION.items() if k not in IN_REQUEST},
+    "chat.": {k: v for k, v in IN_CHAT.items() if k not in IN_REQUEST},
     "stream_options.": IN_STREAM_OPTIONS,
     "messages[].": IN_MESSAGE,
     "messages[].content[].": IN_PART,
@@ -294,7 +296,7 @@ def test_documentation_lists_the_declared_fields() -> None:
 async def test_openapi_document_has_the_declared_fields(site: Site) -> None:
     schemas = (await site.http.get("/openapi.json")).json()["components"]["schemas"]
     properties = schemas["ChatBody"]["properties"]
-    assert IN_REQUEST.keys() <= properties.keys()
+    assert IN_CHAT.keys() <= properties.keys()
     assert properties["metadata"] == {"description": "ignored", "x-supported": False}
     unsupported = {name for name, schema in properties.items() if not schema.get("x-supported", 1)}
     assert unsupported == ChatBody.others.keys()

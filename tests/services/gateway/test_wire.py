@@ -11,6 +11,7 @@ from tests.services.gateway.fakes import MODEL
 MODEL_INFO = ModelInfo.model_validate(MODEL | {"name": "m"})
 NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
 NOT_SAMPLING = {
+    "echo",
     *("max_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
     *("priority", "cache_salt", "truncate_prompt_tokens", "truncation_side"),
 }
