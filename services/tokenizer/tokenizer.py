@@ -130,12 +130,12 @@ class Tokenizer:
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Return the characters that each token of a prompt adds to its text.
 
-        A character belongs to the token that completes it. Special tokens have their names, but BOS
-        at the beginning has no text.
+        A character belongs to the token that completes it. Special tokens have their names, but one
+        that `encode` adds at the beginning, such as BOS, has no text.
         """
         detokenizer = IncrementalDetokenizer(self, skip_special=False)
-        bos = self.special_names.get("bos_token")
-        hidden = bos is not None and bool(ids) and self._backend.token_to_id(bos) == ids[0]
+        added = self.encode("")[:1]
+        hidden = bool(added) and list(ids[:1]) == added
         texts = ["" if hidden and not at else detokenizer.push((id,)) for at, id in enumerate(ids)]
         if texts:
             texts[-1] += detokenizer.finish()

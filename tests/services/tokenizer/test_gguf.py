@@ -346,3 +346,10 @@ def test_unsupported_file_is_an_error(tmp_path: Path, fields: dict[str, Any], me
     path = write(tmp_path / "m.gguf", tokens=["a", "b", "ab"], types=[NORMAL] * 3, **given)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(path)
+
+
+def test_texts_of_a_prompt_have_neither_bos_nor_the_space_prefix(spm: Tokenizer) -> None:
+    ids = spm.encode("the cat")
+    texts = spm.texts(ids)
+    assert texts[0] == ""
+    assert "".join(texts) == "the cat"

@@ -310,3 +310,17 @@ def test_saved_tokenizer_can_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert again.eos_ids == tokenizer.eos_ids
     messages = [{"role": "user", "content": "Hi"}]
     assert again.render_chat(messages) == tokenizer.render_chat(messages)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_of_tokens_are_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    texts = tokenizer.texts(ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_incomplete_character_at_the_end_belongs_to_the_last_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a😀")
+    assert tokenizer.texts(ids[:-1])[-1] == "\ufffd"
+    assert tokenizer.texts([]) == []

@@ -37,3 +37,23 @@ def test_longer_output_is_divided() -> None:
         assert step.ByteSize() <= 2 * MAX_BATCH_BYTES
         found += [token.index for delta in step.deltas for token in delta.tokens]
     assert found == list(range(8 * step_outbox._FEW_TOKENS))
+
+
+def test_log_probabilities_of_prompts_are_divided_and_precede_tokens() -> None:
+    outbox = StepOutbox()
+    for first in range(1, 41):
+        piece = sampling_pb2.PromptLogprobs(first=first, top_logprobs=[-0.1] * 20_000)
+        outbox.add_scored(1 + first % 2, piece)
+    for stream in (1, 2):
+        outbox.add(stream, sampling_pb2.Token(index=0, token=7))
+        outbox.delta(stream).cached_tokens = 0
+    found: dict[int, list[int]] = {1: [], 2: []}
+    while outbox.deltas:
+        step = outbox.take()
+        assert step.ByteSize() <= 2 * MAX_BATCH_BYTES
+        for delta in step.deltas:
+            found[delta.stream] += [piece.first for piece in delta.prompt_logprobs]
+            found[delta.stream] += [-token.token for token in delta.tokens]
+    assert found == {1: [*range(2, 41, 2), -7], 2: [*range(1, 41, 2), -7]}
+    outbox.add(3, sampling_pb2.Token(index=0, token=7))
+    assert outbox.take().deltas[0].stream == 3
