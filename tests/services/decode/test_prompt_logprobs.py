@@ -66,7 +66,8 @@ async def test_prefill_worker_scores_and_decode_worker_relays(
 ) -> None:
     """Cached pages of both workers are not used by the prefill."""
     monkeypatch.setattr(wire, "_PIECE_VALUES", 5 * (TOP + 1))
-    prefill, decode = [await start(prefix_cache=True) for start in (site.prefill, site.decode)]
+    prefill = await site.prefill(prefix_cache=True)
+    decode = await site.decode(prefix_cache=True)
     plain = await ask(decode, prefill, max_tokens, scored=False)
     outputs = [await ask(decode, prefill, max_tokens) for _ in range(2)]
     first, again = map(values_of, outputs)
