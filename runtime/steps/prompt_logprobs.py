@@ -21,8 +21,9 @@ from runtime.sampling.reductions import RankReductions, Reductions
 
 _MAX_ROWS = 256
 """Maximum number of positions in a block."""
-_MAX_LOGITS = 1 << 24
-"""Maximum number of logits in a block of one rank: 64 MiB in fp32."""
+_MAX_LOGITS = 1 << 23
+"""Maximum number of logits in a block of one rank: 32 MiB in fp32. With temporary tensors, a block
+needs about four times as much memory."""
 
 
 @dataclass(frozen=True)

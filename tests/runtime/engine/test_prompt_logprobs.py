@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
 from runtime.core.request import PromptLogprobs, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.errors import NotFinite
@@ -14,6 +16,7 @@ from runtime.models.model import Model
 from runtime.parallel.group import RankGroup
 from runtime.sampling.reductions import RankReductions, Reductions
 from runtime.steps import prompt_logprobs
+from tests.runtime.engine.mirrored import Mirrored
 from tests.runtime.rank_threads import on_ranks
 from tests.runtime.sampling.test_on_ranks import DIVISIONS, VOCAB, Parts
 from tests.runtime.tiny import Record, drive, engine_of, executor_of, prompt_of, request_of
@@ -135,6 +138,18 @@ def test_prompt_with_logits_that_are_not_finite_is_refused(model: Model) -> None
     record = drive(engine, Add(request_of("r", 50, sampling=SCORED)))
     assert isinstance(record.refused["r"], NotFinite)
     assert engine.scheduler.pages.free == engine.scheduler.pages.total
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["direct", "replay"])
+def test_other_ranks_score_the_same_positions(model: Model, replay: bool) -> None:
+    """The second executor gets copies of the plans; a plan that differs fails the test."""
+    limits = Limits(max_running=16, max_waiting=64, step_tokens=64, chunk_tokens=32)
+    options = EngineOptions(model.layout.plan.each(PAGES), limits, replay=replay)
+    mirrored = Mirrored(model, options)
+    request = request_of("r", 71, 4, sampling=SCORED)
+    record = drive(Engine(mirrored), Add(request))
+    check(record, "r", request.tokens, expected_of(model, request.tokens))
+    assert mirrored.second.launches > 2
 
 
 @pytest.mark.parametrize("parts", DIVISIONS)
