@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from services.common.errors import InvalidRequest
 from services.common.fair_slots import FairSlots
+from services.common.token_ids import TOKEN_BYTES
 from services.gateway.chats import ChatPlan, ChatPrompt
 from services.gateway.keys import Tenant
 from services.gateway.limits import ModelLimits
@@ -212,3 +213,25 @@ class PromptTokenizer:
             return result.result()
         finally:
             del working, result  # an error in them would form a reference cycle with this frame
+
+
+def truncated(
+    packed: bytes, limit: int, *, side: str, max_tokens: int, context_length: int
+) -> bytes:
+    """Return a prompt that is cut to a number of tokens.
+
+    Args:
+        packed: token ids of the prompt, see `services.common.token_ids`.
+        limit: maximum tokens; -1 for as many as fit the context beside ``max_tokens``.
+        side: side on which the prompt is cut, "left" or "right".
+
+    Raises:
+        InvalidRequest: the limit is 0 or exceeds the context.
+    """
+    if limit == 0 or limit > context_length:
+        name = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{name} must be -1, or from 1 to {context_length}", param=name)
+    if limit == -1:
+        limit = max(1, context_length - max_tokens)
+    size = limit * TOKEN_BYTES
+    return packed[-size:] if side == "left" else packed[:size]

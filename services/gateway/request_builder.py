@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_TOKENS
-from services.common.token_ids import TOKEN_BYTES, count_tokens, pack_tokens
-from services.gateway.bad_words import bad_word_ids
+from services.common.token_ids import count_tokens, pack_tokens
+from services.gateway.excluded_tokens import bad_word_ids, check_allowed
 from services.gateway.limits import ModelLimits
+from services.gateway.prompts import truncated
 from services.gateway.request_errors import ContextLengthExceeded
 from services.gateway.requests import (
     SEED_BITS,
@@ -82,7 +83,14 @@ class RequestBuilder:
             InvalidRequest: if a value is out of bounds; ``param`` names the field.
         """
         names = names or {}
-        packed = self._truncated(packed, options)
+        if options.truncate_prompt_tokens is not None:
+            packed = truncated(
+                packed,
+                options.truncate_prompt_tokens,
+                side=options.truncation_side,
+                max_tokens=options.max_tokens or 1,
+                context_length=self._context_length,
+            )
         if not packed:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self._check_at_most("n", options.n, self._settings.max_choices)
@@ -104,42 +112,6 @@ class RequestBuilder:
         return GenerationRequest(
             context, packed, max_tokens, seed, options, chat, bad_words=bad_words, shown=shown
         )
-
-    def check_prompt_logprobs(self, requests: Sequence[GenerationRequest]) -> None:
-        """Check the number of log probabilities of the prompts of one client request.
-
-        Raises:
-            InvalidRequest: if there are too many.
-        """
-        count = sum(
-            request.prompt_tokens * (1 + request.options.prompt_top) * request.options.n
-            for request in requests
-            if request.options.prompt_top is not None
-        )
-        limit = self._settings.max_prompt_logprobs
-        if count > limit:
-            name = "echo" if requests[0].options.prompt_logprobs is None else "prompt_logprobs"
-            raise InvalidRequest(
-                f"{name}: {count} log probabilities of prompt tokens, with their alternatives and "
-                f"for all choices; at most {limit} are returned",
-                param=name,
-            )
-
-    def _truncated(self, packed: bytes, options: GenerationOptions) -> bytes:
-        """Return the packed prompt, cut to ``truncate_prompt_tokens``."""
-        limit, context, name = (
-            options.truncate_prompt_tokens,
-            self._context_length,
-            "truncate_prompt_tokens",
-        )
-        if limit is None:
-            return packed
-        if limit == 0 or limit > context:
-            raise InvalidRequest(f"{name} must be -1, or from 1 to {context}", param=name)
-        if limit == -1:
-            limit = max(1, context - (options.max_tokens or 1))
-        size = limit * TOKEN_BYTES
-        return packed[-size:] if options.truncation_side == "left" else packed[:size]
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
@@ -180,7 +152,7 @@ class RequestBuilder:
         Returns:
             Bad words as token ids.
         """
-        limits, min_tokens = self._settings, options.min_tokens
+        limits = self._settings
         for name, tokens, limit in (
             ("stop_token_ids", options.stop_token_ids, limits.max_stop_token_ids),
             ("allowed_token_ids", options.allowed_token_ids, limits.max_allowed_token_ids),
@@ -194,17 +166,11 @@ class RequestBuilder:
                 f"bad_words must have at most {limits.max_bad_words} entries", param="bad_words"
             )
         bad_words = bad_word_ids(options.bad_words, self._encode)
-        allowed = set(options.allowed_token_ids)
-        if allowed and min_tokens and allowed <= set(options.stop_token_ids):
-            raise InvalidRequest(
-                "min_tokens excludes all allowed_token_ids, because they are stop_token_ids",
-                param="min_tokens",
-            )
-        if allowed and allowed <= {word[-1] for word in bad_words}:
-            raise InvalidRequest(
-                "bad_words may exclude all allowed_token_ids: each of these ends a bad word",
-                param="bad_words",
-            )
+        check_allowed(
+            set(options.allowed_token_ids),
+            stops=options.stop_token_ids if options.min_tokens else (),
+            bad_words=bad_words,
+        )
         return bad_words
 
     def check_token(self, token: int, param: str) -> None:

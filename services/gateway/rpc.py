@@ -29,6 +29,7 @@ from services.common.token_ids import unpack_tokens
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.chats import ChatOptions
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
+from services.gateway.prompt_logprobs import check_prompt_logprobs
 from services.gateway.request_errors import check_message_count, invalid_field
 from services.gateway.requests import (
     GenerationOptions,
@@ -240,7 +241,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         request = self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
-        self._gateway.builder.check_prompt_logprobs([request])
+        check_prompt_logprobs([request], self._gateway.settings.max_prompt_logprobs)
         return request
 
     async def _encode_chat(

@@ -41,7 +41,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a text, besides end-of-sequence tokens.
+    """Strings and tokens that end a text, besides end-of-sequence tokens.
 
     Attributes:
         strings: stop strings.

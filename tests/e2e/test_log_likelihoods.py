@@ -29,7 +29,7 @@ ITEMS = [
     ("Once upon a time there was a dragon who " * 40, "lived in a cave."),
 ]
 TOLERANCE = 0.05
-"""Of the log likelihood of an item, nats: the workers keep the KV in bf16."""
+"""Maximum difference of the log likelihood of an item, nats. The workers keep KV in bf16."""
 
 
 class Scored(NamedTuple):

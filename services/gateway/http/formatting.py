@@ -29,7 +29,7 @@ class ResponseInfo:
         prompts: token ids of the prompt of each choice, in a response that has token ids; None in
             others.
         messages: conversion of outputs to messages; None if each output is a content.
-        prompt_fields: what the response has of its prompts besides; None for nothing.
+        prompt_fields: other fields that depend on the prompts; None for none.
     """
 
     id: str

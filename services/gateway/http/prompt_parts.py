@@ -11,7 +11,7 @@ from services.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PromptFields:
-    """What a response has of its prompts.
+    """Fields of a response that depend on its prompts.
 
     Attributes:
         prompts: token ids of each prompt.

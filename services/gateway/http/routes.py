@@ -49,6 +49,7 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
+from services.gateway.prompt_logprobs import check_prompt_logprobs
 from services.gateway.prompts import EncodedChat
 from services.gateway.requests import GenerationRequest, RequestContext, cache_salt
 
@@ -274,7 +275,7 @@ class _Routes:
         messages: Messages | None = None,
     ) -> Response:
         """Return the response that generates the output of the requests in a body."""
-        self._gateway.builder.check_prompt_logprobs(requests)
+        check_prompt_logprobs(requests, self._gateway.settings.max_prompt_logprobs)
         model = self._gateway.model
         first = requests[0]
         stream = body.stream_options or StreamOptions()
@@ -344,7 +345,7 @@ def _prompts_of_choices(requests: Sequence[GenerationRequest]) -> tuple[tuple[in
 
 
 def _prompt_fields(requests: Sequence[GenerationRequest]) -> PromptFields | None:
-    """Return what the response has of its prompts, besides token ids."""
+    """Return the fields of the response that depend on its prompts; None for none."""
     options = requests[0].options
     if not options.echo and options.prompt_logprobs is None:
         return None

@@ -10,7 +10,7 @@ from runtime.core import request as runtime_limits
 from services.common import messages
 from services.common.errors import InvalidRequest
 from services.common.token_ids import unpack_tokens
-from services.gateway.bad_words import bad_word_ids
+from services.gateway.excluded_tokens import bad_word_ids
 from services.gateway.gateway import ServedModel
 from services.gateway.text import Stops, StopStringFilter, TextAssembler
 from tests.services.gateway.conftest import OpenSite, Site

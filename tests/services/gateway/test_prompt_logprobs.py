@@ -66,7 +66,7 @@ async def complete(site: Site, **body: Any) -> Any:
 
 
 async def test_echo_with_logprobs_is_that_of_openai(site: Site) -> None:
-    """As lm-eval requests it: the output token is the last one."""
+    """The request is that of lm-eval, which drops the last token, the output."""
     ids, output = site.encode(TEXT), site.encode(" five")
     site.worker.script = scoring(*output)
     body = {"prompt": ids, "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}

@@ -1,6 +1,6 @@
-"""Bad words: texts that an output must not contain, as sequences of tokens."""
+"""Tokens that are not sampled: bad words, and all but the allowed ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_BAD_WORD_TOKENS
@@ -36,6 +36,32 @@ def bad_word_ids(
         if len(after_space) == len(alone) and after_space[0] != alone[0]:
             found.append(after_space)
     return tuple(found)
+
+
+def check_allowed(
+    allowed: Collection[int], *, stops: Collection[int], bad_words: Sequence[Sequence[int]]
+) -> None:
+    """Check that an allowed token is always left.
+
+    Args:
+        allowed: the only tokens that may be sampled; empty for all.
+        stops: tokens that are not sampled at the beginning of the output.
+
+    Raises:
+        InvalidRequest: there may be none.
+    """
+    if not allowed:
+        return
+    if stops and set(allowed) <= set(stops):
+        raise InvalidRequest(
+            "min_tokens excludes all allowed_token_ids, because they are stop_token_ids",
+            param="min_tokens",
+        )
+    if set(allowed) <= {word[-1] for word in bad_words}:
+        raise InvalidRequest(
+            "bad_words may exclude all allowed_token_ids: each of these ends a bad word",
+            param="bad_words",
+        )
 
 
 def _invalid(at: int, fault: str) -> InvalidRequest:
