@@ -113,9 +113,9 @@ async def test_grpc_calls_that_end_early_are_freed_without_a_garbage_collection(
 def held_during(call: Any, handled: list[weakref.ref[_Held]]) -> Any:
     """Return ``call`` with an object in the frame of its caller."""
 
-    async def wrapped(*arguments: Any) -> Any:
+    async def wrapped(*arguments: Any, **named: Any) -> Any:
         held = _Held()
         handled.append(weakref.ref(held))
-        return await call(*arguments)
+        return await call(*arguments, **named)
 
     return wrapped
