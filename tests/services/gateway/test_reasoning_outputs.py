@@ -74,6 +74,19 @@ async def test_output_that_is_cut_in_the_block(family: Site) -> None:
 
 
 @pytest.mark.parametrize("family", [R1], indirect=True)
+@pytest.mark.parametrize(
+    ("side", "expected"), [("left", message(None, "As")), ("right", message("As"))]
+)
+async def test_block_begins_in_the_prompt_only_if_its_end_is_kept(
+    family: Site, side: str, expected: dict[str, Any]
+) -> None:
+    family.worker.script = speak(family, "As" + END)
+    cut = {"truncate_prompt_tokens": 3, "truncation_side": side}
+    (choice,) = await choices_of(family, {**BODY, **cut})
+    assert choice["message"] == expected
+
+
+@pytest.mark.parametrize("family", [R1], indirect=True)
 async def test_reasoning_is_left_out_but_counted(family: Site) -> None:
     output = "As.</think>So." + END
     family.worker.script = speak(family, output)

@@ -36,6 +36,7 @@ OUTPUTS = {
 }
 OUTPUTS["qwen-3"] = f"<think>\nWell…\n</think>\n\n{OUTPUTS['hermes']}"
 OUTPUTS["deepseek-r1"] = f"Well…\n</think>\n\n{OUTPUTS['hermes']}"
+INCLUDED = {"include_stop_str_in_output": True}
 CALLS = [
     {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
     {"type": "function", "function": {"name": "f", "arguments": "{}"}},
@@ -125,6 +126,8 @@ async def test_choices_with_logprobs_and_token_ids(
         ({}, LENGTH, ARGUMENTS[:20], "length"),
         ({"stop": ["rich"]}, STOP, '{"city": "Zü', "stop"),
         ({"stop": ["never", "</tool_call>"]}, STOP, ARGUMENTS, "tool_calls"),
+        ({"stop": ["rich"], **INCLUDED}, STOP, '{"city": "Zürich', "stop"),
+        ({"stop": ["</tool_call>"], **INCLUDED}, STOP, ARGUMENTS, "tool_calls"),
     ],
 )
 async def test_output_that_is_cut_in_a_call(
@@ -138,6 +141,17 @@ async def test_output_that_is_cut_in_a_call(
     (choice,) = await choices_of(family, body)
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"]["arguments"], choice["finish_reason"]) == (expected, finish)
+    assert assembled(await events_of(family, body)) == [choice]
+
+
+@pytest.mark.parametrize("family", ["hermes"], indirect=True)
+@pytest.mark.parametrize("changes", [{}, INCLUDED])
+async def test_call_whose_end_mark_is_a_stop_token(family: Site, changes: dict[str, Any]) -> None:
+    family.worker.script = speak(family, OUTPUTS["hermes"].partition("\n<tool_call>")[0], size=3)
+    body = {**BODY, "stop_token_ids": family.encode("</tool_call>"), **changes}
+    (choice,) = await choices_of(family, body)
+    assert (choice["message"]["content"], choice["message"]["tool_calls"]) == (None, CALLS[:1])
+    assert choice["finish_reason"] == "tool_calls"
     assert assembled(await events_of(family, body)) == [choice]
 
 
