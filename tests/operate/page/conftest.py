@@ -12,13 +12,18 @@ from tests.operate.page.actions import KEY, OTHER_KEY
 
 @pytest.fixture(scope="package")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A deployment with two tenants, whose KV is compressed."""
+    """A deployment with two tenants, whose KV is compressed.
+
+    Prompts are not cached, so that the KV of each of them is computed and sent.
+    """
     keys = tmp_path_factory.mktemp("keys") / "keys"
     digests = (hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER_KEY))
     keys.write_text("".join(f"{digest}\n" for digest in digests))
     environment = {
         "HEADRACE_GATEWAY_API_KEYS_FILE": str(keys),
         "HEADRACE_GATEWAY_MAX_CONCURRENT": "2",
+        "HEADRACE_PREFILL_PREFIX_CACHE": "false",
+        "HEADRACE_DECODE_PREFIX_CACHE": "false",
     }
     with deployed("--codec", "splitzip", environment=environment, api_key=KEY) as running:
         running.wait_for_all_workers()
