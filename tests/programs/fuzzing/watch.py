@@ -27,10 +27,15 @@ class Watch(logging.Handler):
         self.faults: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record an error of the `logging` module; `asyncio` and gRPC report exceptions there."""
+        """Record an error of the `logging` module; `asyncio` and gRPC report exceptions there.
+
+        Loggers of structlog that were used before the watch began write there, too. As in `logged`,
+        only their exceptions count: services log invalid messages as errors.
+        """
         if record.getMessage() == _UNDECODED:
             return
-        if record.levelno >= logging.ERROR or record.exc_info:
+        fails = record.levelno >= logging.ERROR and not record.name.startswith("services.")
+        if fails or record.exc_info:
             trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
             self.faults.append(f"{record.name}: {record.getMessage()[:2000]} {trace[-3000:]}")
 
