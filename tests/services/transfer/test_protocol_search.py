@@ -29,7 +29,7 @@ def test_search_finds_a_bug_that_is_put_in(bug: Bug) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_first_states_of_a_large_case_do_not_violate_the_protocol(case: Case) -> None:
-    """``python -m tests.services.transfer.protocol`` searches two million states."""
+    """``python -m tests.services.transfer.protocol`` searches more than a million states."""
     result = search(case.bounds, _LARGE_STATES)
     assert result.violation is None, str(result)
     assert result.states >= _LARGE_STATES

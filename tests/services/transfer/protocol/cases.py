@@ -116,4 +116,4 @@ CASES = (
         20_000,
     ),
 )
-"""More than two million states. Some cases end before all states are reached."""
+"""All cases. Some end before all states are reached."""
