@@ -1,6 +1,7 @@
-"""What both workers of the search of cached pages have: engine, transfer, sessions of both kinds.
+"""Base of the prefill and decode workers in the search of cached pages.
 
-A worker is the product's, from its services to its page pool. `Worker` itself, the engine's thread,
+It has the engine, the transfer and the sessions that both send and receive KV. A worker is the
+product's, from its services to its page pool. `Worker` itself, the engine's thread,
 its model, NIXL, gRPC and the codec are replaced. Codec calls and pauses end within the input that
 starts them: `world.py` explores these.
 """
