@@ -7,12 +7,28 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import structlog
+
+log = structlog.get_logger()
+
 _at_once = threading.Event()
 
 
 def end_at_once() -> None:
     """Let `ending` end this process without waiting for threads, and without destructors."""
     _at_once.set()
+
+
+def end_within(limit_s: float) -> None:
+    """End this process with exit code 1 after ``limit_s`` seconds, unless it has ended by then."""
+
+    def end() -> None:
+        log.error("not ended in time", limit_s=limit_s)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 @contextmanager

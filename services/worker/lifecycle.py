@@ -22,6 +22,7 @@ from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.placement import PROTOCOL, Registration, Role
 from services.common.probes import Probes
+from services.common.process_end import end_within
 from services.common.secret_files import reloading
 from services.common.signals import stop_on_signals
 from services.common.token_ids import count_tokens
@@ -239,6 +240,8 @@ class Worker(ABC):
             self.fault.set_exception(error)
 
 
+FAULT_END_S = 20.0
+"""Maximum time of the shutdown after a fault, in seconds. Threads or the device may hang then."""
 SEND_S = 0.5
 """Time in which a worker that stops sends its last messages, seconds."""
 
@@ -270,6 +273,8 @@ async def run_worker(
             await registrar.drain()
             await _wait_until_idle(worker, settings.drain_s)
     finally:
+        if worker.fault.done():
+            end_within(FAULT_END_S)
         log.info("stopping", worker=worker.identity.worker_id, idle=worker.idle)
         if worker.draining and not worker.fault.done():  # else gateways count a lost worker
             worker.end_requests()

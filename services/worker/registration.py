@@ -14,6 +14,8 @@ from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
 
+_CANCEL_AGAIN_S = 0.1
+"""Time after which tasks that still run are cancelled again, seconds."""
 _MAX_REASON = 300
 """Maximum characters of the answer of a router in logs."""
 
@@ -110,9 +112,11 @@ class Registrar:
 
     async def stop(self) -> None:
         """Stop the heartbeats and deregister from every router."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        left = {*self._tasks}
+        while left:  # versions of anyio that httpx may use lose a cancellation during a connect
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
         body = {"worker_id": self._registration.worker_id, "epoch": self._registration.epoch}
         leave = (self._http.post(f"{url}/v1/deregister", json=body) for url in self._routers)
         await asyncio.gather(*leave, return_exceptions=True)

@@ -43,3 +43,15 @@ def test_thread_does_not_prevent_the_end_at_once() -> None:
     statement = "from threading import *; Thread(target=Event().wait).start(); sys.exit(2)"
     command = [sys.executable, "-c", PROGRAM, "at once", statement]
     assert subprocess.run(command, check=False, timeout=60).returncode == 2
+
+
+def test_process_that_hangs_ends_within_the_limit() -> None:
+    program = (
+        "import threading; from services.common.process_end import end_within; end_within(0.1); "
+        "threading.Event().wait()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "not ended in time" in ended.stdout + ended.stderr

@@ -346,3 +346,29 @@ async def test_worker_that_every_router_calls_unmatched_has_the_reason(
     answers["b"] = {}
     await until(lambda: registrar.unmatched is None)
     await registrar.stop()
+
+
+async def test_stop_ends_heartbeats_whose_client_loses_a_cancellation(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As anyio before 4.16 does if it cancels its own scope at the same time."""
+    router = Router()
+    lost = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        try:
+            return await router.answer(request)
+        except asyncio.CancelledError:
+            if lost.is_set():
+                raise
+            lost.set()
+            return httpx.Response(200, json={})
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    transfers = TransferMetrics(CollectorRegistry())
+    registrar = Registrar(introduction_of(engine), engine, [URL], transfers, token=None)
+    registrar.start()
+    await router.next()
+    await asyncio.wait_for(registrar.stop(), LIMIT_S)
+    assert lost.is_set()
