@@ -10,6 +10,7 @@ RuntimeFault
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
+├── GrammarFailed         the tokens that a grammar allows cannot be computed
 ├── NotCached             pages of a prefix are not cached, or are evicted
 ├── PeerAccessError       GPUs of a worker cannot access the memory of one another
 ├── EventTimeout          a rank did not launch a step in time
@@ -58,6 +59,10 @@ class QueueFull(RuntimeFault):
 
 class NotFinite(RuntimeFault):
     """A sequence's logits are NaN or infinite, so no token can be sampled."""
+
+
+class GrammarFailed(RuntimeFault):
+    """A grammar allows no token, or finding those that it allows takes more work than allowed."""
 
 
 class NotCached(RuntimeFault):

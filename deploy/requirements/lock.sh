@@ -18,7 +18,7 @@ compile() { # NAME [ARGUMENT...]
 }
 
 lock() { # FLAVOR [ARGUMENT...]
-  compile "$@" --python-platform x86_64-manylinux_2_28
+  compile "$@" --python-platform x86_64-manylinux_2_31
 }
 
 echo "torch==2.13.0+cpu" > "$torch"

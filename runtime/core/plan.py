@@ -136,6 +136,11 @@ class StepPlan:
         return [sequence for sequence in (*self.decode, *completed) if not sequence.forced]
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar constrains a token that the step samples."""
+        return any(sequence.request.sampling.constrained for sequence in self.sampled)
+
+    @property
     def size(self) -> StepSize:
         """Amount of work."""
         decoded = len(self.decode)

@@ -17,6 +17,7 @@ import numpy as np
 
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest
+from runtime.grammar.matcher import Matcher
 from runtime.pages.prefix import PageHashes, root_hash
 
 MAX_LOGPROBS = 20
@@ -43,10 +44,11 @@ class FinishReason(Enum):
 class SamplingParams:
     """Sampling parameters of a request.
 
-    ``logit_bias``, penalties, ``suppressed``, ``allowed_token_ids`` and ``bad_words`` are applied
-    first. If ``temperature`` is 0, the token with the largest logit is then selected. Otherwise
-    ``temperature``, ``min_p``, ``top_k`` and ``top_p`` are applied in this order, and a token is
-    drawn at random. The random number depends only on ``seed``, the choice and the output index.
+    ``logit_bias``, penalties, ``suppressed``, ``allowed_token_ids``, ``bad_words`` and the mask of
+    a grammar are applied first. If ``temperature`` is 0, the token with the largest logit is then
+    selected. Otherwise ``temperature``, ``min_p``, ``top_k`` and ``top_p`` are applied in this
+    order, and a token is drawn at random. The random number depends only on ``seed``, the choice
+    and the output index.
 
     Attributes:
         temperature: 0 for greedy decoding.
@@ -63,6 +65,8 @@ class SamplingParams:
         prompt_logprobs: number of most probable tokens to report beside each prompt token, or None
             for no log probabilities of the prompt. All tokens of such a prompt are computed: KV in
             cached pages is not used.
+        constrained: whether a grammar allows only some tokens, see `Request.grammar`. If it allows
+            suppressed tokens only, one of them is sampled.
     """
 
     temperature: float = 0.0
@@ -80,6 +84,7 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    constrained: bool = False
 
     @property
     def processes_logits(self) -> bool:
@@ -174,6 +179,8 @@ class Request:
         stop_token_ids: tokens that end a choice; the stop token itself is part of the output.
         choices: number of sequences to generate (``n`` in OpenAI's API).
         salt: only requests with the same salt reuse the KV of one another.
+        grammar: state of the grammar that constrains each choice, after the output tokens in
+            ``tokens``; None if ``sampling.constrained`` is false. It is not changed.
     """
 
     id: str
@@ -184,6 +191,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     choices: int = 1
     salt: bytes = b""
+    grammar: Matcher | None = None
 
     @cached_property
     def packed(self) -> "array[int]":
@@ -248,6 +256,10 @@ class Request:
         if self.max_tokens <= replayed:
             raise InvalidRequest(f"max_tokens must be above {replayed}, not {self.max_tokens}")
         self.sampling.validate(config.vocab_size)
+        if self.sampling.constrained != (self.grammar is not None):
+            raise InvalidRequest("a constrained request needs a grammar, and others must have none")
+        if self.grammar is not None and self.grammar.vocabulary.size != config.vocab_size:
+            raise InvalidRequest("the grammar is for another vocabulary")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Self
 
 from runtime.core.request import FinishReason, Request
+from runtime.grammar.matcher import Matcher
 from runtime.pages.prefix import PageHashes
 
 
@@ -55,6 +56,8 @@ class SequenceState:
         hashes: hashes by which others find the pages of the sequence; None if they must not.
         resolved: False if the device could not sample the last token. The host must then complete
             the sampling, and read the step before it launches the next one.
+        matcher: state of the request's grammar after some of the output tokens; None before the
+            first token is sampled here, and without a grammar.
     """
 
     request: Request
@@ -71,6 +74,7 @@ class SequenceState:
     cancelled: bool = False
     resolved: bool = True
     hashes: PageHashes | None = None
+    matcher: Matcher | None = None
 
     @property
     def length(self) -> int:

@@ -17,13 +17,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from runtime.core.plan import StepPlan
 from runtime.engine.executor import Executor, ExecutorShape, LaunchedStep
+from runtime.engine.mask_words import mask_words, masks_of_words
 from runtime.engine.plan_deltas import PlanDecoder, PlanEncoder
 from runtime.engine.plan_fields import WordReader, add_items
 from runtime.engine.ring import RingReader, RingSize, RingWriter
 from runtime.engine.shared import SharedWords, Words
 from runtime.errors import FirstRankEnded, RanksDisagree, RankTimeout
+from runtime.grammar.masks import TokenMasks
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import silent
 
@@ -49,6 +53,7 @@ class Call(IntEnum):
     COPY_PAGES = 5
     RECORD_EVENT = 6
     CLOSE = 7
+    SAMPLE = 8
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,14 @@ class StepChannel:
         """Send `Executor.launch` and return the number of the step."""
         return self._send(Call.LAUNCH, self._encoder.encode(plan))
 
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        """Send `LaunchedStep.sample`.
+
+        Args:
+            step: result of `launch`.
+        """
+        self._send(Call.SAMPLE, mask_words(step, masks))
+
     def read(self, step: int, ready: int) -> None:
         """Send `LaunchedStep.read`.
 
@@ -219,14 +232,14 @@ class StepChannel:
             for rank, (executed, beat, busy) in enumerate(rows, 1)
         ]
 
-    def _send(self, call: Call, words: list[int], timeout_s: float | None = None) -> int:
+    def _send(self, call: Call, words: list[int] | Words, timeout_s: float | None = None) -> int:
         """Send a message and return its number.
 
         Args:
             timeout_s: see `RingWriter.write`.
         """
         number = self.sent
-        self._ring.write([number, call, *words], timeout_s)
+        self._ring.write(np.concatenate([(number, call), words]).astype(np.int64), timeout_s)
         self.sent += 1
         return number
 
@@ -255,6 +268,8 @@ class Follower:
             RanksDisagree: a message is missing, or this rank has another shape, event or token than
                 the first one.
         """
+        if message[1] == Call.SAMPLE:
+            return self._sample(message)
         reader = WordReader(message.tolist())
         _check("message", reader.word(), self.executed)
         executor = self._executor
@@ -276,6 +291,14 @@ class Follower:
                 _check("event", reader.word(), executor.record_event())
         self.executed += 1
         return call is not Call.CLOSE
+
+    def _sample(self, message: Words) -> bool:
+        """Execute a message with masks, which are too large for lists."""
+        _check("message", int(message[0]), self.executed)
+        number, masks = masks_of_words(message[2:])
+        self.unread[number].step.sample(masks)
+        self.executed += 1
+        return True
 
     def _read(self, number: int, ready: int) -> None:
         step = self.unread[number].step

@@ -5,7 +5,8 @@ planned step on the executor. The caller can therefore report the results of `pl
 computation. The engine itself uses no tensor.
 
 With replay, `compute` launches a step and then reads the tokens of the previous one. The host
-processes these tokens while the device computes.
+processes these tokens while the device computes. If grammars constrain tokens of the step, the host
+then also computes the masks, and launches the sampling, which follows the forward pass.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ from runtime.engine.commands import (
     Reserved,
     StepOutput,
 )
+from runtime.engine.constraints import Constraints
 from runtime.engine.executor import Executor, LaunchedStep
 from runtime.engine.scheduler import Scheduler
-from runtime.errors import NotFinite, RuntimeFault
+from runtime.errors import GrammarFailed, NotFinite, RuntimeFault
 from runtime.sampling.reference import Draw
 from runtime.steps.replay import UNRESOLVED
 from runtime.steps.warm_up import Progress, silent
@@ -42,11 +44,13 @@ class _InFlightStep:
     Attributes:
         sequences: sequences for which the step samples a token, see `StepPlan.sampled`.
         scored: request id of each chunk with `Chunk.scored`.
+        constrained: whether it needs masks, see `StepPlan.constrained`.
     """
 
     launched: LaunchedStep
     sequences: list[SequenceState]
     scored: list[str]
+    constrained: bool
 
 
 class Engine:
@@ -82,6 +86,7 @@ class Engine:
         )
         self.planned: StepPlan | None = None
         self._in_flight: _InFlightStep | None = None
+        self._constraints = Constraints()
 
     def warm_up(self, progress: Progress = silent) -> None:
         """Compile kernels and capture graphs, so that they do not delay the first requests.
@@ -152,6 +157,8 @@ class Engine:
             self._in_flight = self._launch(plan, output)
         if previous is not None:
             self._collect(previous, output)
+        if self._in_flight is not None and self._in_flight.constrained:
+            self._sample(self._in_flight, output)
         if self._in_flight is not None and not self.executor.shape.options.replay:
             self._collect(self._in_flight, output)
             self._in_flight = None
@@ -224,13 +231,26 @@ class Engine:
 
     def _launch(self, plan: StepPlan, output: StepOutput) -> _InFlightStep:
         """Launch a step, report its chunks, and record the launch in the scheduler."""
+        constrained = plan.constrained
         launched = self.executor.launch(plan)
         for chunk in plan.chunks:
             self._report(chunk, launched.ready, output)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
         scored = [chunk.group.request.id for chunk in plan.chunks if chunk.scored]
-        return _InFlightStep(launched, self.scheduler.step_launched(plan), scored)
+        sequences = self.scheduler.step_launched(plan)
+        return _InFlightStep(launched, sequences, scored, constrained)
+
+    def _sample(self, step: _InFlightStep, output: StepOutput) -> None:
+        """Sample a constrained step. Refuse requests whose masks cannot be computed."""
+        expects = self.scheduler.expects_token
+        masks, failed = self._constraints.masks(step.sequences, expects)
+        step.launched.sample(masks)
+        for sequence, reason in failed:
+            if expects(sequence):  # not refused yet for another choice
+                fault = GrammarFailed(f"the grammar of the output has failed: {reason}")
+                output.refused.append((sequence.request.id, fault))
+                self.scheduler.drop(sequence.request.id)
 
     def _report(self, chunk: Chunk, ready: int | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``.

@@ -1,9 +1,10 @@
 """Interface between an engine, which schedules, and the ranks that compute its steps.
 
 An engine calls the methods of an executor on one thread, in this order for each step: `launch`,
-`copy_pages`, and later `LaunchedStep.read`. An executor changes nothing in a plan. Between steps,
-it stores its own state of each sequence under `SequenceState.arrival`. A rank in another process
-therefore computes copies of the plans, which `runtime.engine.channel` sends to its executor.
+`copy_pages`, `LaunchedStep.sample` for some steps, and later `LaunchedStep.read`. An executor
+changes nothing in a plan. Between steps, it stores its own state of each sequence under
+`SequenceState.arrival`. A rank in another process therefore computes copies of the plans, which
+`runtime.engine.channel` sends to its executor.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from runtime.core.options import EngineOptions
 from runtime.core.plan import StepPlan
 from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
+from runtime.grammar.masks import TokenMasks
 from runtime.pages.plan import PagePlan
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
@@ -29,6 +31,14 @@ class LaunchedStep(Protocol):
     @property
     def ready(self) -> int:
         """Number of the event recorded once all KV is in the pages, see `PagedCache.events`."""
+        ...
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Sample the tokens of a step with constrained sequences (`StepPlan.constrained`).
+
+        It is called once for such a step and never for another one, after the launch and after the
+        previous step was read. Constrained sequences without a mask get tokens that are not used.
+        """
         ...
 
     def read(self) -> list[Draw | None]:
@@ -88,7 +98,8 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step that decodes ``plan.decode`` and computes ``plan.chunks``.
 
-        It samples a token for each of ``plan.sampled``. It evicts tokens of the prompts that it
+        It samples a token for each of ``plan.sampled``, unless ``plan.constrained``: then
+        `LaunchedStep.sample` does. It evicts tokens of the prompts that it
         completes, so that the pages in ``Chunk.vacated`` are empty afterwards. If the KV format has
         a page group for encoded pages, it encodes the pages of complete prompts outside of the
         window.

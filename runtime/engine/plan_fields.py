@@ -38,8 +38,10 @@ NOT_READ: Mapping[type, frozenset[str]] = {
             "scored",
         }
     ),
-    SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes"}),
-    Request: frozenset({"id", "tokens", "max_tokens", "stop_token_ids", "choices", "salt"}),
+    SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes", "matcher"}),
+    Request: frozenset(
+        {"id", "tokens", "max_tokens", "stop_token_ids", "choices", "salt", "grammar"}
+    ),
     SamplingParams: frozenset(),
 }
 """Fields that executors do not read. They are not sent; copies have any value."""
@@ -131,6 +133,10 @@ _FORMATS: Mapping[Any, _Format] = {
     int: _Format(
         lambda words, value: words.append(_signed(value)),
         WordReader.word,
+    ),
+    bool: _Format(
+        lambda words, value: words.append(int(value)),
+        lambda reader: bool(reader.word()),
     ),
     float: _Format(
         lambda words, value: words.append(_bits(value)),

@@ -8,6 +8,7 @@ from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.engine.channel import StepChannel
 from runtime.engine.executor import Executor, LaunchedStep
+from runtime.grammar.masks import TokenMasks
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
 
@@ -29,6 +30,11 @@ class RankStep:
     def ready(self) -> int:
         """Number of the event that every rank records after the step; see `LaunchedStep`."""
         return self.first.ready
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Sample the tokens on every rank; the masks are those of all token ids."""
+        self.channel.sample(self.number, masks)
+        self.first.sample(masks)
 
     def read(self) -> list[Draw | None]:
         """Wait for the step on the first rank and return its draws.

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.sampling.kernels import draw_kernel, partial_sums_kernel
+from runtime.sampling.kernels import draw_kernel, mask_kernel, partial_sums_kernel
 from runtime.sampling.reference import CANDIDATES, Candidates
 
 _BLOCK, _SPLITS = 1024, 32
@@ -24,6 +24,22 @@ def find_candidates(logits: Tensor, temperature: Tensor) -> Candidates:
         SPLITS=_SPLITS, BLOCK=_BLOCK,
     )  # fmt: skip
     return Candidates(values, tokens, partials.sum(dim=-1, keepdim=True).log_())
+
+
+def mask_rows(logits: Tensor, masks: Tensor, first: int) -> Tensor:
+    """Return a copy of logits in which tokens that masks do not allow are `FORBIDDEN`.
+
+    Args:
+        logits: fp32 `[m, width]`, whose columns are contiguous.
+        masks: int32 `[m, words]`, whose columns are contiguous.
+        first: bit of a mask for the first column.
+    """
+    rows, width = logits.shape
+    masked = torch.empty(rows, width, dtype=logits.dtype, device=logits.device)
+    mask_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        logits, logits.stride(0), masks, masks.stride(0), masked, width, first, BLOCK=_BLOCK
+    )
+    return masked
 
 
 def draw_rows(

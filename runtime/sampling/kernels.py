@@ -4,9 +4,34 @@
 import triton
 import triton.language as tl
 
-from runtime.sampling.reference import ROUNDING
+from runtime.sampling.reference import FORBIDDEN, ROUNDING
 
 _KEPT = tl.constexpr(1.0 - ROUNDING)
+_FORBIDDEN = tl.constexpr(FORBIDDEN)
+
+
+@triton.jit
+def mask_kernel(
+    logits, stride, masks, masks_stride, masked, width, first, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy a block of a row per program, with `FORBIDDEN` where the token's bit is 0.
+
+    Grid `(m, cdiv(width, BLOCK))`.
+
+    Args:
+        logits: fp32 `[m, width]`, row stride ``stride``.
+        masks: int32 `[m, words]`, row stride ``masks_stride``; 32 tokens in each word.
+        masked: fp32 `[m, width]`, contiguous, written.
+        first: bit of the first column.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = i < width
+    bit = first + i
+    words = tl.load(masks + row * masks_stride + bit // 32, mask=valid, other=0)
+    values = tl.load(logits + row * stride + i, mask=valid, other=0.0)
+    allowed = ((words >> (bit % 32)) & 1) != 0
+    tl.store(masked + row * width + i, tl.where(allowed, values, _FORBIDDEN), mask=valid)
 
 
 @triton.jit

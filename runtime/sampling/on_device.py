@@ -26,8 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.core.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from runtime.grammar.masks import MaskWords
 from runtime.graphs.host_copy import to_device
 from runtime.layers.vocabulary import Vocabulary
+from runtime.sampling.mask import TokenMask
 from runtime.sampling.reductions import RankReductions, Reductions
 from runtime.sampling.reference import (
     MAX_LOGIT,
@@ -50,11 +52,13 @@ class SamplingFeatures:
         random: whether a row has a temperature above 0.
         processing: whether a row has a bias, penalties or excluded tokens.
         logprobs: whether a row requests log probabilities.
+        masking: whether a grammar constrains a row.
     """
 
     random: bool
     processing: bool
     logprobs: bool
+    masking: bool = False
 
     @classmethod
     def of(cls, samplings: Sequence[SamplingParams]) -> "SamplingFeatures":
@@ -62,10 +66,11 @@ class SamplingFeatures:
             random=any(sampling.temperature > 0 for sampling in samplings),
             processing=any(sampling.processes_logits for sampling in samplings),
             logprobs=any(sampling.logprobs is not None for sampling in samplings),
+            masking=any(sampling.constrained for sampling in samplings),
         )
 
 
-ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)
+ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True, masking=True)
 
 _WORDS, _REALS = 6, 6
 """Number of int64 parameters of a row (greedy, top-k, min-tokens, seed, choice, output index), and
@@ -83,8 +88,8 @@ class DeviceSampler:
 
     Args:
         rows: number of rows.
-        vocabulary: division of the token ids among the ranks. The state takes 13 bytes for each
-            row and each token of this rank.
+        vocabulary: division of the token ids among the ranks. The state takes 13 bytes and a bit
+            for each row and each token of this rank.
         top: maximum number of most probable tokens that a row reports.
         kernels: whether Triton kernels draw; by default on a GPU only.
 
@@ -139,6 +144,7 @@ class DeviceSampler:
         )
         self._bad_words = _BadWords(rows, vocabulary, device)
         self._processed = zeros(rows, own, dtype=torch.float32)
+        self._mask = TokenMask(rows, vocabulary.own, device, kernels=self._kernels)
         self.load(range(rows), [SamplingRow(SamplingParams(), 0, (), 0)] * rows)
 
     @property
@@ -172,6 +178,20 @@ class DeviceSampler:
         for number, row in zip(numbers, rows, strict=True):
             self._processor.load(number, row)
             self._bad_words.load(number, row)
+        self._mask.allow_all(
+            number
+            for number, row in zip(numbers, rows, strict=True)
+            if not row.sampling.constrained
+        )
+
+    def load_masks(self, numbers: Sequence[int], masks: MaskWords) -> None:
+        """Set the masks of rows before each call that samples constrained tokens.
+
+        Args:
+            numbers: row indices, without repetition.
+            masks: masks of the whole vocabulary, `[len(numbers), words]`.
+        """
+        self._mask.load(numbers, masks)
 
     def __call__(self, logits: Tensor, features: SamplingFeatures = ALL_FEATURES) -> None:
         """Sample a token for each of the first `m` rows.
@@ -182,6 +202,8 @@ class DeviceSampler:
         """
         rows = slice(len(logits))
         processed = self._process(logits, rows) if features.processing else logits
+        if features.masking:
+            processed = self._mask.apply(processed)
         temperature = self._filters[0, rows] if features.random else None
         best, finite, candidates = self._reductions.find(logits, processed, temperature)
         if candidates is not None:

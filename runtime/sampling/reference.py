@@ -14,9 +14,13 @@ from torch import Tensor
 
 from runtime.core.request import SamplingParams
 from runtime.core.sequence import SequenceState
+from runtime.grammar.masks import MaskWords, allowed_tokens
 
 MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
+FORBIDDEN = -1e38
+"""Logit of a token that a grammar does not allow. It is less than that of a suppressed token, so
+that a suppressed token is sampled where the grammar allows no other one."""
 CANDIDATES = 1024
 """Number of most probable tokens that a draw considers first. Most distributions need no more."""
 ROUNDING = 1e-9
@@ -31,18 +35,25 @@ class SamplingRow:
     Attributes:
         tokens: token ids of the prompt and of the choice's output so far.
         prompt_tokens: number of prompt tokens in ``tokens``.
+        mask: mask of the tokens that a grammar allows, `[words]`; None to allow all.
     """
 
     sampling: SamplingParams
     choice: int
     tokens: Sequence[int]
     prompt_tokens: int
+    mask: MaskWords | None = None
 
     @classmethod
-    def of(cls, sequence: SequenceState) -> "SamplingRow":
+    def of(cls, sequence: SequenceState, mask: MaskWords | None = None) -> "SamplingRow":
         """Return the sampling row of a running sequence."""
         request = sequence.request
-        return cls(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)
+        return cls(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens, mask)
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether a sampling parameter or the mask changes the logits of any token."""
+        return self.mask is not None or self.sampling.processes_logits
 
     @property
     def index(self) -> int:
@@ -144,26 +155,29 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
 
 def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Return a copy of the logits, processed, or ``logits`` if no row needs processing."""
-    if not any(row.sampling.processes_logits for row in rows):
+    if not any(row.processes_logits for row in rows):
         return logits
     processed = logits.clone()
     for number, row in enumerate(rows):
-        if row.sampling.processes_logits:
+        if row.processes_logits:
             process_logits(processed[number], row)
     return processed
 
 
 def process_logits(logits: Tensor, row: SamplingRow) -> None:
-    """Apply bias, penalties and suppression to a row ``[vocab]`` in place, as OpenAI and vLLM do.
+    """Apply bias, penalties, suppression and mask to a row ``[vocab]`` in place.
+
+    The first three are those of OpenAI and vLLM.
 
     - The bias is added to the logit of its token.
     - The repetition penalty r applies to every token of prompt and output: it divides positive
       logits and multiplies negative ones.
     - The logit of a token that occurs c > 0 times in the output is reduced by c·frequency +
       presence.
-    - Before the output index ``min_tokens``, suppressed tokens have the smallest logit.
-    - Tokens that are not allowed have the smallest logit, and so has the last token of each bad
-      word whose other tokens are the end of the output.
+    - Before the output index ``min_tokens``, suppressed tokens have the logit -`MAX_LOGIT`.
+    - Tokens that are not allowed have this logit, and so has the last token of each bad word whose
+      other tokens are the end of the output.
+    - Tokens that the mask does not allow have the logit `FORBIDDEN`.
     """
     sampling = row.sampling
     if sampling.logit_bias:
@@ -190,6 +204,9 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
     for *before, last in sampling.bad_words:
         if list(output[len(output) - len(before) :]) == before:
             logits[last] = -MAX_LOGIT
+    if row.mask is not None:
+        allowed = torch.from_numpy(allowed_tokens(row.mask, 0, len(logits)))
+        logits.masked_fill_(~allowed.to(logits.device), FORBIDDEN)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

@@ -3,7 +3,13 @@
 A step is one forward pass, a decode pass or a mixed pass, and then the sampling of its tokens. A
 running sequence holds a batch slot. Its sampled token becomes the slot's input token on the device,
 so the next step can be launched before the host has read the token (lookahead). The first token of
-a prompt is sampled in the same way. `StepReplay.launch` writes only changes of the slots, such as
+a prompt is sampled in the same way.
+
+If a grammar constrains a token of the step, `StepReplay.launch` launches the forward pass only. The
+host then reads the previous step, computes the masks while the device computes the pass, and
+launches the sampling by `ConstrainedStep.sample`.
+
+`StepReplay.launch` writes only changes of the slots, such as
 joined sequences and new page-table entries. `StepReplay.collect` waits for the tokens.
 
 If the device cannot draw a slot's token (`DeviceSampler.resolved` is 0), the slot does not advance.
@@ -16,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -25,6 +32,7 @@ from runtime.core.options import EngineOptions
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import Purpose, SequenceState
+from runtime.grammar.masks import MaskWords, TokenMasks
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
@@ -76,6 +84,7 @@ class InFlightStep:
         ready: number of the event of the cache recorded after the forward pass and, with a
             compressed KV format, the encoding of pages.
         held_logits: logits `[own]` of held prompts whose tokens are random, by slot.
+        masks: masks `[words]` of constrained sequences, by slot.
         read_first: whether the step must be read before the next one is launched.
         scored: scored prompt chunks.
     """
@@ -86,6 +95,7 @@ class InFlightStep:
     results: HostCopy
     ready: int
     held_logits: Mapping[int, Tensor]
+    masks: Mapping[int, MaskWords]
     read_first: bool
     scored: tuple[ScoredChunk, ...] = ()
 
@@ -93,6 +103,44 @@ class InFlightStep:
     def read(self) -> list[Draw | None]:
         """See `StepReplay.collect`."""
         return self.replay.collect(self)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `runtime.engine.executor.LaunchedStep`."""
+        return [chunk.read() for chunk in self.scored]
+
+    def sample(self, masks: TokenMasks) -> None:  # noqa: ARG002 - as in `ConstrainedStep`
+        """Fail: the tokens were sampled at the launch."""
+        raise ValueError("the step is not constrained")
+
+
+@dataclass
+class ConstrainedStep:
+    """A step whose forward pass was launched, and whose tokens are sampled once masks are known.
+
+    Attributes:
+        ready: see `InFlightStep`.
+        scored: scored prompt chunks.
+        step: the step after `sample`.
+    """
+
+    replay: "StepReplay"
+    assignment: SlotAssignment
+    sampled: list[tuple[SequenceState, int]]
+    chunks: Sequence[Chunk]
+    ready: int
+    scored: tuple[ScoredChunk, ...]
+    step: InFlightStep | None = None
+
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks) -> None:
+        """See `StepReplay.sample`."""
+        self.step = self.replay.sample(self, masks)
+
+    def read(self) -> list[Draw | None]:
+        """See `StepReplay.collect`. Raises ValueError if the tokens were not sampled."""
+        if self.step is None:
+            raise ValueError("a constrained step was read before its tokens were sampled")
+        return self.step.read()
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `runtime.engine.executor.LaunchedStep`."""
@@ -178,7 +226,7 @@ class StepReplay:
             return self._assignment.bucket <= smallest
         return self._bucket_of(self._slots.extent(sequences)) <= smallest
 
-    def launch(self, plan: StepPlan) -> InFlightStep:
+    def launch(self, plan: StepPlan) -> InFlightStep | ConstrainedStep:
         """Launch a step; see `runtime.engine.Executor.launch`.
 
         A sequence with a token in flight must have been part of the previous step.
@@ -209,7 +257,27 @@ class StepReplay:
             self._sampler.load(joined)
         pairs = zip(sequences, assignment.slots, strict=True)
         sampled = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
-        return self._sample(assignment, sampled, chunks, scored)
+        if not plan.constrained:
+            return self._sample(assignment, sampled, chunks, scored)
+        # The host cannot resolve tokens of the previous step any more: its logits are overwritten.
+        self._latest = None
+        self._encoder.encode(chunks)
+        ready = self._events.record()
+        return ConstrainedStep(self, assignment, sampled, chunks, ready, scored)
+
+    def sample(self, launched: ConstrainedStep, masks: TokenMasks) -> InFlightStep:
+        """Launch the sampling of a constrained step, after the previous step was read."""
+        slots = [launched.sampled[row][1] for row in masks.rows]
+        self._sampler.load_masks(slots, masks.words)
+        of_slot = dict(zip(slots, masks.words, strict=True))
+        return self._sample(
+            launched.assignment,
+            launched.sampled,
+            launched.chunks,
+            launched.scored,
+            launched.ready,
+            of_slot,
+        )
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
@@ -248,12 +316,19 @@ class StepReplay:
         sampled: list[tuple[SequenceState, int]],
         chunks: Sequence[Chunk],
         scored: tuple[ScoredChunk, ...],
+        ready: int | None = None,
+        masks: Mapping[int, MaskWords] = MappingProxyType({}),
     ) -> InFlightStep:
         """Launch the sampling of a step, the copy of its results, and the encoding of its pages.
 
         The pages are encoded last, so that first tokens are not delayed.
+
+        Args:
+            ready: number of the event after the encoding if the pages were encoded before.
+            masks: see `InFlightStep`.
         """
-        ready = None if self._plan.encodes else self._events.record()
+        if ready is None and not self._plan.encodes:
+            ready = self._events.record()
         results = next(self._host_copies)
         bucket = assignment.bucket
         features = assignment.features
@@ -272,7 +347,7 @@ class StepReplay:
             for sequence in chunk.group.sequences
         )
         self._latest = InFlightStep(
-            self, assignment, sampled, results, ready, held, read_first, scored
+            self, assignment, sampled, results, ready, held, masks, read_first, scored
         )
         return self._latest
 
@@ -311,7 +386,7 @@ class StepReplay:
                 draws.append(None)
             elif not resolved and slot in step.held_logits:
                 logits = self._vocabulary.whole(step.held_logits[slot][None])
-                draws += sample(logits, [SamplingRow.of(sequence)])
+                draws += sample(logits, [SamplingRow.of(sequence, step.masks.get(slot))])
             elif not resolved:
                 self._slots.did_not_advance(sequence)
                 draws.append(UNRESOLVED)

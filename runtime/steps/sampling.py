@@ -7,7 +7,7 @@ features, at first use or by `SlotSampler.warm_up`. On the CPU the same operatio
 graph.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.core.request import MAX_LOGPROBS
 from runtime.core.sequence import SequenceState
+from runtime.grammar.masks import MaskWords
 from runtime.graphs.capture import captured
 from runtime.graphs.host_copy import HostCopy
 from runtime.layers.vocabulary import Vocabulary
@@ -26,10 +27,12 @@ from runtime.steps.slots import BatchSlots
 CAPTURED_FEATURES = (
     SamplingFeatures(random=False, processing=False, logprobs=False),
     SamplingFeatures(random=True, processing=False, logprobs=False),
+    SamplingFeatures(random=False, processing=False, logprobs=False, masking=True),
+    SamplingFeatures(random=True, processing=False, logprobs=False, masking=True),
     ALL_FEATURES,
 )
-"""Sampling features for which graphs are captured: greedy, random without bias or penalties, and
-all features (used for every other combination)."""
+"""Sampling features for which graphs are captured: greedy, and random without bias or penalties,
+both with and without masks, and all features (used for every other combination)."""
 
 
 class SlotSampler:
@@ -69,6 +72,10 @@ class SlotSampler:
         """Load the sampling state of the sequences in ``joined``, by slot."""
         rows = [SamplingRow.of(sequence) for sequence in joined.values()]
         self._sampler.load(list(joined), rows)
+
+    def load_masks(self, slots: Sequence[int], masks: MaskWords) -> None:
+        """Set the masks of slots for the next `run`; see `DeviceSampler.load_masks`."""
+        self._sampler.load_masks(slots, masks)
 
     def run(self, bucket: int, features: SamplingFeatures) -> None:
         """Sample a token for each of the first ``bucket`` slots, and advance these slots."""

@@ -11,6 +11,7 @@ from runtime.core.plan import StepPlan
 from runtime.core.request import PromptLogprobs
 from runtime.core.sequence import SequenceState
 from runtime.engine import Executor, ExecutorShape
+from runtime.grammar.masks import TokenMasks
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
@@ -29,6 +30,9 @@ class FakeStep(NamedTuple):
 
     sampled: int
     ready: int = 0
+
+    def sample(self, masks: TokenMasks) -> None:
+        """There are no constrained sequences."""
 
     def read(self) -> list[Draw | None]:
         return [Draw(TOKEN)] * self.sampled

@@ -13,6 +13,7 @@ from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
 from runtime.engine.channel import Follower
 from runtime.engine.executor import LaunchedStep
 from runtime.engine.plan_fields import NOT_READ, SENT
+from runtime.grammar.masks import TokenMasks
 from runtime.models.model import Model
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
@@ -77,6 +78,10 @@ class MirroredStep:
     @property
     def ready(self) -> int:
         return self.step.ready
+
+    def sample(self, masks: TokenMasks) -> None:
+        self.step.sample(masks)
+        self.ranks.execute_next()
 
     def read(self) -> list[Draw | None]:
         draws = self.step.read()

@@ -39,6 +39,7 @@ def test_every_field_is_sent_or_declared_as_not_read(part: type) -> None:
         suppressed=st.frozensets(TOKENS, max_size=5),
         allowed_token_ids=st.frozensets(TOKENS, max_size=5),
         bad_words=st.lists(st.lists(TOKENS, max_size=4).map(tuple), max_size=4).map(tuple),
+        constrained=st.booleans(),
     )
 )
 def test_sampling_parameters_are_sent_bit_for_bit(sampling: SamplingParams) -> None:

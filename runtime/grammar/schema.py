@@ -1,0 +1,95 @@
+"""Preparation of JSON schemas for the compiler."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+_MAX_BRANCHES = 256
+"""Maximum number of branches of a ``oneOf`` that are compared."""
+
+
+def one_of_is_any_of(schema: Any) -> bool:
+    """Return whether each ``oneOf`` of a schema has the meaning of ``anyOf``.
+
+    That is so if no value validates against two of its branches. Two branches are known to be
+    disjoint if they have different types, or require a property with different constants, as the
+    discriminator of a union has.
+    """
+    stack, seen = [schema], 0
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            branches = value.get("oneOf")
+            if isinstance(branches, list):
+                seen += len(branches)
+                if seen > _MAX_BRANCHES or not _disjoint(branches, schema):
+                    return False
+            stack += value.values()
+    return True
+
+
+def _disjoint(branches: Sequence[Any], root: Any) -> bool:
+    resolved = [_resolve(branch, root) for branch in branches]
+    return all(_differ(one, other) for one, other in combinations(resolved, 2))
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    kinds, others = _types(one), _types(other)
+    if kinds and others and not kinds & others:
+        return True
+    values, more = _constants(one), _constants(other)
+    if values is not None and more is not None:
+        return not values & more
+    if kinds != {"object"} or others != {"object"}:
+        return False
+    first, second = _required_constants(one), _required_constants(other)
+    return any(not first[name] & second[name] for name in first.keys() & second.keys())
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types of a schema; empty if any type is allowed or unknown."""
+    kinds = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        return set()
+    # An integer is a number as well.
+    return {"number" if kind == "integer" else kind for kind in kinds}
+
+
+def _constants(schema: Mapping[str, Any]) -> set[str] | None:
+    """Return the strings of ``const`` or ``enum``; None if other values are allowed."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return None
+    return set(values)
+
+
+def _required_constants(schema: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the constants of each required property that has some."""
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return {}
+    found = {}
+    for name in required:
+        own = properties.get(name) if isinstance(name, str) else None
+        constants = _constants(own) if isinstance(own, dict) else None
+        if constants is not None:
+            found[name] = constants
+    return found
+
+
+def _resolve(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return a schema, or the one that its ``$ref`` within the document names; else empty."""
+    for _ in range(8):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        reference = schema["$ref"]
+        if len(schema) > 1 or not isinstance(reference, str) or not reference.startswith("#/"):
+            return {}
+        schema = root
+        for part in reference[2:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
