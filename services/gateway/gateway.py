@@ -26,6 +26,7 @@ from services.common.tracing import NO_SPAN, Span
 from services.gateway.buffers import Buffers
 from services.gateway.chats import ChatPlanner
 from services.gateway.generation import Generator
+from services.gateway.grammars import GrammarChecker
 from services.gateway.keys import ApiKeys
 from services.gateway.limits import ModelLimits
 from services.gateway.metrics import GatewayMetrics
@@ -93,6 +94,7 @@ class Gateway:
         builder: builder that validates generation requests.
         chats: planner of chats, for the formats of the model.
         prompts: encoder of prompts and conversations.
+        grammars: checks constraints on output.
         buffers: memory for request bodies.
         clients: determines the addresses of clients.
     """
@@ -127,6 +129,7 @@ class Gateway:
         self._sessions = SessionPool(settings)
         self.clients = ClientAddresses(settings.trusted_proxies)
         self.buffers = Buffers(settings.max_buffered_bytes)
+        self.grammars = GrammarChecker(settings, model.tokenizer)
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
         self.chats = ChatPlanner(
             settings, model.tokenizer.chat_template, model.tokenizer.special_names
@@ -236,6 +239,7 @@ class Gateway:
         await self._sessions.close()
         await self.router.close()
         self.prompts.close()
+        await self.grammars.close()
 
     @contextmanager
     def _admit(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:

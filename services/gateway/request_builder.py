@@ -93,6 +93,12 @@ class RequestBuilder:
             )
         if not packed:
             raise InvalidRequest("the prompt is empty", param="prompt")
+        if options.constraint is not None and options.ignore_eos:
+            raise InvalidRequest(
+                f"ignore_eos cannot be combined with {options.constraint.field}, which determines "
+                "where the output ends",
+                param="ignore_eos",
+            )
         self._check_at_most("n", options.n, self._settings.max_choices)
         self._check_stop(options.stop)
         self._check_logit_bias(options.logit_bias)

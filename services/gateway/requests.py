@@ -25,6 +25,7 @@ from services.common.messages import MAX_PRIORITY
 from services.common.prefix_hashes import prefix_hashes
 from services.common.token_ids import count_tokens
 from services.common.tracing import NO_SPAN, Span
+from services.gateway.constraints import Constraint
 from services.gateway.keys import Tenant
 
 SEED_BITS = 64
@@ -239,7 +240,13 @@ MaxTokens = (
 
 
 class GenerationOptions(GenerationFields):
-    """Generation parameters of one request, in the same form for HTTP and gRPC."""
+    """Generation parameters of one request, in the same form for HTTP and gRPC.
+
+    Attributes:
+        constraint: constraint on the output, which `GrammarChecker` has checked; None: any text.
+    """
+
+    constraint: Constraint | None = None
 
     max_tokens: MaxTokens = None
     logprobs: (

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from services.common.clients import FORWARDED_FOR, Client, ClientAddresses, split_grpc_peer
+from services.common.constraints import constraint_of
 from services.common.errors import (
     ClientGone,
     InternalFault,
@@ -28,6 +29,7 @@ from services.common.grpc_server import GrpcServer
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.chats import ChatOptions
+from services.gateway.constraints import Constraint
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.prompt_logprobs import check_prompt_logprobs
 from services.gateway.request_errors import check_message_count, invalid_field
@@ -44,6 +46,7 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Inference"
 
 _DOMAIN = "headrace"
+_STRUCTURED = "structured_outputs"
 _MESSAGE_BYTES = 64
 """Memory that a message of a chat needs besides its text, bytes."""
 
@@ -227,6 +230,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, size: int, context: RequestContext
     ) -> GenerationRequest:
         options = _options(message)
+        await self._gateway.grammars.check(options.constraint, context.owner)
         salt = cache_salt(context.tenant, options.cache_salt)
         truncates = options.truncate_prompt_tokens is not None
         kind = message.WhichOneof("prompt")
@@ -286,9 +290,15 @@ def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
         if field.name in GenerationOptions.model_fields
     }
     try:
-        return GenerationOptions.model_validate(given)
+        options = GenerationOptions.model_validate(given)
     except ValidationError as error:
         raise invalid_field(error.errors(include_url=False, include_input=False)[0]) from None
+    if not message.HasField("structured_outputs"):
+        return options
+    spec = constraint_of(message.structured_outputs)
+    if spec is None:
+        raise InvalidRequest("set one constraint in structured_outputs", param=_STRUCTURED)
+    return options.model_copy(update={"constraint": Constraint(spec, _STRUCTURED)})
 
 
 def _deadline(accepted: RequestContext, context: Context) -> float:

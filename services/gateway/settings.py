@@ -211,6 +211,27 @@ class GatewaySettings(ServiceSettings):
         "context; both get fewer tokens if fewer fit on the workers",
     )
 
+    max_grammar_bytes: int = Field(
+        1 << 16,
+        ge=64,
+        le=1 << 16,
+        description="maximum size of a JSON schema, regular expression or grammar that constrains "
+        "the output, bytes",
+    )
+    max_grammar_depth: int = Field(
+        64,
+        ge=1,
+        le=64,
+        description="maximum nesting of a JSON schema, regular expression or grammar",
+    )
+    grammar_timeout_s: float = Field(
+        5.0,
+        gt=0,
+        le=60,
+        description="maximum time in which a JSON schema, regular expression or grammar is "
+        "compiled, in a process of its own, seconds; those that take longer get a 400",
+    )
+
     max_concurrent: int = Field(
         1024,
         ge=1,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
+from services.common.constraints import constraint_message
 from services.common.placement import Placement
 from services.common.token_ids import pack_tokens
 from services.gateway.requests import GenerationRequest
@@ -38,7 +39,7 @@ def start_stream_message(
         prompt_logprobs: number of most likely tokens to report beside each prompt token; None for
             no log probabilities of the prompt.
     """
-    options = request.options
+    options, constraint = request.options, request.options.constraint
     sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
     prefill = placement.prefill
     return decode_pb2.StartStream(
@@ -62,5 +63,6 @@ def start_stream_message(
             stop_token_ids=stop_token_ids,
             choices=options.n,
             cache_salt=request.cache_salt,
+            structured_outputs=constraint_message(constraint.spec) if constraint else None,
         ),
     )

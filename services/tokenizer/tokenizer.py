@@ -70,6 +70,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.pieces)
 
+    @property
+    def json(self) -> str:
+        """The vocabulary as the content of a ``tokenizer.json``."""
+        return self._backend.to_str()
+
     def pieces_showing(self, names: Collection[str]) -> tuple[bytes, ...]:
         """Return `visible_pieces`, with the text of the special tokens of these names.
 
@@ -174,7 +179,7 @@ class Tokenizer:
             config["extra_special_tokens"] = others
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template.declaration
-        (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        (directory / "tokenizer.json").write_text(self.json, encoding="utf-8")
         files = {
             "tokenizer_config.json": config,
             "generation_config.json": {"eos_token_id": list(self.eos_ids)},

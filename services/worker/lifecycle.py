@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import structlog
 
 from headrace.v1 import request_pb2
+from runtime.core.request import Request
 from runtime.engine import Engine, StepOutput
 from runtime.pages.sent import SentTokens
 from services.common.addresses import bracketed
@@ -37,6 +39,7 @@ from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
 from services.worker.settings import WorkerSettings
 from services.worker.threads import set_switch_interval
+from services.worker.wire import constraint_from_message
 
 log = structlog.get_logger()
 
@@ -46,6 +49,7 @@ class Worker(ABC):
 
     Attributes:
         endpoints: endpoints of KV transfers.
+        grammars: compiled grammars of constrained requests.
         address: gRPC address at which other services reach this worker.
         fault: future that fails when the engine or the transfer fails; the process must then end.
         draining: whether new work is refused.
@@ -77,6 +81,7 @@ class Worker(ABC):
         self.engine = EngineThread(loaded.engine, on_output=self._receive, on_fault=self._fail_soon)
         self.self_test = SelfTest(self.engine, self.identity.model.vocab_size)
         self.endpoints = endpoints
+        self.grammars = loaded.grammars
         self.followers = loaded.followers
         self._show_memory(loaded.rank)
         self.draining = False
@@ -195,6 +200,18 @@ class Worker(ABC):
 
         return self.engine.run(compute)
 
+    async def with_grammar(self, request: Request, message: request_pb2.Request) -> Request:
+        """Return a request with the grammar of its message, compiled without blocking.
+
+        Raises:
+            InvalidRequest: the constraint is invalid, or does not allow the output so far.
+        """
+        spec = constraint_from_message(message)
+        if spec is None:
+            return request
+        output = request.tokens[request.prompt_tokens :]
+        return replace(request, grammar=await self.grammars.start(spec, request.salt, output))
+
     def report_admitted(self, placement_id: str) -> None:
         """Report a placement whose command was submitted; see `Registrar.admit`."""
         if self.registrar is not None:
@@ -217,6 +234,7 @@ class Worker(ABC):
 
         If a rank has failed, the engine thread may wait for it in a collective, and is abandoned.
         """
+        self.grammars.close()
         await self.engine.stop(0.0 if self.followers.fault.done() else STOP_S)
 
     def _show_memory(self, first: LoadedRank) -> None:

@@ -14,9 +14,12 @@ import torch
 
 from headrace.v1 import prefill_pb2
 from runtime.engine import Engine
+from runtime.grammar.spec import GrammarBounds
 from services.common.metrics_server import serving_start
+from services.common.model_source import resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.worker.device import torch_device
+from services.worker.grammars import Grammars
 from services.worker.rank_loading import LoadedRank, load_rank, refusing
 from services.worker.ranks.followers import Followers
 from services.worker.settings import WorkerSettings
@@ -55,12 +58,14 @@ class Loaded:
     Attributes:
         engine: schedules the steps of all ranks.
         rank: the first rank, which the process of the engine runs.
+        grammars: compiles the grammars of constrained requests.
         followers: the other ranks.
     """
 
     engine: Engine
     rank: LoadedRank
     identity: Identity
+    grammars: Grammars
     followers: Followers = field(default_factory=Followers)
 
 
@@ -86,7 +91,14 @@ def load_worker(
     _log_capacity(engine, rank.device)
     facts = rank.facts
     identity = Identity(settings.worker_id, uuid.uuid4().hex, facts.model, facts.compatibility)
-    return Loaded(engine, rank, identity, followers)
+    grammars = Grammars(
+        resolve_model(settings.model),
+        facts.model.vocab_size,
+        facts.model.eos_token_ids,
+        GrammarBounds(),
+        settings.cached_grammars,
+    )
+    return Loaded(engine, rank, identity, grammars, followers)
 
 
 @asynccontextmanager

@@ -71,6 +71,7 @@ class Job:
             sequence.
         computed: time of the first tokens, on the same clock; 0 until then.
         reused: number of tokens of the request that this worker does not compute.
+        compiling: task that compiles the grammar and submits the job; None without a constraint.
         wanted: KV to receive from the reader.
         receiving: task that receives the KV of the first tokens; None if there is nothing to
             receive. The pages must not be freed before it has ended.
@@ -87,6 +88,7 @@ class Job:
     computing_since: float = 0.0
     computed: float = 0.0
     reused: int = 0
+    compiling: asyncio.Task[None] | None = None
     wanted: WantedHistory = _NO_HISTORY
     receiving: asyncio.Task[None] | None = None
     page_tables: tuple[tuple[int, ...], ...] = ()
@@ -237,7 +239,10 @@ class PrefillSession:
         job = self._new_job(key, start)
         self._jobs[key] = job
         self._sender.open(job.outgoing)
-        self._submit(job)
+        if job.request.sampling.constrained and not start.cached:
+            job.compiling = asyncio.create_task(self._submit_constrained(key, job))
+        else:
+            self._submit(job)
         log.debug("prefill admitted", **job.outgoing.log_fields, tokens=len(job.request.tokens))
 
     def _new_job(self, key: str, start: pb.StartPrefill) -> Job:
@@ -291,6 +296,22 @@ class PrefillSession:
             return self._worker.sent_tokens(start.request, start.first_token)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
+
+    async def _submit_constrained(self, key: str, job: Job) -> None:
+        """Submit a job once its grammar is compiled, or end it with an error."""
+        code, message = error_pb2.ERROR_CODE_INVALID, ""
+        try:
+            job.request = await self._worker.with_grammar(job.request, job.start.request)
+        except InvalidRequest as error:
+            message = str(error)
+        except Exception as error:
+            log.exception("compiling a grammar failed", **job.outgoing.log_fields)
+            code, message = error_pb2.ERROR_CODE_INTERNAL, f"compiling failed: {error!r}"
+        if self._jobs.get(key) is job:
+            if message:
+                self.fail(key, code, message)
+            else:
+                self._submit(job)
 
     def _submit(self, job: Job) -> None:
         """Let the engine compute the prompt, or pin its pages."""

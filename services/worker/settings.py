@@ -166,6 +166,14 @@ class WorkerSettings(ServiceSettings):
         "`step_tokens`, at most 1,024; workers with different values do not serve a request "
         "together, because a prompt computed again in other chunks may be rounded differently",
     )
+    cached_grammars: int = Field(
+        256,
+        ge=1,
+        le=1 << 16,
+        description="maximum number of compiled grammars that are kept for further requests with "
+        "the same `response_format` or `structured_outputs`, at most a quarter of them for one "
+        "tenant or cache salt; each takes about 100 KiB",
+    )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",
         description="encoding of the KV that this worker sends; auto: on each link the one "

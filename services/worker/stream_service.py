@@ -8,6 +8,7 @@ import structlog
 
 from headrace.v1 import decode_pb2_grpc, error_pb2
 from runtime.engine import Add, Cancel, CancelChoice, Reserve, StepOutput
+from runtime.errors import InvalidRequest
 from services.common.grpc_server import MessageStream
 from services.worker.lifecycle import Worker
 from services.worker.streams import Stream, StreamSession
@@ -61,7 +62,10 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         )
         self.streams[stream.key] = stream
         self._worker.metrics.prompt_tokens.inc(start.request.prompt_tokens)
-        self._admit(stream)
+        if stream.request.sampling.constrained:
+            stream.compiling = asyncio.create_task(self._admit_constrained(stream))
+        else:
+            self._admit(stream)
         log.debug(
             "stream admitted",
             **stream.log_fields,
@@ -69,6 +73,23 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
             tokens=len(stream.request.tokens),
             prefill=start.prefill.worker_id or me.worker_id,
         )
+
+    async def _admit_constrained(self, stream: Stream) -> None:
+        """Admit a stream once its grammar is compiled, or end it with an error."""
+        try:
+            stream.request = await self._worker.with_grammar(stream.request, stream.start.request)
+        except InvalidRequest as error:
+            self._fail(stream, error_pb2.ERROR_CODE_INVALID, str(error))
+            return
+        except Exception as error:
+            log.exception("compiling a grammar failed", **stream.log_fields)
+            self._fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"compiling failed: {error!r}")
+            return
+        if stream.key not in self.streams:
+            return
+        self._admit(stream)
+        for choice in set(range(stream.request.choices)) - stream.unfinished:
+            self.cancel_choice(stream, choice)
 
     def drop(self, stream: Stream) -> None:
         """Free everything that an ended stream holds."""

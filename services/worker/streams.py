@@ -47,6 +47,7 @@ class Stream:
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
+        compiling: task that compiles the grammar and admits the stream; None without a constraint.
         early: timeout scope that can cancel a fetch which began before its pages were reserved;
             None for other fetches.
         asked_from: first token whose KV an early fetch has asked for.
@@ -75,6 +76,7 @@ class Stream:
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
     reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
+    compiling: asyncio.Task[None] | None = None
     early: asyncio.Timeout | None = None
     asked_from: int = 0
     may_compute: int = 0

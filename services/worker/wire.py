@@ -17,7 +17,9 @@ from runtime.core.request import (
     SampledToken,
     SamplingParams,
 )
-from runtime.errors import InvalidRequest, NotCached, NotFinite, RuntimeFault
+from runtime.errors import GrammarFailed, InvalidRequest, NotCached, NotFinite, RuntimeFault
+from runtime.grammar.spec import GrammarSpec
+from services.common.constraints import constraint_of
 from services.common.messages import (
     MAX_CHOICES,
     MAX_DEADLINE_S,
@@ -37,7 +39,10 @@ _PIECE_VALUES = 1 << 14
 
 
 def request_from_message(key: str, message: request_pb2.Request) -> Request:
-    """Return the engine's request with ``key`` as its id.
+    """Return the engine's request with ``key`` as its id, without its grammar.
+
+    If the message has a constraint, ``sampling.constrained`` is true, and the grammar must be added
+    before the engine gets the request; see `constraint_from_message`.
 
     Raises:
         InvalidRequest: the token ids or the placement's id are malformed, or the number of choices
@@ -88,8 +93,17 @@ def _sampling_from_message(request: request_pb2.Request) -> SamplingParams:
     values["allowed_token_ids"] = frozenset(message.allowed_token_ids)
     values["bad_words"] = tuple(tuple(word.tokens) for word in message.bad_words)
     return SamplingParams(
-        **values, suppressed=frozenset(request.stop_token_ids if message.min_tokens else ())
+        **values,
+        suppressed=frozenset(request.stop_token_ids if message.min_tokens else ()),
+        constrained=constraint_from_message(request) is not None,
     )
+
+
+def constraint_from_message(request: request_pb2.Request) -> GrammarSpec | None:
+    """Return the constraint on the output, or None."""
+    if not request.HasField("structured_outputs"):
+        return None
+    return constraint_of(request.structured_outputs)
 
 
 def token_to_message(token: SampledToken) -> pb.Token:
@@ -163,7 +177,7 @@ def token_from_message(
 
 def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
     """Return the error code of a refusal, by which the gateway decides whether to retry."""
-    if isinstance(fault, InvalidRequest):
+    if isinstance(fault, InvalidRequest | GrammarFailed):
         return error_pb2.ERROR_CODE_INVALID
     if isinstance(fault, NotFinite):
         return error_pb2.ERROR_CODE_NOT_FINITE

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.core.request import max_logprobs
 from runtime.engine import Add, Engine, LocalExecutor, Reserved
+from runtime.grammar.spec import GrammarBounds
 from runtime.models.build import build_model
 from runtime.pages.plan import PAGE_SIZE
 from runtime.pages.prefix import root_hash
@@ -35,6 +37,7 @@ from services.transfer.fetch import Fetch
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_codec
+from services.worker.grammars import Grammars
 from services.worker.loading import Identity, Loaded
 from services.worker.peers import RankFacts
 from services.worker.prefill_service import SERVICE
@@ -142,7 +145,8 @@ def _load(
         model, compatibility, sizes, engine.scheduler.pages.total, 1 << 20, {"matmul": "dense"}
     )
     rank = LoadedRank(executor_of(engine), books if codebooks else {}, facts, "cpu")
-    return Loaded(engine, rank, identity)
+    grammars = Grammars(Path("tiny"), CONFIG.vocab_size, [1], GrammarBounds(), 8)
+    return Loaded(engine, rank, identity, grammars)
 
 
 def loaded_of(settings: WorkerSettings, pages: int = 64) -> Loaded:

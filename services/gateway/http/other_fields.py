@@ -98,11 +98,10 @@ IN_REQUEST = _declare(
         _only(),
         (
             *("audio", "chat_template", "custom_logit_processor", "ebnf"),
-            *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
-            *("guided_regex", "guided_whitespace_pattern", "input_ids", "json_schema"),
+            *("guided_decoding_backend", "guided_whitespace_pattern", "input_ids", "json_schema"),
             *("logprob_token_ids", "lora_path", "moderation", "prompt_embeds"),
             *("reasoning", "regex", "repetition_detection", "session_params"),
-            *("structured_outputs", "task", "thinking", "web_search_options"),
+            *("task", "thinking", "web_search_options"),
         ),
     ),
     (
@@ -134,7 +133,6 @@ IN_REQUEST = _declare(
     (_only(""), ("suffix",)),
     (_only("medium"), ("verbosity",)),
     (_only(["text"]), ("modalities",)),
-    (_only({"type": "text"}), ("response_format",)),
     (_only(1), ("length_penalty",)),
     (_only(0), ("routed_experts_prompt_start", "routed_experts_start_len")),
     (_only(-1), ("thinking_token_budget",)),
@@ -170,6 +168,11 @@ IN_TOKENIZE = {**IN_REQUEST, **_OF_OUTPUT, **_ECHO}
 """Fields of a request for token ids."""
 
 IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))
+IN_STRUCTURED_OUTPUTS = _declare(
+    (_HINT, ("disable_fallback",)),
+    (_only(), ("structural_tag", "whitespace_pattern")),
+    (_only(False), ("disable_additional_properties", "disable_any_whitespace")),
+)
 IN_MESSAGE = _declare(
     (_HINT, ("id", "metadata", "name", "parsed")),
     (_only(), ("audio", "function_call", "prefix")),

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from services.common.errors import InvalidRequest, ServiceError
 from services.common.token_ids import unpack_tokens
 from services.gateway.chats import ChatPlan
+from services.gateway.constraints import Constraint
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
@@ -184,6 +185,7 @@ class _Routes:
             salt = cache_salt(context.tenant, options.cache_salt)
             truncates = options.truncate_prompt_tokens is not None
             prompts = await self._prompts(body, size, salt, truncates=truncates)
+        await self._check_constraint(context, options.constraint)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -198,6 +200,7 @@ class _Routes:
             plan = self._gateway.chats.plan(body.conversation())
             truncates = options.truncate_prompt_tokens is not None
             chat = await self._chat(body.messages, plan, size, salt, truncates=truncates)
+        await self._check_constraint(context, options.constraint)
         generation = self._gateway.builder.build(
             context,
             chat.packed,
@@ -207,7 +210,9 @@ class _Routes:
             shown=plan.shown,
         )
         is_end_kept = chat.packed.endswith(generation.packed)  # unless it is cut on the right
-        new_parser = plan.parser_factory(is_reasoning=chat.is_reasoning and is_end_kept)
+        is_reasoning = chat.is_reasoning and is_end_kept
+        # All of a constrained output is content.
+        new_parser = None if options.constraint else plan.parser_factory(is_reasoning=is_reasoning)
         return self._respond(
             body, [generation], new_parser and Messages(new_parser, plan.new_call_id)
         )
@@ -257,6 +262,14 @@ class _Routes:
             raise HTTPException(404)
         self._gateway.require_model(name)
         return json_response(self._describe())
+
+    async def _check_constraint(
+        self, context: RequestContext, constraint: Constraint | None
+    ) -> None:
+        """Check a constraint on the output before the deadline."""
+        if constraint is not None:
+            async with enforce_deadline(context.deadline):
+                await self._gateway.grammars.check(constraint, context.owner)
 
     def _describe(self) -> dict[str, Any]:
         model = self._gateway.model

@@ -17,6 +17,7 @@ from services.gateway.http.other_fields import (
     IN_STREAM_OPTIONS,
     IN_TOKENIZE,
 )
+from services.gateway.http.structured import StructuredFields
 from services.gateway.request_errors import (
     UnsupportedField,
     check_message_count,
@@ -53,7 +54,7 @@ class StreamOptions(Body):
     ] = False
 
 
-class _GenerationBody(Body, GenerationFields):
+class _GenerationBody(Body, GenerationFields, StructuredFields):
     """Fields of the HTTP API that completions and chat completions share."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
@@ -78,7 +79,8 @@ class _GenerationBody(Body, GenerationFields):
     def _options(self, **own: Any) -> GenerationOptions:
         """Return the generation parameters: the shared fields, and those of a subclass."""
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
-        return GenerationOptions.model_construct(**{**shared, **own})
+        constraint = self.constraint()
+        return GenerationOptions.model_construct(**{**shared, "constraint": constraint, **own})
 
 
 class CompletionBody(_GenerationBody):

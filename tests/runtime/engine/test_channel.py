@@ -18,6 +18,7 @@ from runtime.core.plan import StepPlan
 from runtime.engine import Add, Engine, Ranks, StepChannel, StepReader, follow
 from runtime.engine.channel import BEAT_S, Call, Follower
 from runtime.engine.ring import RingSize
+from runtime.engine.shared import Words
 from runtime.errors import FirstRankEnded, RanksDisagree, RankTimeout
 from runtime.sampling.reference import Draw
 from runtime.steps.warm_up import Progress
@@ -78,7 +79,7 @@ class Sends(StepChannel):
         super().__init__(1, timeout_s=0)
         self.calls = calls
 
-    def _send(self, call: Call, words: list[int], timeout_s: float | None = None) -> int:
+    def _send(self, call: Call, words: list[int] | Words, timeout_s: float | None = None) -> int:
         self.calls.append(("channel", call))
         return super()._send(call, words, timeout_s)
 

@@ -8,14 +8,22 @@ from random import Random
 import pytest
 
 from runtime.core.plan import StepPlan
-from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
+from runtime.core.request import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    SamplingParams,
+)
 from runtime.engine import Add, Arrived, Engine, LocalExecutor, Reserve
 from runtime.engine.executor import LaunchedStep
 from runtime.errors import GrammarFailed, InvalidRequest
 from runtime.grammar.compiler import Grammar
+from runtime.grammar.masks import TokenMasks
 from runtime.grammar.spec import GrammarKind
 from runtime.models.build import build_model
 from runtime.models.model import Model
+from runtime.sampling.reference import Draw
 from tests.runtime.engine.mirrored import Mirrored
 from tests.runtime.grammar.schemas import random_schema
 from tests.runtime.grammar.validation import faults
@@ -216,13 +224,16 @@ class _Recorded:
         self._number = number
         self.ready = step.ready
 
-    def sample(self, masks: object) -> None:
+    def sample(self, masks: TokenMasks) -> None:
         self._calls.append(("sample", self._number))
-        self._step.sample(masks)  # type: ignore[arg-type]
+        self._step.sample(masks)
 
-    def read(self) -> object:
+    def read(self) -> list[Draw | None]:
         self._calls.append(("read", self._number))
         return self._step.read()
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return self._step.prompt_logprobs()
 
 
 def test_forward_pass_is_launched_before_the_last_step_is_read(

@@ -127,6 +127,7 @@ class Watch:
 
         def launched(plan: StepPlan) -> InFlightStep:
             step = launch(plan)
+            assert isinstance(step, InFlightStep)
             prompts = [s for chunk in plan.chunks for s in chunk.group.sequences]
             tables = [s.page_tables for s in plan.decode + prompts if s.page_tables]
             pages = {

@@ -13,7 +13,7 @@ NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
 NOT_SAMPLING = {
     "echo",
     *("max_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-    *("priority", "cache_salt", "truncate_prompt_tokens", "truncation_side"),
+    *("priority", "cache_salt", "truncate_prompt_tokens", "truncation_side", "constraint"),
 }
 """Options that workers do not need, or that other fields of the message carry."""
 
@@ -25,7 +25,8 @@ def test_generation_options_and_sampling_message_have_the_same_fields() -> None:
 
 def test_grpc_message_and_options_have_the_same_fields() -> None:
     names = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
-    assert names - NOT_OPTIONS == GenerationOptions.model_fields.keys()
+    options = GenerationOptions.model_fields.keys() - {"constraint"} | {"structured_outputs"}
+    assert names - NOT_OPTIONS == options
 
 
 def test_start_message_has_all_fields_of_the_request() -> None:

@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from headrace.v1.sampling_pb2 import BadWord, Sampling
+from headrace.v1.sampling_pb2 import BadWord, Choices, Sampling, StructuredOutputs
 from runtime.core.request import SamplingParams
-from services.worker.wire import request_from_message
+from runtime.errors import GrammarFailed
+from runtime.grammar.spec import GrammarKind, GrammarSpec
+from services.common.constraints import constraint_message
+from services.common.error_codes import error_reason
+from services.worker.wire import constraint_from_message, fault_to_code, request_from_message
 from tests.services.workers import message_of
 
 FIELDS = Sampling.DESCRIPTOR.fields
-NOT_IN_THE_MESSAGE = {"suppressed"}
+NOT_IN_THE_MESSAGE = {"suppressed", "constrained"}
 """Parameters that the worker derives from other fields of the request."""
 CONVERTED: dict[str, tuple[Any, Any]] = {
     "allowed_token_ids": ([4, 5], {4, 5}),
@@ -62,3 +66,35 @@ def test_stop_tokens_are_suppressed_only_with_min_tokens(
     message.sampling.min_tokens = min_tokens
     message.stop_token_ids[:] = [3, 9]
     assert request_from_message("r", message).sampling.suppressed == suppressed
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "text"),
+    [
+        (StructuredOutputs(json="{}"), GrammarKind.JSON_SCHEMA, "{}"),
+        (StructuredOutputs(regex="a"), GrammarKind.REGEX, "a"),
+        (StructuredOutputs(choice=Choices(texts=["ä", '"'])), GrammarKind.CHOICE, '["ä", "\\""]'),
+        (StructuredOutputs(grammar="b"), GrammarKind.GRAMMAR, "b"),
+        (StructuredOutputs(json_object=True), GrammarKind.JSON_SCHEMA, '{"type":"object"}'),
+    ],
+)
+def test_constraint_of_a_message(sent: StructuredOutputs, kind: GrammarKind, text: str) -> None:
+    message = message_of(5)
+    message.structured_outputs.CopyFrom(sent)
+    assert request_from_message("r", message).sampling.constrained
+    spec = constraint_from_message(message)
+    assert spec == GrammarSpec(kind, text)
+    message.structured_outputs.CopyFrom(constraint_message(spec))
+    assert constraint_from_message(message) == spec
+
+
+def test_message_without_a_constraint() -> None:
+    message = message_of(5)
+    assert not request_from_message("r", message).sampling.constrained
+    message.structured_outputs.SetInParent()
+    assert constraint_from_message(message) is None
+    assert not request_from_message("r", message).sampling.constrained
+
+
+def test_failure_of_a_grammar_is_not_retried() -> None:
+    assert error_reason(fault_to_code(GrammarFailed("x"))) == "invalid"

@@ -1,0 +1,240 @@
+"""Constraints on output: fields, messages to workers, refusals, and bounds on compilation."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.v1 import inference_pb2 as pb
+from headrace.v1 import inference_pb2_grpc, sampling_pb2
+from runtime.grammar.spec import GrammarKind, GrammarSpec
+from services.common.errors import InvalidRequest
+from services.gateway.constraints import Constraint
+from services.gateway.gateway import ServedModel
+from services.gateway.grammars import GrammarChecker
+from services.gateway.http.schemas import ChatBody, CompletionBody, parse_body
+from services.gateway.keys import Tenant
+from services.gateway.settings import GatewaySettings
+from tests.runtime.grammar.schemas import EXPLODING
+from tests.services.gateway.conftest import Site
+from tests.services.gateway.fakes import say
+
+CHAT = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}, "required": ["ü"]}
+TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
+
+
+def constraint(fields: dict[str, Any]) -> Constraint | None:
+    content = json.dumps({"messages": CHAT, **fields}).encode()
+    body = parse_body(content, ChatBody, max_depth=64, context_length=None)
+    return body.options().constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text", "field"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": SCHEMA},
+                }
+            },
+            GrammarKind.JSON_SCHEMA,
+            TEXT,
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            GrammarKind.JSON_SCHEMA,
+            '{"type":"object"}',
+            "response_format",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            GrammarKind.JSON_SCHEMA,
+            TEXT,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": TEXT}},
+            GrammarKind.JSON_SCHEMA,
+            TEXT,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            GrammarKind.REGEX,
+            "a+",
+            "structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"choice": ["ä", "b"], "regex": None}},
+            GrammarKind.CHOICE,
+            '["ä", "b"]',
+            "structured_outputs.choice",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: "a"', "json_object": False}},
+            GrammarKind.GRAMMAR,
+            'start: "a"',
+            "structured_outputs.grammar",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            GrammarKind.JSON_SCHEMA,
+            '{"type":"object"}',
+            "structured_outputs.json_object",
+        ),
+        ({"guided_json": SCHEMA}, GrammarKind.JSON_SCHEMA, TEXT, "guided_json"),
+        ({"guided_regex": "a"}, GrammarKind.REGEX, "a", "guided_regex"),
+        ({"guided_choice": ["a"]}, GrammarKind.CHOICE, '["a"]', "guided_choice"),
+        (
+            {"guided_grammar": "root ::= [a-z]"},
+            GrammarKind.GRAMMAR,
+            "root ::= [a-z]",
+            "guided_grammar",
+        ),
+    ],
+)
+def test_fields_of_constraints(
+    fields: dict[str, Any], kind: GrammarKind, text: str, field: str
+) -> None:
+    assert constraint(fields) == Constraint(GrammarSpec(kind, text), field)
+    completion = parse_body(
+        json.dumps({"prompt": "a", **fields}).encode(),
+        CompletionBody,
+        max_depth=64,
+        context_length=None,
+    )
+    assert completion.options().constraint == Constraint(GrammarSpec(kind, text), field)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}]
+)
+def test_any_text_is_allowed_without_a_constraint(fields: dict[str, Any]) -> None:
+    assert constraint(fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
+            "guided_choice",
+        ),
+        ({"guided_json": 3}, "guided_json"),
+        ({"guided_choice": "a"}, "guided_choice"),
+    ],
+)
+def test_malformed_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        constraint(fields)
+    assert refusal.value.param == param
+
+
+async def test_worker_gets_the_constraint(site: Site) -> None:
+    site.worker.script = say(*site.encode('{"a":1}'))
+    body = {"messages": CHAT, "max_tokens": 9, "response_format": {"type": "json_object"}}
+    assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
+    found = site.worker.streams[-1].start.request.structured_outputs
+    assert found == sampling_pb2.StructuredOutputs(json='{"type":"object"}')
+    body = {"prompt": "a", "max_tokens": 9, "guided_choice": ["a", "b"]}
+    assert (await site.http.post("/v1/completions", json=body)).status_code == 200
+    assert [*site.worker.streams[-1].start.request.structured_outputs.choice.texts] == ["a", "b"]
+    body = {"prompt": "a", "max_tokens": 9}
+    assert (await site.http.post("/v1/completions", json=body)).status_code == 200
+    assert not site.worker.streams[-1].start.request.HasField("structured_outputs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_json": {"enum": []}}, "guided_json"),
+        ({"guided_json": {"type": "string", "pattern": "(?=a)"}}, "guided_json"),
+        ({"guided_json": "[" * 30_000}, "guided_json"),
+        ({"guided_json": {"$ref": "https://localhost/x"}}, "guided_json"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex"),
+        ({"guided_grammar": "start: ("}, "guided_grammar"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+async def test_invalid_constraint_gets_a_400_that_names_the_field(
+    site: Site, fields: dict[str, Any], param: str
+) -> None:
+    started = len(site.worker.streams)
+    response = await site.http.post("/v1/completions", json={"prompt": "a", **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert len(site.worker.streams) == started
+
+
+async def test_rpc_takes_and_checks_constraints(site: Site) -> None:
+    site.worker.script = say(*site.encode("b"))
+    stub = inference_pb2_grpc.InferenceStub(site.rpc)
+    choices = sampling_pb2.StructuredOutputs(choice=sampling_pb2.Choices(texts=["a", "b"]))
+    async for _ in stub.Generate(pb.GenerateRequest(text="a", structured_outputs=choices)):
+        pass
+    assert [*site.worker.streams[-1].start.request.structured_outputs.choice.texts] == ["a", "b"]
+    for given in (
+        sampling_pb2.StructuredOutputs(),
+        sampling_pb2.StructuredOutputs(json_object=False),
+        sampling_pb2.StructuredOutputs(regex="("),
+        sampling_pb2.StructuredOutputs(choice=sampling_pb2.Choices()),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            async for _ in stub.Generate(pb.GenerateRequest(text="a", structured_outputs=given)):
+                pass
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.slow
+async def test_exploding_schema_is_refused_while_others_are_served(model: ServedModel) -> None:
+    """Its process is ended at the time limit, and does not delay the constraints of others."""
+    settings = GatewaySettings.model_validate({"grammar_timeout_s": 3.0})
+    checker = GrammarChecker(settings, model.tokenizer)
+    fine = Constraint(GrammarSpec(GrammarKind.REGEX, "a+"), "guided_regex")
+    bad = Constraint(GrammarSpec(GrammarKind.JSON_SCHEMA, EXPLODING), "guided_json")
+    try:
+        await checker.check(fine, Tenant("a"))
+        gaps, last = [0.0], time.monotonic()
+        exploding = asyncio.create_task(checker.check(bad, Tenant("a")))
+        while not exploding.done():
+            await asyncio.sleep(0.002)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+            if len(gaps) % 100 == 2:
+                other = Constraint(GrammarSpec(GrammarKind.REGEX, f"a{{{len(gaps)}}}"), "r")
+                await asyncio.wait_for(checker.check(other, Tenant("b")), 30)
+                last = time.monotonic()
+        with pytest.raises(InvalidRequest, match="takes more than 3 s to compile"):
+            exploding.result()
+        assert max(gaps) < 0.5
+        begin = time.monotonic()
+        with pytest.raises(InvalidRequest, match="takes more than 3 s"):
+            await checker.check(bad, Tenant("a"))
+        assert time.monotonic() - begin < 0.5, "the result is kept"
+        await checker.check(fine, Tenant("a"))
+    finally:
+        await checker.close()
