@@ -26,7 +26,7 @@ SCHEMA = {
     "required": ["name", "größe", "scores"],
     "additionalProperties": False,
 }
-LIST = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 60, "maxItems": 60}
+NUMBERS = "([0-9]{2} ){50}"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
 
 
@@ -93,7 +93,7 @@ async def test_answer_continues_with_the_same_tokens_after_a_kill(running: Runni
     """Each stream is on one of two decode workers, of which one is killed in mid-answer."""
     fields = body(
         running,
-        structured_outputs={"json": LIST},
+        structured_outputs={"regex": NUMBERS},
         temperature=0.9,
         return_token_ids=True,
         stream=True,
@@ -124,5 +124,5 @@ async def test_answer_continues_with_the_same_tokens_after_a_kill(running: Runni
         assert await asyncio.gather(*asking) == expected
         await asyncio.to_thread(running.wait_for_new_epoch, "decode-0", epochs["decode-0"])
     for text, _ in expected:
-        assert not faults(json.loads(text), LIST)
+        assert re.fullmatch(NUMBERS, text)
     assert running.gateway_metric("headrace_failovers_total") > 0

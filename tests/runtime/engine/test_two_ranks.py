@@ -1,7 +1,9 @@
 """A worker of two ranks on the CPU, each with half of the heads and of the KV, in two processes."""
 
+import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
 from runtime.core.request import SamplingParams
 from runtime.engine import Add, Engine, Executor, LocalExecutor
+from runtime.grammar.spec import GrammarKind
 from runtime.pages.plan import PageCount
+from tests.runtime.grammar.words import END, decode, grammar
 from tests.runtime.tiny import Record, drive, request_of
 from tests.runtime.two_ranks import TwoRanks, nothing, two_rank_workers, whole_executor
 
@@ -92,3 +96,38 @@ def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: Tw
         heads = torch.cat([mine.float(), rest], dim=1)  # [page, kv_head, slot, dim]
         # Ranks add their outputs in another order; KV is rounded to bf16.
         torch.testing.assert_close(heads, all_heads.float(), rtol=0.02, atol=0.02)
+
+
+def test_two_ranks_sample_the_constrained_tokens_of_one(
+    options: EngineOptions, ranks: TwoRanks
+) -> None:
+    """Each rank applies its part of the masks; a request without a grammar runs beside."""
+    words = json.dumps({"enum": ["ein Wort", "größer", "😀"]})
+    found = {
+        "a": grammar(GrammarKind.JSON_SCHEMA, words, VOCAB),
+        "b": grammar(GrammarKind.REGEX, "([a-z]{3,9} ){3}", VOCAB),
+    }
+
+    def requests() -> list[Add]:
+        return [
+            Add(
+                replace(
+                    request_of(name, 20, 30, sampling=sampling, choices=2, stop=[END], seed=seed),
+                    grammar=found[name].start() if name in found else None,
+                )
+            )
+            for seed, (name, sampling) in enumerate(
+                {
+                    "a": SamplingParams(constrained=True),
+                    "b": SamplingParams(temperature=0.9, seed=3, constrained=True),
+                    "c": SamplingParams(temperature=0.9, seed=4),
+                }.items()
+            )
+        ]
+
+    one = drive(Engine(whole_executor(options, VOCAB)), *requests())
+    record = drive(Engine(ranks.executor), *requests())
+    assert record.refused == one.refused == {}
+    assert record.tokens == one.tokens
+    assert decode(record.output("a"), VOCAB) in ('"ein Wort"', '"größer"', '"😀"')
+    assert re.fullmatch("([a-z]{3,9} ){3}", decode(record.output("b", 1), VOCAB))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.compiler import compile_grammar
+from runtime.grammar.compiler import Grammar, compile_grammar
 from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec
+from runtime.grammar.vocabulary import GrammarVocabulary
 from services.common.model_source import resolve_model
 from services.worker import grammars
 from services.worker.grammars import Grammars
@@ -25,11 +26,12 @@ def regex(text: str) -> GrammarSpec:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GrammarSpec]:
     """Constraints in the order in which they were compiled."""
     specs: list[GrammarSpec] = []
-    original = compile_grammar
 
-    def recorded(spec: GrammarSpec, *others: object) -> object:
+    def recorded(
+        spec: GrammarSpec, vocabulary: GrammarVocabulary, bounds: GrammarBounds
+    ) -> Grammar:
         specs.append(spec)
-        return original(spec, *others)  # type: ignore[arg-type]
+        return compile_grammar(spec, vocabulary, bounds)
 
     monkeypatch.setattr(grammars, "compile_grammar", recorded)
     return specs

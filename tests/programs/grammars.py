@@ -1,0 +1,186 @@
+"""Cost of constrained output: compilation and masks, and steps of SmolLM2-135M on the CPU.
+
+``python -m tests.programs.grammars`` compiles random JSON schemas for the tokenizer of SmolLM2 and
+generates random allowed tokens. ``--steps N`` also generates up to N tokens of one batch of
+schemas with the model, with and without the constraint. All times are processor times.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from runtime.checkpoint import load_checkpoint
+from runtime.core.limits import Limits
+from runtime.core.options import EngineOptions
+from runtime.core.request import FinishReason, Request, SamplingParams
+from runtime.engine import Add, Engine, LocalExecutor
+from runtime.grammar.compiler import Grammar, compile_grammar
+from runtime.grammar.masks import MaskWriter, allowed_tokens
+from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec, InvalidGrammar
+from runtime.grammar.vocabulary import GrammarVocabulary
+from runtime.models.build import build_model
+from services.common.model_source import resolve_model
+from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
+from tests.runtime.grammar.schemas import random_schema
+from tests.runtime.grammar.validation import faults
+
+console = Console()
+
+RANDOM_TOKENS = 150
+_CLOSING = (b'"', b"}", b"]")
+
+
+def main(
+    schemas: Annotated[int, typer.Option(help="number of random schemas")] = 200,
+    steps: Annotated[int, typer.Option(help="tokens to generate with the model")] = 0,
+    batch: Annotated[int, typer.Option(help="requests in the batch of the model")] = 16,
+) -> None:
+    """Print the measurements."""
+    path = resolve_model("smollm2-135m")
+    tokenizer = load_tokenizer(path)
+    begin = time.process_time()
+    vocabulary = GrammarVocabulary(tokenizer.json, tokenizer.vocab_size, tokenizer.eos_ids)
+    console.print(f"vocabulary of {vocabulary.size}: {time.process_time() - begin:.2f} s")
+    random = Random(41)
+    written = [random_schema(random) for _ in range(schemas)]
+    grammars = _compiled(written, vocabulary)
+    _generate_at_random([*zip(written, grammars, strict=True)], tokenizer, random)
+    if steps:
+        chosen = [(s, g) for s, g in zip(written, grammars, strict=True) if g][:batch]
+        _generate_with_model(path, tokenizer, chosen, steps)
+
+
+def _compiled(
+    schemas: Sequence[dict[str, Any]], vocabulary: GrammarVocabulary
+) -> list[Grammar | None]:
+    found: list[Grammar | None] = []
+    times = []
+    for schema in schemas:
+        begin = time.process_time()
+        spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        try:
+            found.append(compile_grammar(spec, vocabulary, GrammarBounds()))
+        except InvalidGrammar as error:
+            console.print(f"refused: {error}")
+            found.append(None)
+        times.append(time.process_time() - begin)
+    accepted = sum(grammar is not None for grammar in found)
+    console.print(f"accepted {accepted} of {len(found)}; compilation {_quantiles(times, 1e3)} ms")
+    return found
+
+
+def _generate_at_random(
+    pairs: Sequence[tuple[dict[str, Any], Grammar | None]], tokenizer: Tokenizer, random: Random
+) -> None:
+    """Generate allowed tokens; half of the time one with which answers end, if it is allowed."""
+    closing = [id for id, piece in enumerate(tokenizer.pieces) if piece in _CLOSING]
+    preferred = [*tokenizer.eos_ids, *closing]
+    writer, times, finished, invalid = MaskWriter(1), list[float](), 0, 0
+    for schema, grammar in pairs:
+        if grammar is None:
+            continue
+        matcher, output = grammar.start(), list[int]()
+        while len(output) < RANDOM_TOKENS:
+            begin = time.process_time()
+            (mask,) = writer.write([matcher], grammar.vocabulary.mask_words)
+            times.append(time.process_time() - begin)
+            allowed = allowed_tokens(mask, 0, grammar.vocabulary.size)
+            wanted = [token for token in preferred if allowed[token]]
+            if not wanted or random.random() < 0.5:
+                wanted = np.flatnonzero(allowed).tolist()
+            token = random.choice(wanted)
+            if token in tokenizer.eos_ids:
+                finished += 1
+                invalid += bool(faults(json.loads(tokenizer.decode(output)), schema))
+                break
+            matcher.advance([token])
+            output.append(token)
+    mean = 1e6 * sum(times) / len(times)
+    console.print(
+        f"mask of one sequence {_quantiles(times, 1e6)} µs, mean {mean:.0f}; {len(times)} masks"
+    )
+    console.print(f"finished {finished}, of which invalid {invalid}")
+
+
+def _generate_with_model(
+    path: Path,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[dict[str, Any], Grammar | None]],
+    steps: int,
+) -> None:
+    model = build_model(load_checkpoint(path, torch.float32))
+    ends = frozenset(tokenizer.eos_ids)
+    requests = []
+    for number, (schema, grammar) in enumerate(pairs):
+        content = f"Answer with JSON that follows this schema: {json.dumps(schema)}"
+        text = tokenizer.render_chat([{"role": "user", "content": content}])
+        tokens = tuple(tokenizer.encode_rendered(text)[:300])
+        sampling = SamplingParams(temperature=0.7, seed=number, constrained=True)
+        state = grammar.start() if grammar else None
+        requests.append(
+            Request(str(number), tokens, len(tokens), sampling, steps, ends, grammar=state)
+        )
+    free = [
+        replace(
+            request,
+            sampling=replace(request.sampling, constrained=False),
+            stop_token_ids=frozenset[int](),
+            grammar=None,
+        )
+        for request in requests
+    ]
+    pages = model.layout.plan.each(len(pairs) * (300 + steps) // 16 + 64)
+    limits = Limits(max_running=len(pairs), max_waiting=len(pairs), step_tokens=512)
+    _run("without constraints", Engine(LocalExecutor(model, EngineOptions(pages, limits))), free)
+    engine = Engine(LocalExecutor(model, EngineOptions(pages, limits)))
+    outputs, reasons = _run("with constraints", engine, requests)
+    finished = [name for name, reason in reasons.items() if reason is FinishReason.STOP]
+    invalid = [
+        name
+        for name in finished
+        if faults(json.loads(tokenizer.decode(outputs[name])), pairs[int(name)][0])
+    ]
+    console.print(
+        f"finished {len(finished)} of {len(pairs)} answers, of which invalid {len(invalid)}"
+    )
+
+
+def _run(
+    title: str, engine: Engine, requests: Sequence[Request]
+) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    """Generate, and print the time of steps in which all requests decode."""
+    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+    reasons: dict[str, FinishReason] = {}
+    times: list[float] = []
+    commands = [Add(request) for request in requests]
+    while commands or engine.has_work:
+        begin = time.process_time()
+        output = engine.step(commands)
+        commands = []
+        if len(output.tokens) == len(requests):
+            times.append(time.process_time() - begin)
+        for name, token in output.tokens:
+            outputs[name].append(token.token)
+        reasons |= {name: reason for name, _, reason in output.finished}
+    console.print(f"step of {len(requests)} sequences {title}: {_quantiles(times[1:], 1e3)} ms")
+    return outputs, reasons
+
+
+def _quantiles(values: Sequence[float], scale: float) -> str:
+    """Return median, 99th percentile and maximum as text."""
+    found = np.quantile(values, (0.5, 0.99, 1.0)) * scale if len(values) else np.zeros(3)
+    return " / ".join(f"{value:.3g}" for value in found)
+
+
+if __name__ == "__main__":
+    typer.run(main)
