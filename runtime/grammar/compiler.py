@@ -7,7 +7,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
 from runtime.grammar.matcher import Matcher
-from runtime.grammar.schema import one_of_is_any_of
+from runtime.grammar.schema import one_of_is_any_of, without_unknown_formats
 from runtime.grammar.spec import (
     GrammarBounds,
     GrammarKind,
@@ -95,14 +95,17 @@ def _schema_source(text: str) -> str:
     schema = parsed_json(text)
     if not isinstance(schema, dict):
         raise InvalidGrammar("a JSON schema must be an object")
-    return LLMatcher.grammar_from_json_schema(
-        text,
-        overrides={
-            "whitespace_pattern": _WHITESPACE,
-            "lenient": False,
-            "coerce_one_of": one_of_is_any_of(schema),
-        },
-    )
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(without_unknown_formats(schema)),
+            overrides={
+                "whitespace_pattern": _WHITESPACE,
+                "lenient": False,
+                "coerce_one_of": one_of_is_any_of(schema),
+            },
+        )
+    except ValueError as error:  # JSON that Python accepts, such as NaN and lone surrogates
+        raise InvalidGrammar(str(error)[:_MAX_ERROR_CHARS]) from None
 
 
 def _alternatives(choices: Any) -> str:

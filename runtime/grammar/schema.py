@@ -4,6 +4,16 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+_DATA = ("const", "default", "enum", "examples")
+"""Keywords whose values are no schemas."""
+_FORMATS = frozenset(
+    {
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname"),
+        *("idn-hostname", "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid"),
+        *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    }
+)
+"""Formats of JSON Schema 2020-12."""
 _MAX_BRANCHES = 256
 """Maximum number of branches of a ``oneOf`` that are compared."""
 
@@ -28,6 +38,22 @@ def one_of_is_any_of(schema: Any) -> bool:
                     return False
             stack += value.values()
     return True
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Return a copy of a schema without values of ``format`` that JSON Schema does not define.
+
+    They have no meaning for validation, such as ``int32`` and ``password`` of OpenAPI.
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _DATA else without_unknown_formats(value)
+        for name, value in schema.items()
+        if name != "format" or not isinstance(value, str) or value in _FORMATS
+    }
 
 
 def _disjoint(branches: Sequence[Any], root: Any) -> bool:

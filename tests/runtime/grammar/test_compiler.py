@@ -105,6 +105,9 @@ def test_padding_after_the_tokenizer_is_never_allowed() -> None:
         (KIND.JSON_SCHEMA, "{", "not valid JSON"),
         (KIND.JSON_SCHEMA, "3", "must be an object"),
         (KIND.JSON_SCHEMA, '{"allOf":[false]}', "schema is false"),
+        (KIND.JSON_SCHEMA, '{"minimum":NaN}', ""),
+        (KIND.JSON_SCHEMA, '{"maximum":1e999}', ""),
+        (KIND.JSON_SCHEMA, '{"const":"\\ud800"}', ""),
         (KIND.JSON_SCHEMA, '{"enum":[]}', "anyOf is empty"),
         (KIND.JSON_SCHEMA, '{"$ref":"#"}', "no text matches it"),
         (KIND.JSON_SCHEMA, '{"$ref":"https://localhost/x.json"}', "localhost"),
@@ -183,6 +186,20 @@ def test_union_with_a_discriminator_is_accepted() -> None:
     found = grammar(KIND.JSON_SCHEMA, json.dumps(schema), SIZE)
     assert matches(found, '{"kind": "b", "v": 1}')
     assert not matches(found, '{"kind": "c", "v": 1}')
+
+
+def test_formats_that_json_schema_does_not_define_are_ignored() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"format": {"type": "integer", "format": "int32"}, "p": {"enum": ["format"]}},
+        "required": ["format"],
+        "additionalProperties": False,
+    }
+    assert matches(grammar(KIND.JSON_SCHEMA, json.dumps(schema), SIZE), '{"format": 12}')
+    exact = {"const": {"format": "int32"}}
+    assert matches(grammar(KIND.JSON_SCHEMA, json.dumps(exact), SIZE), '{"format":"int32"}')
+    with pytest.raises(InvalidGrammar, match="format"):
+        grammar(KIND.JSON_SCHEMA, '{"type":"string","format":"iri"}', SIZE)
 
 
 def test_union_with_branches_that_overlap_is_refused() -> None:

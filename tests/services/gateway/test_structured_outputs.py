@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import time
+from random import Random
 from typing import Any
 
 import grpc
@@ -18,10 +20,11 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from services.gateway.keys import Tenant
 from services.gateway.settings import GatewaySettings
-from tests.runtime.grammar.schemas import EXPLODING
+from tests.runtime.grammar.schemas import EXPLODING, random_schema
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import say
 
+MUTATED = int(os.environ.get("MUTATED_SCHEMAS", "150"))
 CHAT = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}, "required": ["ü"]}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
@@ -207,6 +210,39 @@ async def test_rpc_takes_and_checks_constraints(site: Site) -> None:
             async for _ in stub.Generate(pb.GenerateRequest(text="a", structured_outputs=given)):
                 pass
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def mutated(value: Any, random: Random) -> Any:
+    """Return a copy of a schema with some parts replaced, dropped or moved."""
+    if random.random() < 0.06:
+        return random.choice([None, -1, 1e308, "", "#", [], {}, True, {"$ref": "#"}, "object"])
+    if isinstance(value, list):
+        return [mutated(each, random) for each in value if random.random() < 0.97]
+    if not isinstance(value, dict):
+        return value
+    names = list(value)
+    return {
+        (random.choice(names) if random.random() < 0.05 else name): mutated(each, random)
+        for name, each in value.items()
+    }
+
+
+@pytest.mark.slow
+async def test_mutated_schemas_are_accepted_or_refused(model: ServedModel) -> None:
+    checker = GrammarChecker(GatewaySettings.model_validate({}), model.tokenizer)
+    random, refusals = Random(5), list[str]()
+    try:
+        for _ in range(MUTATED):
+            text = json.dumps(mutated(random_schema(random), random))
+            given = Constraint(GrammarSpec(GrammarKind.JSON_SCHEMA, text), "guided_json")
+            try:
+                await checker.check(given, Tenant("a"))
+            except InvalidRequest as error:
+                refusals.append(error.message)
+    finally:
+        await checker.close()
+    assert 0 < len(refusals) < MUTATED
+    assert not [message for message in refusals if "too complex" in message], "a process ended"
 
 
 @pytest.mark.slow

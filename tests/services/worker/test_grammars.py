@@ -11,7 +11,6 @@ from runtime.grammar.compiler import Grammar, compile_grammar
 from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec
 from runtime.grammar.vocabulary import GrammarVocabulary
 from services.common.model_source import resolve_model
-from services.worker import grammars
 from services.worker.grammars import Grammars
 from tests.runtime.grammar.schemas import hostile_schemas
 
@@ -33,7 +32,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GrammarSpec]:
         specs.append(spec)
         return compile_grammar(spec, vocabulary, bounds)
 
-    monkeypatch.setattr(grammars, "compile_grammar", recorded)
+    monkeypatch.setattr("services.worker.grammars.compile_grammar", recorded)
     return specs
 
 
