@@ -9,8 +9,11 @@ which it is invalid, or an empty string.
 """
 
 import json
+import math
 import resource
 import sys
+import time
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.grammar.compiler import compile_grammar
@@ -18,8 +21,8 @@ from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec, Invali
 from runtime.grammar.vocabulary import GrammarVocabulary
 
 LENGTH_BYTES = 4
-_MEMORY_BYTES = 4 << 30
-"""Maximum address space of the process, most of which it does not use."""
+_MEMORY_BYTES = 512 << 20
+"""Maximum memory that a compilation may allocate, bytes."""
 
 
 def message_of(content: Any) -> bytes:
@@ -36,6 +39,7 @@ def _read(stream: BinaryIO) -> Any:
 
 def _fault(request: Any, vocabulary: GrammarVocabulary) -> str:
     """Return why a constraint is invalid, or an empty string."""
+    _limit_processor_time(request["limit_s"])
     spec = GrammarSpec(GrammarKind(request["kind"]), request["text"])
     bounds = GrammarBounds(request["max_bytes"], request["max_depth"])
     try:
@@ -45,12 +49,26 @@ def _fault(request: Any, vocabulary: GrammarVocabulary) -> str:
     return ""
 
 
+def _limit_memory() -> None:
+    """Limit the address space to what is mapped now and `_MEMORY_BYTES`."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + _MEMORY_BYTES, most))
+
+
+def _limit_processor_time(limit_s: float) -> None:
+    """Let the kernel end this process soon after the time limit, even if the gateway is gone."""
+    used_s = time.process_time()
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + limit_s) + 1, most))
+
+
 def main() -> None:
     """Answer the messages of the gateway until it closes the pipe."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
     start = _read(source)
     vocabulary = GrammarVocabulary(start["tokenizer"], start["size"], start["eos_ids"])
+    _limit_memory()
     while (request := _read(source)) is not None:
         target.write(message_of(_fault(request, vocabulary)))
         target.flush()

@@ -43,7 +43,12 @@ class _Compiler:
     async def start(cls) -> "_Compiler":
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.gateway.grammar_process", stdin=pipe, stdout=pipe
+            sys.executable,
+            "-m",
+            "services.gateway.grammar_process",
+            stdin=pipe,
+            stdout=pipe,
+            start_new_session=True,  # a signal from the terminal is for the gateway
         )
         return cls(process)
 
@@ -137,6 +142,7 @@ class GrammarChecker:
             "text": spec.text,
             "max_bytes": self._bounds.max_bytes,
             "max_depth": self._bounds.max_depth,
+            "limit_s": self._settings.grammar_timeout_s,
         }
         limit_s = self._settings.grammar_timeout_s
         try:
@@ -164,7 +170,7 @@ class GrammarChecker:
             "size": tokenizer.vocab_size,
             "eos_ids": tokenizer.eos_ids or _NO_EOS,
         }
-        anything = {"kind": "regex", "text": "a", "max_bytes": 1, "max_depth": 1}
+        anything = {"kind": "regex", "text": "a", "max_bytes": 1, "max_depth": 1, "limit_s": 60}
         compiler = await _Compiler.start()
         try:
             async with asyncio.timeout(_START_S):
