@@ -22,6 +22,9 @@ _LIMITS = LLParserLimits(verbose_errors=False)
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 """Whitespace between the tokens of a JSON text. A bound is needed, because models may otherwise
 generate whitespace without end."""
+_ESCAPES = '"\\bfnrt'
+"""Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one spelling,
+so that an additional property cannot have the name of a declared one."""
 _MAX_ERROR_CHARS = 300
 _EMPTY = ("NoExtension", "NoExtensionBias")
 """Errors of llguidance for grammars without any text."""
@@ -100,6 +103,7 @@ def _schema_source(text: str) -> str:
             json.dumps(without_unknown_formats(schema)),
             overrides={
                 "whitespace_pattern": _WHITESPACE,
+                "json_allowed_escapes": _ESCAPES,
                 "lenient": False,
                 "coerce_one_of": one_of_is_any_of(schema),
             },

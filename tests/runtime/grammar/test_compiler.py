@@ -202,6 +202,18 @@ def test_formats_that_json_schema_does_not_define_are_ignored() -> None:
         grammar(KIND.JSON_SCHEMA, '{"type":"string","format":"iri"}', SIZE)
 
 
+def test_escaped_name_of_a_property_is_not_an_additional_one() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"größe": {"type": "string"}, "ab": {"type": "string"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    found = grammar(KIND.JSON_SCHEMA, json.dumps(schema), SIZE)
+    assert matches(found, '{"größe": "\\" \\n 😀", "other": 3}')
+    for name in ("größe", "gr\\u00f6\\u00dfe", "a\\u0062"):
+        assert not matches(found, f'{{"{name}": 3}}')
+
+
 def test_union_with_branches_that_overlap_is_refused() -> None:
     schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     with pytest.raises(InvalidGrammar, match="oneOf"):
