@@ -23,8 +23,8 @@ _WHITESPACE = r"[ \n\r\t]{0,32}"
 """Whitespace between the tokens of a JSON text. A bound is needed, because models may otherwise
 generate whitespace without end."""
 _ESCAPES = '"\\bfnrt'
-"""Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one spelling,
-so that an additional property cannot have the name of a declared one."""
+"""Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one
+spelling, so that an additional property cannot have the name of a declared one."""
 _MAX_ERROR_CHARS = 300
 _EMPTY = ("NoExtension", "NoExtensionBias")
 """Errors of llguidance for grammars without any text."""
