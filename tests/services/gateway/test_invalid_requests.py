@@ -103,7 +103,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     ({"messages": CHAT, "tools": [{}]}, "tools[0].type", "invalid_value"),
-    ({"messages": CHAT, "response_format": {}}, "response_format", "unsupported_parameter"),
+    ({"messages": CHAT, "response_format": {}}, "response_format.type", "invalid_value"),
     ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"messages": CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value"),
     ({"messages": CHAT, "max_tokens": 0}, "max_tokens", "invalid_value"),
