@@ -7,7 +7,7 @@ tokens that another worker generated are counted as well.
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -98,6 +98,14 @@ class SamplingParams:
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
         )
+
+    def excluded_by_bad_words(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens with which a bad word would be complete after ``output``."""
+        return [
+            last
+            for *before, last in self.bad_words
+            if list(output[len(output) - len(before) :]) == before
+        ]
 
     @property
     def filters(self) -> tuple[float, float, float]:

@@ -1,14 +1,17 @@
 """Masks of the constrained sequences of an engine."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from runtime.core.sequence import SequenceState
-from runtime.grammar.masks import MaskWriter, TokenMasks
+from runtime.grammar.masks import MaskWords, MaskWriter, TokenMasks, mask_of
 from runtime.grammar.matcher import Matcher
 
 NO_MASKS = TokenMasks([], np.empty((0, 0), np.int32))
+_KEPT_MASKS = 256
+"""Number of sets of token ids whose masks are kept."""
 
 
 class Constraints:
@@ -43,11 +46,39 @@ class Constraints:
         words = self._writer.write(matchers, matchers[0].vocabulary.mask_words)
         failed = []
         for at, matcher in enumerate(matchers):
-            reason = matcher.error or ("" if words[at].any() else "no token is allowed")
+            reason = matcher.error or _conflict(sequences[rows[at]], words[at])
             if reason:
                 failed.append((sequences[rows[at]], reason))
                 words[at] = -1
         return TokenMasks(rows, words), failed
+
+
+def _conflict(sequence: SequenceState, mask: MaskWords) -> str:
+    """Return why no token can be sampled, or an empty string.
+
+    ``allowed_token_ids`` and ``bad_words`` exclude tokens that the mask allows. If the text is
+    complete and cannot continue, an end token is sampled even so, as before ``min_tokens``.
+    """
+    if not mask.any():
+        return "no token is allowed"
+    request, sampling = sequence.request, sequence.request.sampling
+    if not sampling.allowed_token_ids and not sampling.bad_words:
+        return ""
+    left = mask
+    if sampling.allowed_token_ids:
+        left = left & _mask_of(sampling.allowed_token_ids, len(mask))
+    if excluded := sampling.excluded_by_bad_words(sequence.tokens[request.prompt_tokens :]):
+        left = left & ~mask_of(excluded, len(mask))
+    if left.any():
+        return ""
+    assert request.grammar is not None
+    ends = _mask_of(frozenset(request.grammar.vocabulary.eos_ids), len(mask))
+    if not (mask & ~ends).any():
+        return ""
+    return "allowed_token_ids or bad_words exclude all tokens that it allows"
+
+
+_mask_of = lru_cache(_KEPT_MASKS)(mask_of)
 
 
 def _advanced(sequence: SequenceState) -> Matcher:

@@ -1,7 +1,7 @@
 """Masks of the tokens that grammars allow next."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,13 @@ class MaskWriter:
                 len(matchers),
             )
         return masks
+
+
+def mask_of(tokens: Collection[int], words: int) -> MaskWords:
+    """Return a mask `[words]` that allows only the given tokens."""
+    bits = np.zeros(words * 32, np.uint8)
+    bits[np.fromiter(tokens, np.int64, len(tokens))] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allowed_tokens(mask: MaskWords, first: int, count: int) -> NDArray[np.bool_]:

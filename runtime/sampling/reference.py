@@ -201,9 +201,8 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
         kept = logits[allowed]
         logits.fill_(-MAX_LOGIT)
         logits[allowed] = kept
-    for *before, last in sampling.bad_words:
-        if list(output[len(output) - len(before) :]) == before:
-            logits[last] = -MAX_LOGIT
+    if excluded := sampling.excluded_by_bad_words(output):
+        logits[excluded] = -MAX_LOGIT
     if row.mask is not None:
         allowed = torch.from_numpy(allowed_tokens(row.mask, 0, len(logits)))
         logits.masked_fill_(~allowed.to(logits.device), FORBIDDEN)

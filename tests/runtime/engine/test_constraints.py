@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -332,3 +333,78 @@ def test_masks_reach_another_rank(model: Model, schema: Grammar, replay: bool) -
     executor.check_equal()
     assert record.tokens == expected.tokens
     assert isinstance(next(iter(record.tokens.values()))[0], SampledToken)
+
+
+def _letters(text: str) -> frozenset[int]:
+    """Return the token ids of single letters."""
+    return frozenset(token for letter in text for token in encode(letter, SIZE))
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_allowed_by_the_grammar_and_by_the_other_fields(
+    model: Model, replay: bool, temperature: float
+) -> None:
+    """The end is not in the allowed ids: it is sampled only where nothing else can follow."""
+    found = grammar(GrammarKind.REGEX, "[abcx]{20}", SIZE)
+    bad = tuple((first, second) for first in _letters("a") for second in _letters("a"))
+    request = constrained(
+        "a",
+        found,
+        temperature=temperature,
+        allowed_token_ids=_letters("abc") | _letters("{}0123456789"),
+        bad_words=(*bad, *((token,) for token in _letters("c"))),
+    )
+    record = drive(engine_of(model, replay=replay), Add(request))
+    output = record.output("a")
+    text = decode(output, SIZE)
+    assert len(text) == 20
+    assert set(text) <= set("ab")
+    assert "aa" not in text
+    assert output[-1] == END
+    assert record.finished["a", 0] is FinishReason.STOP
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "excluding",
+    [
+        {"allowed_token_ids": _letters("ab")},
+        {"bad_words": tuple((token,) for token in encode("x", SIZE))},
+    ],
+)
+def test_request_ends_with_an_error_if_no_token_is_left(
+    model: Model, replay: bool, excluding: dict[str, Any]
+) -> None:
+    found = grammar(GrammarKind.REGEX, "[ab]{4}x", SIZE)
+    request = constrained("a", found, **excluding)
+    other = constrained("b", found)
+    record = drive(engine_of(model, replay=replay), Add(request), Add(other))
+    assert "exclude all tokens" in str(record.refused["a"])
+    assert isinstance(record.refused["a"], GrammarFailed)
+    assert len(record.output("a")) == 4
+    assert decode(record.output("b"), SIZE).endswith("x")
+
+
+@BOTH
+def test_log_probabilities_of_prompts_do_not_depend_on_the_grammar(
+    model: Model, schema: Grammar, replay: bool
+) -> None:
+    request = constrained("a", schema, seed=3, temperature=0.7, prompt_logprobs=2)
+    plain = replace(
+        request, sampling=replace(request.sampling, constrained=False), grammar=None, max_tokens=1
+    )
+    expected = drive(engine_of(model, chunk_tokens=16), Add(plain))
+    others = [constrained(f"b{n}", schema, seed=n) for n in range(2)]
+    engine = engine_of(model, replay=replay, chunk_tokens=16)
+    record = drive(engine, *map(Add, [others[0], request, others[1]]))
+    found = [part for step in record.steps for name, part in step.prompt_logprobs if name == "a"]
+    wanted = [part for step in expected.steps for _, part in step.prompt_logprobs]
+    assert sum(len(part.logprobs) for part in found) == request.prompt_tokens - 1
+    values, expected_values = (
+        [value for part in parts for value in part.logprobs] for parts in (found, wanted)
+    )
+    assert values == pytest.approx(expected_values, abs=1e-4)
+    without = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+    alone = drive(engine_of(model, replay=replay), Add(without))
+    assert record.output("a") == alone.output("a")
