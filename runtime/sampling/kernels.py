@@ -56,9 +56,10 @@ def partial_sums_kernel(
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, width, SPLITS * BLOCK):
         mask = start + i < width
-        values = tl.load(logits + row.to(tl.int64) * stride + start + i, mask=mask, other=0.0)
-        terms = tl.exp((values - most).to(tl.float64) / divisor)
-        total += tl.where(mask, terms, 0.0)
+        values = tl.load(
+            logits + row.to(tl.int64) * stride + start + i, mask=mask, other=float("-inf")
+        )
+        total += tl.exp((values - most).to(tl.float64) / divisor)
     tl.store(partials + row * SPLITS + tl.program_id(1), tl.sum(total, axis=0))
 
 
