@@ -12,6 +12,7 @@ from tests.programs.serving_bench.bench import Bench, Limits
 from tests.programs.serving_bench.cases import (
     Cached,
     Case,
+    Constrained,
     HangUps,
     Interference,
     Load,
@@ -179,6 +180,16 @@ def test_quantiles_are_interpolated_within_buckets(quantile: float, expected: fl
     if quantile == 0.95:
         buckets = [(1.0, 9.0), (2.0, 18.0), (float("inf"), 20.0)]
     assert histogram_quantile(buckets, quantile) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_constrained_streams_are_compared_with_free_ones(tmp_path: Path) -> None:
+    with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S)) as server:
+        case = Constrained((3,), prompt=16, seconds=0.5)
+        (entry,) = measured(tmp_path, case, Peer("peer", (server.url,)))
+    (row,) = entry["cases"]["constrained"]
+    assert min(row[name]["p50"] for name in ("free", "beside_one", "constrained")) > 0
+    assert row["beside_one"]["count"] < row["constrained"]["count"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tests.harness.random_model import RandomModel
 from tests.programs.serving_bench.cases import (
     Cached,
     Case,
+    Constrained,
     HangUps,
     Interference,
     Load,
@@ -23,7 +24,7 @@ from tests.programs.serving_bench.cases.mixes import MIXES
 from tests.programs.serving_bench.systems import HeadraceSystem, Layout, Peer, System
 
 _T = TypeVar("_T")
-CASES = ("single", "cached", "load", "search", "hang-ups", "interference", "mixes")
+CASES = ("single", "cached", "load", "search", "hang-ups", "interference", "constrained", "mixes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +91,12 @@ def _add_cases(made: argparse.ArgumentParser) -> None:
     add("--streams", type=listed(int), default=Interference.streams, help="running streams")
     add("--arriving", type=int, default=Interference.arriving, help="prompts beside streams")
     add("--stream-tokens", type=int, default=Interference.answer, help="longest stream")
-    add("--window", type=float, default=Interference.seconds, help="seconds beside streams")
+    add(
+        "--window",
+        type=float,
+        default=Interference.seconds,
+        help="seconds of each window of streams",
+    )
     add("--mixes", type=listed(str), default=Mixes.mixes, help="presets of the load generator")
     add("--mix-tokens", type=int, default=Mixes.tokens, help="tokens of a mean request of a mix")
     add("--concurrency", type=listed(int), default=Mixes.concurrency, help="requests in flight")
@@ -223,6 +229,7 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
         "interference": Interference(
             own.streams, answer=own.stream_tokens, seconds=own.window, arriving=own.arriving
         ),
+        "constrained": Constrained(own.streams, seconds=own.window),
         "mixes": Mixes(own.mixes, own.mix_tokens, own.concurrency, own.mix_requests),
     }
     if "cached" in own.cases and not 0 < own.shared < min(own.lengths):

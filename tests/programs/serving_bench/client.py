@@ -1,9 +1,11 @@
 """Requests of the cases that do not use a run of the load generator."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count, islice
+from types import MappingProxyType
+from typing import Any
 
 import uvloop
 
@@ -26,8 +28,8 @@ class RequestRefused(Exception):
 class Client:
     """Sends requests over persistent connections. Create it with `connected`."""
 
-    def __init__(self, server: Server, timeout_s: float) -> None:
-        options = Options(server.model, timeout_s, ignore_eos=True)
+    def __init__(self, server: Server, timeout_s: float, extra: Mapping[str, Any]) -> None:
+        options = Options(server.model, timeout_s, ignore_eos=True, extra={**extra})
         self._target = open_target(server.target, options)
         self._numbers = count()
         self.clock = Clock()
@@ -50,13 +52,16 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(server: Server, timeout_s: float) -> AsyncIterator[Client]:
+async def connected(
+    server: Server, timeout_s: float, extra: Mapping[str, Any] = MappingProxyType({})
+) -> AsyncIterator[Client]:
     """Open a client until the block ends.
 
     Args:
         timeout_s: time limit for each request, in seconds.
+        extra: additional fields of the requests.
     """
-    client = Client(server, timeout_s)
+    client = Client(server, timeout_s, extra)
     try:
         yield client
     finally:

@@ -32,6 +32,7 @@ def tables(document: Document) -> dict[str, Table]:
         "Highest rate within objectives": search(document),
         "Rate after all clients hung up": hang_ups(document),
         "Gaps of running streams": interference(document),
+        "Gaps of constrained streams": constrained(document),
         "Mixes of lengths, closed loop": mixes(document),
         "KV transfer and overhead of mixes": overhead(document),
         "Requests/s of mixes at equal latency": mixes_at_equal_latency(document),
@@ -210,6 +211,33 @@ def interference(document: Document) -> Table:
             ("remarks", ""),
         ],
         groups_of(document, "interference", lambda row: f"{row['streams']} streams", cells),
+    )
+
+
+def constrained(document: Document) -> Table:
+    """Return gaps of streams, of those beside a constrained one, and of constrained ones."""
+
+    def cells(row: Row, base: Row) -> list[str]:
+        if "error" in row:
+            return [*("–",) * 5, row["error"][:120]]
+        free, beside, bound = (row[name] for name in ("free", "beside_one", "constrained"))
+        return [
+            *(percentiles(one) for one in (free, beside, bound)),
+            *(f"{one['mean'] / free['mean']:.3f}" for one in (beside, bound)),
+            "",
+        ]
+
+    return Table(
+        [
+            ("system", ""),
+            ("gap, all free", PAIR),
+            ("gap beside a constrained stream", PAIR),
+            ("gap, all constrained", PAIR),
+            ("beside one / free", "means"),
+            ("constrained / free", "means"),
+            ("remarks", ""),
+        ],
+        groups_of(document, "constrained", lambda row: f"{row['streams']} streams", cells),
     )
 
 

@@ -2,6 +2,7 @@
 
 from tests.programs.serving_bench.cases.base import Case, Context
 from tests.programs.serving_bench.cases.cached import Cached
+from tests.programs.serving_bench.cases.constrained import Constrained
 from tests.programs.serving_bench.cases.hang_ups import HangUps
 from tests.programs.serving_bench.cases.interference import Interference
 from tests.programs.serving_bench.cases.load import Load
@@ -12,6 +13,7 @@ from tests.programs.serving_bench.cases.single import Single
 __all__ = [
     "Cached",
     "Case",
+    "Constrained",
     "Context",
     "HangUps",
     "Interference",

@@ -1,16 +1,15 @@
 """Gaps of running streams, without and with the KV of new prompts arriving."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, pairwise
-from typing import Any
+from itertools import count
 
 from loadgen.record import Record
-from loadgen.statistics import Distribution
 from loadgen.workload.base import RequestSpec
 from tests.programs.serving_bench.cases.base import Context, Row
+from tests.programs.serving_bench.cases.window import window
 from tests.programs.serving_bench.client import (
     Client,
     RequestRefused,
@@ -20,9 +19,6 @@ from tests.programs.serving_bench.client import (
     prompts,
 )
 from tests.programs.serving_bench.counters import MetricsReader, stages
-
-_SETTLE_S = 0.5
-"""Seconds before each window that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +61,18 @@ class Interference:
             asyncio.timeout(context.limit_s),
             connected(server, context.limit_s) as client,
         ):
-            quiet = await self._window(client, running, [])
+            mine = [(client, spec) for spec in running]
+            quiet = await window(mine, self.seconds)
             metrics = MetricsReader(server.metrics)
             feeds = [partial(_feed, client, requests, answered)] * self.concurrency
-            busy = await self._window(client, running, feeds)
+            busy = await window(mine, self.seconds, feeds)
             collected = metrics.collect()
         begin, end = busy.begin, busy.end
         ended = [one for one in answered if one.ended and begin <= one.ended < end]
         return {
             "streams": streams,
-            "quiet": quiet.gaps,
-            "busy": busy.gaps,
+            "quiet": quiet.gaps(),
+            "busy": busy.gaps(),
             "arrived": {
                 "requests": len(ended) / self.seconds,
                 "tokens": sum(one.input_tokens for one in ended) / self.seconds,
@@ -83,63 +80,6 @@ class Interference:
             "stages": stages(collected),
             "metrics": collected,
         }
-
-    async def _window(
-        self,
-        client: Client,
-        running: list[RequestSpec],
-        feeds: Sequence[Callable[[], Coroutine[None, None, None]]],
-    ) -> "_Window":
-        """Measure the gaps of new streams, with ``feeds`` running beside them.
-
-        The streams are new in each window, so that both windows see contexts of the same lengths.
-
-        Raises:
-            RequestRefused: if a stream or a feed has failed, or a stream ended too early.
-        """
-        records = [client.start(spec) for spec in running]
-        streams = [
-            asyncio.create_task(client.finish(*pair)) for pair in zip(running, records, strict=True)
-        ]
-        feeders: list[asyncio.Task[None]] = []
-        try:
-            await _all_started(records, streams)
-            feeders += [asyncio.create_task(feed()) for feed in feeds]
-            await asyncio.sleep(_SETTLE_S)
-            begin = client.clock()
-            await asyncio.sleep(self.seconds)
-            end = client.clock()
-            for feeder in feeders:
-                if feeder.done():
-                    feeder.result()
-        finally:
-            for task in (*streams, *feeders):
-                task.cancel()
-            await asyncio.gather(*streams, *feeders, return_exceptions=True)
-        if any(record.ended is not None and record.ended < end for record in records):
-            raise RequestRefused("a stream ended before the measurement")
-        return _Window(begin, end, _gaps(records, begin, end))
-
-
-@dataclass(frozen=True)
-class _Window:
-    begin: float
-    end: float
-    gaps: dict[str, Any]
-
-
-async def _all_started(records: list[Record], tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until every stream has its first tokens.
-
-    Raises:
-        RequestRefused: if a stream has ended instead.
-    """
-    while not all(len(record.times) > 1 for record in records):
-        for record, task in zip(records, tasks, strict=True):
-            if task.done():
-                check(record)
-                raise RequestRefused("a stream ended before the measurement")
-        await asyncio.sleep(0.05)
 
 
 def _distinct(requests: list[RequestSpec]) -> Iterator[RequestSpec]:
@@ -156,23 +96,3 @@ async def _feed(client: Client, requests: Iterator[RequestSpec], answered: list[
     """Send requests one after the other until cancelled."""
     while True:
         answered.append(check(await client.send(next(requests))))
-
-
-def _gaps(records: list[Record], begin: float, end: float) -> dict[str, Any]:
-    """Return the distribution of the gaps that end within a window."""
-    gaps = [
-        later - at
-        for record in records
-        for at, later in pairwise(record.times)
-        if begin <= later < end
-    ]
-    found = Distribution.of(gaps)
-    if found is None:
-        raise RequestRefused("no stream advanced")
-    return {
-        "count": found.count,
-        "mean": found.mean,
-        "p50": found.percentile(50.0),
-        "p99": found.percentile(99.0),
-        "max": found.maximum,
-    }
