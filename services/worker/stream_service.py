@@ -76,16 +76,18 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
 
     async def _admit_constrained(self, stream: Stream) -> None:
         """Admit a stream once its grammar is compiled, or end it with an error."""
+        code, message = error_pb2.ERROR_CODE_INVALID, ""
         try:
             stream.request = await self._worker.with_grammar(stream.request, stream.start.request)
         except InvalidRequest as error:
-            self._fail(stream, error_pb2.ERROR_CODE_INVALID, str(error))
-            return
+            message = str(error)
         except Exception as error:
             log.exception("compiling a grammar failed", **stream.log_fields)
-            self._fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"compiling failed: {error!r}")
+            code, message = error_pb2.ERROR_CODE_INTERNAL, f"compiling failed: {error!r}"
+        if stream.key not in self.streams:  # it has ended, and its number may be used again
             return
-        if stream.key not in self.streams:
+        if message:
+            self._fail(stream, code, message)
             return
         self._admit(stream)
         for choice in set(range(stream.request.choices)) - stream.unfinished:
