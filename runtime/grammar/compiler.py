@@ -1,14 +1,17 @@
 """Compiles constraints to grammars over the tokens of a model."""
 
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.grammar.matcher import Matcher
-from runtime.grammar.schema import one_of_is_any_of, without_unknown_formats
+from runtime.grammar.schema import prepared_schema
 from runtime.grammar.spec import (
+    ANSWER,
+    LARK,
     GrammarBounds,
     GrammarKind,
     GrammarSpec,
@@ -19,12 +22,7 @@ from runtime.grammar.vocabulary import GrammarVocabulary
 
 _LIMITS = LLParserLimits(verbose_errors=False)
 """Limits of llguidance on the work of a compilation and of each mask; its defaults."""
-_WHITESPACE = r"[ \n\r\t]{0,32}"
-"""Whitespace between the tokens of a JSON text. A bound is needed, because models may otherwise
-generate whitespace without end."""
-_ESCAPES = '"\\bfnrt'
-"""Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one
-spelling, so that an additional property cannot have the name of a declared one."""
+_ESCAPED_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _MAX_ERROR_CHARS = 300
 _EMPTY = ("NoExtension", "NoExtensionBias")
 """Errors of llguidance for grammars without any text."""
@@ -80,45 +78,62 @@ def compile_grammar(
 
 def _source(spec: GrammarSpec) -> str:
     """Return a constraint in llguidance's format."""
+    if spec.frame:
+        return LLMatcher.grammar_from_lark(f"{LARK}\n{spec.frame}\n{ANSWER}: {_rule(spec)}\n")
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _schema_source(spec.text)
+            try:
+                return LLMatcher.grammar_from_json_schema(_schema(spec.text))
+            except ValueError as error:  # what Python accepts, such as NaN and lone surrogates
+                raise InvalidGrammar(str(error)[:_MAX_ERROR_CHARS]) from None
         case GrammarKind.CHOICE:
-            return LLMatcher.grammar_from_lark(_alternatives(parsed_json(spec.text)))
+            return LLMatcher.grammar_from_lark(f"start: {_alternatives(spec.text)}")
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.text)
         case GrammarKind.GRAMMAR:
-            try:
-                return grammar_from("grammar", spec.text)
-            except (ValueError, RecursionError) as error:
-                raise InvalidGrammar(str(error)[:_MAX_ERROR_CHARS]) from None
+            return LLMatcher.grammar_from_lark(_lark(spec.text))
 
 
-def _schema_source(text: str) -> str:
+def _rule(spec: GrammarSpec) -> str:
+    """Return a constraint as the body of a rule in Lark syntax."""
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"%json {_schema(spec.text)}"
+        case GrammarKind.CHOICE:
+            return _alternatives(spec.text)
+        case GrammarKind.REGEX:
+            return f"/{_ESCAPED_OR_SLASH.sub(_escaped, spec.text)}/"
+        case GrammarKind.GRAMMAR:
+            return f"%lark {{\n{_lark(spec.text)}\n}}"
+
+
+def _schema(text: str) -> str:
     schema = parsed_json(text)
     if not isinstance(schema, dict):
         raise InvalidGrammar("a JSON schema must be an object")
+    return json.dumps(prepared_schema(schema))
+
+
+def _lark(text: str) -> str:
+    """Return a grammar, which may be GBNF, in Lark syntax."""
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.dumps(without_unknown_formats(schema)),
-            overrides={
-                "whitespace_pattern": _WHITESPACE,
-                "json_allowed_escapes": _ESCAPES,
-                "lenient": False,
-                "coerce_one_of": one_of_is_any_of(schema),
-            },
-        )
-    except ValueError as error:  # JSON that Python accepts, such as NaN and lone surrogates
+        return any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - it raises several types
         raise InvalidGrammar(str(error)[:_MAX_ERROR_CHARS]) from None
 
 
-def _alternatives(choices: Any) -> str:
-    """Return a Lark grammar of one of the given strings."""
+def _escaped(found: re.Match[str]) -> str:
+    return "\\/" if found[0] == "/" else found[0]
+
+
+def _alternatives(text: str) -> str:
+    """Return the body of a rule in Lark syntax for one of some strings."""
+    choices = parsed_json(text)
     if not isinstance(choices, list) or not choices:
         raise InvalidGrammar("it must be a list of at least one string")
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise InvalidGrammar("each choice must be a string that is not empty")
-    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    return " | ".join(json.dumps(choice) for choice in choices)
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -14,8 +14,25 @@ _FORMATS = frozenset(
     }
 )
 """Formats of JSON Schema 2020-12."""
+_WHITESPACE = r"[ \n\r\t]{0,32}"
+"""Whitespace between the tokens of a JSON text. A bound is needed, because models may otherwise
+generate whitespace without end."""
+_ESCAPES = '"\\bfnrt'
+"""Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one
+spelling, so that an additional property cannot have the name of a declared one."""
 _MAX_BRANCHES = 256
 """Maximum number of branches of a ``oneOf`` that are compared."""
+
+
+def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as llguidance compiles it, with the options for it."""
+    options = {
+        "whitespace_pattern": _WHITESPACE,
+        "json_allowed_escapes": _ESCAPES,
+        "lenient": False,
+        "coerce_one_of": one_of_is_any_of(schema),
+    }
+    return {**without_unknown_formats(schema), "x-guidance": options}
 
 
 def one_of_is_any_of(schema: Any) -> bool:

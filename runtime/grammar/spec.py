@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+LARK = "%llguidance {}"
+"""First line of a grammar that is in Lark syntax and not in GBNF."""
+ANSWER = "answer"
+"""Rule of the constraint in `GrammarSpec.frame`."""
+
 
 class InvalidGrammar(ValueError):
     """A constraint is malformed, not supported, too large, or matches no text."""
@@ -32,10 +37,13 @@ class GrammarSpec:
 
     Attributes:
         text: the constraint in the language of ``kind``.
+        frame: rules in llguidance's Lark syntax for an output of which a part follows the
+            constraint. They refer to that part as `ANSWER`; empty for the constraint alone.
     """
 
     kind: GrammarKind
     text: str
+    frame: str = ""
 
     @classmethod
     def json_object(cls) -> "GrammarSpec":
@@ -57,13 +65,14 @@ class GrammarBounds:
 
     def check(self, spec: GrammarSpec) -> None:
         """Raise `InvalidGrammar` if a constraint exceeds a bound, or is no JSON but must be."""
-        size = len(spec.text.encode(errors="surrogatepass"))
+        size = len((spec.text + spec.frame).encode(errors="surrogatepass"))
         if size > self.max_bytes:
             raise InvalidGrammar(f"it has {size} bytes, the limit is {self.max_bytes}")
         if spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE):
             depth = _depth(parsed_json(spec.text))
         else:
             depth = _bracket_depth(spec.text)
+        depth = max(depth, _bracket_depth(spec.frame))
         if depth > self.max_depth:
             raise InvalidGrammar(f"it is nested {depth} levels deep, the limit is {self.max_depth}")
 

@@ -13,6 +13,7 @@ import math
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,7 +44,9 @@ def _fault(request: Any, vocabulary: GrammarVocabulary) -> str:
     spec = GrammarSpec(GrammarKind(request["kind"]), request["text"])
     bounds = GrammarBounds(request["max_bytes"], request["max_depth"])
     try:
-        compile_grammar(spec, vocabulary, bounds)
+        compile_grammar(spec, vocabulary, bounds)  # also finds that no text matches it
+        if request["frame"]:
+            compile_grammar(replace(spec, frame=request["frame"]), vocabulary, bounds)
     except InvalidGrammar as error:
         return str(error)
     return ""

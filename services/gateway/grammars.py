@@ -106,17 +106,18 @@ class GrammarChecker:
             self._bounds.check(spec)
         except InvalidGrammar as error:
             raise _invalid(constraint, str(error)) from None
-        key = hashlib.sha256(f"{spec.kind.value}:{spec.text}".encode(errors="surrogatepass"))
+        key = hashlib.sha256(repr(spec).encode()).digest()
         checked = self._results(owner)
-        fault = checked.get(key.digest())
+        fault = checked.get(key)
         if fault is None:
-            async with self._slots.hold(owner.name, weight=owner.weight, cost=len(spec.text) + 1):
+            cost = len(spec.text) + len(spec.frame) + 1
+            async with self._slots.hold(owner.name, weight=owner.weight, cost=cost):
                 fault = await self._compile(spec)
-            checked[key.digest()] = fault
+            checked[key] = fault
             if len(checked) > _CHECKED_OF_OWNER:
                 checked.popitem(last=False)
         else:
-            checked.move_to_end(key.digest())
+            checked.move_to_end(key)
         if fault:
             raise _invalid(constraint, fault)
 
@@ -140,6 +141,7 @@ class GrammarChecker:
         request = {
             "kind": spec.kind.value,
             "text": spec.text,
+            "frame": spec.frame,
             "max_bytes": self._bounds.max_bytes,
             "max_depth": self._bounds.max_depth,
             "limit_s": self._settings.grammar_timeout_s,
@@ -170,7 +172,8 @@ class GrammarChecker:
             "size": tokenizer.vocab_size,
             "eos_ids": tokenizer.eos_ids or _NO_EOS,
         }
-        anything = {"kind": "regex", "text": "a", "max_bytes": 1, "max_depth": 1, "limit_s": 60}
+        anything = {"kind": "regex", "text": "a", "frame": "", "max_bytes": 1, "max_depth": 1}
+        anything["limit_s"] = _START_S
         compiler = await _Compiler.start()
         try:
             async with asyncio.timeout(_START_S):

@@ -6,6 +6,7 @@ Values that the engine or the event loop could not handle are refused here.
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
@@ -103,7 +104,8 @@ def constraint_from_message(request: request_pb2.Request) -> GrammarSpec | None:
     """Return the constraint on the output, or None."""
     if not request.HasField("structured_outputs"):
         return None
-    return constraint_of(request.structured_outputs)
+    spec = constraint_of(request.structured_outputs)
+    return replace(spec, frame=request.output_frame) if spec else None
 
 
 def token_to_message(token: SampledToken) -> pb.Token:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,11 +11,17 @@ import pytest
 from runtime.grammar.compiler import Grammar, compile_grammar
 from runtime.grammar.masks import MaskWriter, allowed_tokens
 from runtime.grammar.matcher import Matcher
-from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec, InvalidGrammar
+from runtime.grammar.spec import (
+    ANSWER,
+    GrammarBounds,
+    GrammarKind,
+    GrammarSpec,
+    InvalidGrammar,
+)
 from runtime.grammar.vocabulary import GrammarVocabulary
 from tests.runtime.grammar.schemas import hostile_schemas, random_schema
 from tests.runtime.grammar.validation import faults
-from tests.runtime.grammar.words import END, PAD, decode, encode, grammar, tokenizer
+from tests.runtime.grammar.words import END, PAD, decode, encode, grammar, tokenizer, vocabulary
 
 SIZE = 600
 KIND = GrammarKind
@@ -52,11 +59,18 @@ def answer(found: Grammar, random: Random, limit: int) -> list[int]:
     return tokens
 
 
+def compile_framed(kind: GrammarKind, source: str) -> Grammar:
+    """Compile a constraint for a text between angle brackets."""
+    spec = GrammarSpec(kind, source, f'start: "<" {ANSWER} ">"')
+    return compile_grammar(spec, vocabulary(SIZE), GrammarBounds())
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "accepted", "refused"),
     [
         (KIND.REGEX, "[0-9]{2,4}", ["12", "1234"], ["1", "12345", "a"]),
         (KIND.REGEX, "(ja|nein|да)", ["ja", "да"], ["jaja"]),
+        (KIND.REGEX, r"a/[/\\]\/(b\n)?", ["a///", "a/\\/b\n"], ["a//", "a/\\/b"]),
         (KIND.CHOICE, '["ä b", "\\"q\\"", "😀"]', ["ä b", '"q"', "😀"], ["ä", "q"]),
         (KIND.GRAMMAR, 'start: "a" start "b" | "x"', ["x", "aaxbb"], ["aaxb", "ab"]),
         (KIND.GRAMMAR, 'root ::= "a" root "b" | "x"', ["x", "aaxbb"], ["aaxb"]),
@@ -71,6 +85,10 @@ def test_texts_of_a_grammar_are_allowed_and_no_others(
     found = grammar(kind, source, SIZE)
     assert [text for text in accepted if not matches(found, text)] == []
     assert [text for text in refused if matches(found, text)] == []
+    framed = compile_framed(kind, source)
+    assert [text for text in accepted if not matches(framed, f"<{text}>")] == []
+    assert [text for text in (*refused, *accepted) if matches(framed, text)] == []
+    assert [text for text in refused if matches(framed, f"<{text}>")] == []
 
 
 def test_characters_that_several_tokens_form_are_allowed() -> None:
@@ -131,6 +149,9 @@ def test_malformed_constraints_are_refused(kind: GrammarKind, source: str, reaso
         grammar(kind, source, SIZE)
     assert reason in str(refusal.value)
     assert len(str(refusal.value)) < 400
+    if reason != "no text matches it":  # the text before the constraint matches
+        with pytest.raises(InvalidGrammar):
+            compile_framed(kind, source)
 
 
 @pytest.mark.parametrize("name", hostile_schemas())
@@ -210,8 +231,19 @@ def test_escaped_name_of_a_property_is_not_an_additional_one() -> None:
     }
     found = grammar(KIND.JSON_SCHEMA, json.dumps(schema), SIZE)
     assert matches(found, '{"größe": "\\" \\n 😀", "other": 3}')
+    framed = compile_framed(KIND.JSON_SCHEMA, json.dumps(schema))
+    assert matches(framed, '<{"größe": "", "other": 3}>')
     for name in ("größe", "gr\\u00f6\\u00dfe", "a\\u0062"):
         assert not matches(found, f'{{"{name}": 3}}')
+        assert not matches(framed, f'<{{"{name}": 3}}>')
+
+
+def test_frame_counts_for_the_bounds() -> None:
+    spec = GrammarSpec(KIND.CHOICE, '["a"]', 'start: "b" | answer')
+    with pytest.raises(InvalidGrammar, match="24 bytes, the limit is 23"):
+        GrammarBounds(23, 4).check(spec)
+    with pytest.raises(InvalidGrammar, match="nested 3 levels"):
+        GrammarBounds(99, 2).check(replace(spec, frame='start: ((("b"))) | answer'))
 
 
 def test_union_with_branches_that_overlap_is_refused() -> None:

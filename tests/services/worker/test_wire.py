@@ -1,6 +1,7 @@
 """Conversion of messages to the runtime's types, by field name."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,8 @@ def test_constraint_of_a_message(sent: StructuredOutputs, kind: GrammarKind, tex
     assert spec == GrammarSpec(kind, text)
     message.structured_outputs.CopyFrom(constraint_message(spec))
     assert constraint_from_message(message) == spec
+    message.output_frame = "start: answer"
+    assert constraint_from_message(message) == replace(spec, frame="start: answer")
 
 
 def test_message_without_a_constraint() -> None:
