@@ -1,14 +1,24 @@
 """Plans of chats: rendering for the model, and parsing of the output."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from services.common.errors import InvalidRequest
+from services.gateway.constraints import Constraint
 from services.gateway.output.call_parser import CallParser
 from services.gateway.output.formats import MessageFormats
+from services.gateway.output.lark import Marks
+from services.gateway.output.message_grammar import (
+    OBJECT,
+    CallableTool,
+    CallGrammar,
+    MessageGrammar,
+    arguments_schema,
+)
 from services.gateway.output.message_parser import MessageParser
 from services.gateway.output.reasoning import ReasoningFormat, ReasoningParser
 from services.gateway.output.tool_format import ToolFormat
@@ -36,6 +46,9 @@ class ChatOptions:
         reasoning_effort: ``none``, or how much to reason; None: the model's default.
         template_kwargs: variables of the chat template.
         add_generation_prompt, continue_final_message: see `TemplateInput`.
+        requires_calls: whether the message must have calls.
+        called_name: name of the only function that the model may call; None for all.
+        strict: names of the functions the arguments of whose calls follow their schemas.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -45,6 +58,9 @@ class ChatOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    requires_calls: bool = False
+    called_name: str | None = None
+    strict: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class ChatPlan:
         tool_format: format of calls in the conversation and in the output; None if it is unknown.
         reasoning: format of the reasoning block; None if the output has none.
         keeps_calls: whether the model gets calls and their results in earlier messages.
+        marks: writes the marks of the formats in grammars.
     """
 
     options: ChatOptions
@@ -64,6 +81,7 @@ class ChatPlan:
     tool_format: ToolFormat | None
     reasoning: ReasoningFormat | None
     keeps_calls: bool
+    marks: Marks
 
     @property
     def shown(self) -> frozenset[str]:
@@ -94,11 +112,50 @@ class ChatPlan:
         prompt = tokenizer.render_chat(messages, given)
         return ChatPrompt(prompt, self._is_reasoning(prompt, last))
 
-    def parser_factory(self, *, is_reasoning: bool) -> Callable[[], MessageParser] | None:
+    def grammar(self, answer: Constraint | None, *, is_reasoning: bool) -> MessageGrammar | None:
+        """Return what the message may consist of; None if it may be any text.
+
+        Args:
+            answer: constraint on the content. It does not apply if calls are required.
+            is_reasoning: whether the output begins in a reasoning block.
+
+        Raises:
+            InvalidRequest: the schema of a function is not that of an object.
+        """
+        options, calls, field = self.options, None, answer.field if answer else ""
+        if options.tools and (options.requires_calls or options.strict or answer):
+            assert self.tool_format is not None
+            calls = CallGrammar(
+                self.tool_format,
+                tuple(self._callable_tools()),
+                required=options.requires_calls,
+                parallel=options.parallel_tool_calls,
+            )
+        if options.requires_calls:
+            answer, field = None, "tool_choice"
+        if calls is None and answer is None:
+            return None
+        spec = answer.spec if answer else None
+        return MessageGrammar(self.reasoning, is_reasoning, calls, spec, field or "tools")
+
+    def _callable_tools(self) -> Iterator[CallableTool]:
+        options = self.options
+        for at, tool in enumerate(options.tools):
+            function, field = tool["function"], f"tools[{at}].function.parameters"
+            name, is_strict = function["name"], function["name"] in options.strict
+            if options.called_name in (None, name):
+                follows = is_strict or options.requires_calls
+                schema = arguments_schema(function.get("parameters"), field) if follows else OBJECT
+                yield CallableTool(name, schema, is_strict=is_strict, field=field)
+
+    def parser_factory(
+        self, *, is_reasoning: bool, gap: str = ""
+    ) -> Callable[[], MessageParser] | None:
         """Return a function that returns a parser for one choice; None if no text needs parsing.
 
         Args:
             is_reasoning: whether the output begins in a reasoning block.
+            gap: white space after the block that is not content.
         """
         options, tool_format, reasoning = self.options, self.tool_format, self.reasoning
         names = frozenset(tool["function"]["name"] for tool in options.tools)
@@ -107,10 +164,11 @@ class ChatPlan:
 
         def new_parser() -> MessageParser:
             return MessageParser(
-                ReasoningParser(reasoning, is_open=is_reasoning) if reasoning else None,
+                ReasoningParser(reasoning, is_open=is_reasoning, gap=gap) if reasoning else None,
                 CallParser(tool_format, names) if tool_format and names else None,
                 include_reasoning=options.include_reasoning,
                 parallel=options.parallel_tool_calls,
+                is_named=options.called_name is not None,
             )
 
         return new_parser
@@ -150,17 +208,23 @@ class ChatPlanner:
     """Checks the options of chats against the settings and the chat template of the model."""
 
     def __init__(
-        self, settings: GatewaySettings, template: ChatTemplate | None, names: Mapping[str, str]
+        self,
+        settings: GatewaySettings,
+        template: ChatTemplate | None,
+        names: Mapping[str, str],
+        special_tokens: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Choose the formats of the model.
 
         Args:
             names: special tokens by the names of variables of the template.
+            special_tokens: ids of all special tokens, by their text.
         """
         self._settings = settings
         self._template = template
         self._formats = MessageFormats.of(template, settings.tool_parser, settings.reasoning_parser)
         self._reserved = _OWN_VARIABLES | names.keys()
+        self._marks = Marks(special_tokens)
 
     def plan(self, options: ChatOptions) -> ChatPlan:
         """Return the plan of a chat.
@@ -185,6 +249,7 @@ class ChatPlanner:
             formats.tools,
             formats.reasoning,
             keeps_calls=describes_tools or "tool_calls" in source,
+            marks=self._marks,
         )
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]], variables: Collection[str]) -> None:

@@ -132,7 +132,10 @@ class Gateway:
         self.grammars = GrammarChecker(settings, model.tokenizer)
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
         self.chats = ChatPlanner(
-            settings, model.tokenizer.chat_template, model.tokenizer.special_names
+            settings,
+            model.tokenizer.chat_template,
+            model.tokenizer.special_names,
+            model.tokenizer.special_tokens,
         )
         self.builder = RequestBuilder(
             settings,

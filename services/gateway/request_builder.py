@@ -3,7 +3,9 @@
 import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from runtime.grammar.spec import GrammarSpec
 from services.common.errors import InvalidRequest
 from services.common.messages import MAX_TOKENS
 from services.common.token_ids import count_tokens, pack_tokens
@@ -93,12 +95,6 @@ class RequestBuilder:
             )
         if not packed:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if options.constraint is not None and options.ignore_eos:
-            raise InvalidRequest(
-                f"ignore_eos cannot be combined with {options.constraint.field}, which determines "
-                "where the output ends",
-                param="ignore_eos",
-            )
         self._check_at_most("n", options.n, self._settings.max_choices)
         self._check_stop(options.stop)
         self._check_logit_bias(options.logit_bias)
@@ -115,9 +111,32 @@ class RequestBuilder:
         max_tokens = self._max_tokens(count_tokens(packed), limit, name, chat)
         self._check_at_most("min_tokens", options.min_tokens, max_tokens, f"{name}, ")
         seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(
+        request = GenerationRequest(
             context, packed, max_tokens, seed, options, chat, bad_words=bad_words, shown=shown
         )
+        if options.constraint is None:
+            return request
+        return self.constrain(request, options.constraint.spec, options.constraint.field)
+
+    @staticmethod
+    def constrain(
+        request: GenerationRequest, grammar: GrammarSpec, field: str
+    ) -> GenerationRequest:
+        """Return a request with a constraint on the output.
+
+        Args:
+            field: the client's field that requires it.
+
+        Raises:
+            InvalidRequest: if the client wants no end of the output.
+        """
+        if request.options.ignore_eos:
+            raise InvalidRequest(
+                f"ignore_eos cannot be combined with {field}, which determines where the output "
+                "ends",
+                param="ignore_eos",
+            )
+        return replace(request, grammar=grammar)
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens

@@ -21,6 +21,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from runtime.grammar.spec import GrammarSpec
 from services.common.messages import MAX_PRIORITY
 from services.common.prefix_hashes import prefix_hashes
 from services.common.token_ids import count_tokens
@@ -243,7 +244,7 @@ class GenerationOptions(GenerationFields):
     """Generation parameters of one request, in the same form for HTTP and gRPC.
 
     Attributes:
-        constraint: constraint on the output, which `GrammarChecker` has checked; None: any text.
+        constraint: constraint on the text, which `GrammarChecker` has checked; None: any text.
     """
 
     constraint: Constraint | None = None
@@ -320,6 +321,7 @@ class GenerationRequest:
         bad_words: bad words of the options as token ids.
         chat: whether the prompt is a conversation.
         shown: names of special tokens that the text of the output includes.
+        grammar: constraint on the output; None: any output.
         prefix: hashes of the beginning of the prompt, see `services.common.prefix_hashes`.
     """
 
@@ -331,6 +333,7 @@ class GenerationRequest:
     chat: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
     shown: frozenset[str] = frozenset()
+    grammar: GrammarSpec | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -39,7 +39,7 @@ def start_stream_message(
         prompt_logprobs: number of most likely tokens to report beside each prompt token; None for
             no log probabilities of the prompt.
     """
-    options, constraint = request.options, request.options.constraint
+    options, grammar = request.options, request.grammar
     sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
     prefill = placement.prefill
     return decode_pb2.StartStream(
@@ -63,6 +63,7 @@ def start_stream_message(
             stop_token_ids=stop_token_ids,
             choices=options.n,
             cache_salt=request.cache_salt,
-            structured_outputs=constraint_message(constraint.spec) if constraint else None,
+            structured_outputs=constraint_message(grammar) if grammar else None,
+            output_frame=grammar.frame if grammar else "",
         ),
     )

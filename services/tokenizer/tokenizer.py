@@ -71,6 +71,11 @@ class Tokenizer:
         return len(self.pieces)
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by their text."""
+        return {self.pieces[id].decode("utf-8", "replace"): id for id in self.special_ids}
+
+    @property
     def json(self) -> str:
         """The vocabulary as the content of a ``tokenizer.json``."""
         return self._backend.to_str()
@@ -80,9 +85,7 @@ class Tokenizer:
 
         The result is kept: call this with few different sets of names.
         """
-        ids = frozenset(
-            id for id in self.special_ids if self.pieces[id].decode("utf-8", "replace") in names
-        )
+        ids = frozenset(id for name, id in self.special_tokens.items() if name in names)
         if not ids:
             return self.visible_pieces
         if ids not in self._shown:

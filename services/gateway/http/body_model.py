@@ -12,6 +12,9 @@ UNSUPPORTED = "unsupported"
 INVALID = "invalid"
 """Like `UNSUPPORTED`, for a supported field whose value is invalid."""
 
+_MAX_KIND_CHARS = 40
+"""Maximum characters of the type of a content part or of a tool in an error message."""
+
 
 def _document_ignored(schema: dict[str, Any], body: type["Body"]) -> None:
     """Add to the JSON schema what `Body` accepts but ignores.
@@ -69,6 +72,15 @@ def unsupported(field: str, reason: str) -> PydanticCustomError:
 def invalid(field: str, reason: str) -> PydanticCustomError:
     """Return the error for an invalid value. ``field`` is as in `unsupported`."""
     return PydanticCustomError(INVALID, "{reason}", {"field": field, "reason": reason})
+
+
+def check_type(content: Any, supported: str) -> Any:
+    """Refuse an object of another type with an error that names the type, not its fields."""
+    kind = content.get("type", supported) if isinstance(content, dict) else supported
+    if isinstance(kind, str) and kind != supported:
+        reason = f"{kind[:_MAX_KIND_CHARS]!r}: only {supported!r} is supported"
+        raise unsupported("type", reason)
+    return content
 
 
 def is_deeper(content: Any, raw: bytes, limit: int) -> bool:

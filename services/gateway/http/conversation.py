@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions
-from services.gateway.http.body_model import Body, invalid, is_deeper, unsupported
-from services.gateway.http.forced_calls import Strict, ToolChoice
+from services.gateway.http.body_model import Body, check_type, invalid, is_deeper
 from services.gateway.http.other_fields import (
     IN_CALLED_FUNCTION,
     IN_MESSAGE,
@@ -17,23 +16,10 @@ from services.gateway.http.other_fields import (
     IN_TOOL_CALL,
     OtherFields,
 )
+from services.gateway.http.tool_choice import NamedTool, ToolChoice, ToolName
 
-_MAX_KIND_CHARS = 40
-"""Maximum characters of the type of a content part or of a tool in an error message."""
 _MAX_ARGUMENTS_DEPTH = 128
 """Maximum nesting of the arguments of a call, which chat templates write with recursion."""
-_NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,128}$"
-
-ToolName = Annotated[str, Field(pattern=_NAME_PATTERN)]
-
-
-def _check_type(content: Any, supported: str) -> Any:
-    """Refuse an object of another type with an error that names the type, not its fields."""
-    kind = content.get("type", supported) if isinstance(content, dict) else supported
-    if isinstance(kind, str) and kind != supported:
-        reason = f"{kind[:_MAX_KIND_CHARS]!r}: only {supported!r} is supported"
-        raise unsupported("type", reason)
-    return content
 
 
 class TextPart(Body):
@@ -47,7 +33,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_kind(cls, content: Any) -> Any:
-        return _check_type(content, "text")
+        return check_type(content, "text")
 
 
 class CalledFunction(Body):
@@ -88,7 +74,7 @@ class ToolCall(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_kind(cls, content: Any) -> Any:
-        return _check_type(content, "function")
+        return check_type(content, "function")
 
     def as_template_input(self) -> dict[str, Any]:
         """Return the call as chat templates take it."""
@@ -158,7 +144,9 @@ class Function(Body):
     parameters: Annotated[
         dict[str, Any] | None, Field(description="JSON schema of the arguments; default: none")
     ] = None
-    strict: Strict = False
+    strict: Annotated[bool, Field(description="the arguments of each call follow the schema")] = (
+        False
+    )
 
 
 class Tool(Body):
@@ -172,7 +160,7 @@ class Tool(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_kind(cls, content: Any) -> Any:
-        return _check_type(content, "function")
+        return check_type(content, "function")
 
     def as_template_input(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
@@ -189,7 +177,11 @@ class ConversationFields(Body):
         list[Tool], Field(fail_fast=True, description="tools that the model may call")
     ] = Field(default_factory=list)
     tool_choice: Annotated[
-        ToolChoice, Field(description="none: tools are not shown to the model")
+        ToolChoice,
+        Field(
+            description="none: tools are not shown to the model; required: it calls a tool; an "
+            "object: it calls this one"
+        ),
     ] = "auto"
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
@@ -220,6 +212,18 @@ class ConversationFields(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> "ConversationFields":
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
+        if choice == "required" and not names:
+            raise InvalidRequest("tool_choice requires tools", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest(
+                f"tool_choice.function.name {choice.function.name!r} is not in tools",
+                param="tool_choice.function.name",
+            )
+        return self
+
     def chat_options(self, *, parallel: bool = True, include_reasoning: bool = True) -> ChatOptions:
         """Return the options of the conversation.
 
@@ -227,9 +231,12 @@ class ConversationFields(Body):
             parallel: whether the message may have several calls.
             include_reasoning: whether the message has the reasoning.
         """
-        add = self.add_generation_prompt
+        add, choice = self.add_generation_prompt, self.tool_choice
         return ChatOptions(
-            tools=() if self.tool_choice == "none" else tuple(self._template_tools()),
+            tools=() if choice == "none" else tuple(self._template_tools()),
+            requires_calls=choice == "required" or isinstance(choice, NamedTool),
+            called_name=choice.function.name if isinstance(choice, NamedTool) else None,
+            strict=frozenset(tool.function.name for tool in self.tools if tool.function.strict),
             parallel_tool_calls=parallel,
             include_reasoning=include_reasoning,
             reasoning_effort=self.reasoning_effort,

@@ -13,8 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from runtime.grammar.spec import GrammarSpec
 from services.common.errors import InvalidRequest, ServiceError
 from services.common.token_ids import unpack_tokens
+from services.gateway.chat_constraints import MessageChecker
 from services.gateway.chats import ChatPlan
 from services.gateway.constraints import Constraint
 from services.gateway.gateway import Gateway, enforce_deadline
@@ -50,6 +52,7 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
+from services.gateway.output.message_grammar import MessageGrammar
 from services.gateway.prompt_logprobs import check_prompt_logprobs
 from services.gateway.prompts import EncodedChat
 from services.gateway.requests import GenerationRequest, RequestContext, cache_salt
@@ -185,7 +188,8 @@ class _Routes:
             salt = cache_salt(context.tenant, options.cache_salt)
             truncates = options.truncate_prompt_tokens is not None
             prompts = await self._prompts(body, size, salt, truncates=truncates)
-        await self._check_constraint(context, options.constraint)
+        async with enforce_deadline(context.deadline):
+            await self._gateway.grammars.check(options.constraint, context.owner)
         requests = [
             self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
@@ -200,7 +204,6 @@ class _Routes:
             plan = self._gateway.chats.plan(body.conversation())
             truncates = options.truncate_prompt_tokens is not None
             chat = await self._chat(body.messages, plan, size, salt, truncates=truncates)
-        await self._check_constraint(context, options.constraint)
         generation = self._gateway.builder.build(
             context,
             chat.packed,
@@ -211,8 +214,13 @@ class _Routes:
         )
         is_end_kept = chat.packed.endswith(generation.packed)  # unless it is cut on the right
         is_reasoning = chat.is_reasoning and is_end_kept
-        # All of a constrained output is content.
-        new_parser = None if options.constraint else plan.parser_factory(is_reasoning=is_reasoning)
+        grammar = plan.grammar(options.constraint, is_reasoning=is_reasoning)
+        if grammar is not None:
+            spec = await self._checked_spec(context, grammar, options.constraint, plan, size)
+            generation = self._gateway.builder.constrain(generation, spec, grammar.field)
+        new_parser = plan.parser_factory(
+            is_reasoning=is_reasoning, gap=grammar.gap if grammar else ""
+        )
         return self._respond(
             body, [generation], new_parser and Messages(new_parser, plan.new_call_id)
         )
@@ -263,13 +271,20 @@ class _Routes:
         self._gateway.require_model(name)
         return json_response(self._describe())
 
-    async def _check_constraint(
-        self, context: RequestContext, constraint: Constraint | None
-    ) -> None:
-        """Check a constraint on the output before the deadline."""
-        if constraint is not None:
-            async with enforce_deadline(context.deadline):
-                await self._gateway.grammars.check(constraint, context.owner)
+    async def _checked_spec(
+        self,
+        context: RequestContext,
+        grammar: MessageGrammar,
+        answer: Constraint | None,
+        plan: ChatPlan,
+        size: int,
+    ) -> GrammarSpec:
+        """Return the constraint on the output of a chat, whose body has this size."""
+        gateway = self._gateway
+        compute = partial(gateway.prompts.compute, size)
+        checker = MessageChecker(gateway.grammars, context.owner, plan.marks, compute)
+        async with enforce_deadline(context.deadline):
+            return await checker.check(grammar, answer)
 
     def _describe(self) -> dict[str, Any]:
         model = self._gateway.model

@@ -3,10 +3,11 @@
 ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from services.gateway.output.call_grammar import CallSink, read_calls, read_space, read_word
-from services.gateway.output.tool_format import ToolFormat
+from services.gateway.output.lark import Marks
+from services.gateway.output.tool_format import CALLS, OPENING, ToolFormat, object_rule
 from services.tokenizer.chat_template import ChatTemplate
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -35,3 +36,13 @@ class Hermes(ToolFormat):
 
     def block(self, sink: CallSink) -> Generator[None, str, None]:
         return read_tagged(sink)
+
+    def rules(
+        self, functions: Sequence[tuple[str, str]], marks: Marks, *, parallel: bool
+    ) -> list[str]:
+        more = f' ("\\n"? {marks.exactly(_START)} body)*' if parallel else ""
+        return [
+            f"{CALLS}: {OPENING} body{more}",
+            f'body: "\\n"? call "\\n"? {marks.exactly(_END)}',
+            object_rule(functions, "arguments"),
+        ]

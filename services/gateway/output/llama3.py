@@ -4,10 +4,11 @@
 calls are separated by semicolons.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from services.gateway.output.call_grammar import CallSink, read_calls, read_space
-from services.gateway.output.tool_format import ToolFormat
+from services.gateway.output.lark import Marks
+from services.gateway.output.tool_format import CALLS, OPENING, ToolFormat, object_rule
 from services.tokenizer.chat_template import ChatTemplate
 
 
@@ -25,3 +26,13 @@ class Llama3(ToolFormat):
     def block(self, sink: CallSink) -> Generator[None, str, str]:
         char = yield from read_space()
         return (yield from read_calls(sink, char))
+
+    def rules(
+        self,
+        functions: Sequence[tuple[str, str]],
+        marks: Marks,  # noqa: ARG002 - as in `ToolFormat`
+        *,
+        parallel: bool,
+    ) -> list[str]:
+        more = ' (";" " "? call)*' if parallel else ""
+        return [f"{CALLS}: {OPENING} call{more}", object_rule(functions, "parameters")]

@@ -18,6 +18,7 @@ class MessageParser:
         calls: parser of calls; None if they are content.
         include_reasoning: whether reasoning is returned, instead of dropped.
         parallel: whether more than the first call is returned.
+        is_named: whether the client has named the function to call.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class MessageParser:
         *,
         include_reasoning: bool = True,
         parallel: bool = True,
+        is_named: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._include_reasoning = include_reasoning
         self._parallel = parallel
+        self._is_named = is_named
         # Numbers of calls: all of them, and those returned without their end.
         self._started = self._incomplete = 0
 
@@ -51,8 +54,11 @@ class MessageParser:
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason of the message, for that of the output.
 
-        It is ``tool_calls`` if the output ended by itself and all of its calls are complete.
+        It is ``tool_calls`` if the output ended by itself and all of its calls are complete, but
+        not if the client has named the function to call, as in OpenAI's API.
         """
+        if self._is_named:
+            return reason
         is_complete = self._started > 0 and not self._incomplete
         return "tool_calls" if reason == "stop" and is_complete else reason
 

@@ -6,7 +6,7 @@
 
 import secrets
 import string
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from services.gateway.output.call_grammar import (
     CallSink,
@@ -15,7 +15,8 @@ from services.gateway.output.call_grammar import (
     read_calls,
     read_space,
 )
-from services.gateway.output.tool_format import ToolFormat
+from services.gateway.output.lark import Marks, quoted
+from services.gateway.output.tool_format import CALLS, OPENING, ToolFormat, object_rule
 from services.tokenizer.chat_template import ChatTemplate
 
 _CALL_ID, _ARGS = "[CALL_ID]", "[ARGS]"
@@ -49,6 +50,20 @@ class Mistral(ToolFormat):
             elif tag + "]" != _ARGS:
                 raise NotACall
         return (yield from read_arguments(sink, name.rstrip(), char))
+
+    def rules(
+        self, functions: Sequence[tuple[str, str]], marks: Marks, *, parallel: bool
+    ) -> list[str]:
+        id_and_mark = f"({marks.exactly(_CALL_ID)} CALL_ID)? {marks.exactly(_ARGS)}"
+        named = [f"{quoted(name)} ({id_and_mark})? {arguments}" for name, arguments in functions]
+        more = (' ("," " "? call)*', f" ({marks.exactly(self.marker)} named)*")
+        listed, repeated = more if parallel else ("", "")
+        return [
+            f'{CALLS}: {OPENING} (" "? "[" call{listed} "]" | named{repeated})',
+            f"named: {' | '.join(named)}",
+            f"CALL_ID: /[a-zA-Z0-9]{{{_ID_LENGTH}}}/",
+            object_rule(functions, "arguments"),
+        ]
 
     def new_id(self) -> str:
         return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))

@@ -15,11 +15,13 @@ class ReasoningFormat:
 
     Attributes:
         name: name in the setting ``reasoning_parser``.
+        gap: white space that models write after the end tag.
     """
 
     name: str
     start: str
     end: str
+    gap: str
 
     def fits(self, template: ChatTemplate) -> bool:
         """Return whether models with this chat template write such blocks."""
@@ -34,9 +36,9 @@ class ReasoningFormat:
         return message.rfind(self.start) > message.rfind(self.end)
 
 
-THINK = ReasoningFormat("think", "<think>", "</think>")
+THINK = ReasoningFormat("think", "<think>", "</think>", "\n\n")
 """Blocks of DeepSeek-R1, Qwen 3, QwQ, GLM-4.5, MiniMax-M2 and SmolLM3."""
-MISTRAL = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
+MISTRAL = ReasoningFormat("mistral", "[THINK]", "[/THINK]", "")
 """Blocks of Magistral."""
 
 
@@ -47,16 +49,21 @@ class ReasoningParser:
 
     Args:
         is_open: whether the output begins in a block; a repeated start tag is then dropped.
+        gap: white space after a block that is not content.
     """
 
-    def __init__(self, format: ReasoningFormat, *, is_open: bool) -> None:
+    def __init__(self, format: ReasoningFormat, *, is_open: bool, gap: str = "") -> None:
         self._format = format
         self._held = ""
         self._at_start = True
         self._is_open = is_open
+        self._gap = gap
+        self._in_gap = False
 
     def push(self, text: str) -> list[Part]:
         """Return the new text: content after the block, or without one."""
+        if self._in_gap:
+            return self._skip_gap(text)
         if not self._at_start and not self._is_open:
             return [Content(text)] if text else []
         self._held += text
@@ -87,4 +94,16 @@ class ReasoningParser:
             cut = len(reasoning) - overlap(reasoning, self._format.end)
             reasoning, self._held = reasoning[:cut], reasoning[cut:]
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
-        return [*parts, Content(content)] if content else parts
+        if tag:
+            self._in_gap = True
+            parts += self._skip_gap(content)
+        return parts
+
+    def _skip_gap(self, text: str) -> list[Part]:
+        """Return the content after the gap, or hold what may be its beginning."""
+        self._held += text
+        if self._gap.startswith(self._held) and self._held != self._gap:
+            return []
+        self._in_gap = False
+        content, self._held = self._held.removeprefix(self._gap), ""
+        return [Content(content)] if content else []

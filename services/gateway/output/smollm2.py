@@ -12,7 +12,8 @@ from typing import Any
 
 from services.gateway.output.call_grammar import CallSink
 from services.gateway.output.hermes import Hermes, read_tagged
-from services.gateway.output.tool_format import Messages, ToolFormat
+from services.gateway.output.lark import Marks
+from services.gateway.output.tool_format import CALLS, OPENING, Messages, ToolFormat, object_rule
 from services.tokenizer.chat_template import ChatTemplate
 
 _INSTRUCTIONS = (
@@ -42,6 +43,15 @@ class SmolLM2(ToolFormat):
 
     def block(self, sink: CallSink) -> Generator[None, str, None]:
         return read_tagged(sink)
+
+    def rules(
+        self, functions: Sequence[tuple[str, str]], marks: Marks, *, parallel: bool
+    ) -> list[str]:
+        more = ' ("," ("\\n" | " ")? call)*' if parallel else ""
+        return [
+            f'{CALLS}: {OPENING} "[" "\\n"? call{more} "\\n"? "]" {marks.exactly(self.marks[1])}',
+            object_rule(functions, "arguments"),
+        ]
 
     def prepare(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]]

@@ -6,9 +6,14 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from services.gateway.output.call_grammar import CallSink
+from services.gateway.output.lark import Marks, quoted
 from services.tokenizer.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
+OPENING = "opening"
+"""Rule for the marker before the first call, and for what may precede it."""
+CALLS = "calls"
+"""Rule for calls, of `ToolFormat.rules`."""
 
 
 class ToolFormat(ABC):
@@ -36,6 +41,20 @@ class ToolFormat(ABC):
     def block(self, sink: CallSink) -> Generator[None, str, object]:
         """Read calls after ``marker``, with the functions of `call_grammar`."""
 
+    @abstractmethod
+    def rules(
+        self, functions: Sequence[tuple[str, str]], marks: Marks, *, parallel: bool
+    ) -> list[str]:
+        """Return rules in Lark syntax: `CALLS`, which begins with `OPENING`, and those it uses.
+
+        Each text of these rules is a call, or several, for `block`.
+
+        Args:
+            functions: names of functions, each with the rule of its arguments.
+            marks: writes the marks.
+            parallel: whether several calls are allowed.
+        """
+
     def new_id(self) -> str:
         """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
@@ -45,3 +64,12 @@ class ToolFormat(ABC):
     ) -> tuple[Messages, Sequence[Mapping[str, Any]]]:
         """Return messages and tools as the chat template takes them."""
         return messages, tools
+
+
+def object_rule(functions: Sequence[tuple[str, str]], arguments_key: str) -> str:
+    """Return the rule ``call`` for JSON objects with the name and the arguments of a function."""
+    objects = []
+    for name, arguments in functions:
+        start = f'{{"name": "{name}", "{arguments_key}": '
+        objects.append(f"{quoted(start)} {arguments} {quoted('}')}")
+    return f"call: {' | '.join(objects)}"

@@ -32,6 +32,7 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
     },
 }
+UNSUPPORTED = "unsupported_parameter"
 THINKING = (
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
     "{{ tools | tojson }} {{ reasoning_effort }} {{ enable_thinking }}"
@@ -51,6 +52,10 @@ def tool(**changes: Any) -> dict[str, Any]:
     return {"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], **changes}}]}
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     (message(tool_calls=[]), "messages[1].content", "invalid_value"),
     (message(role="user"), "messages[1].content", "invalid_value"),
@@ -64,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         message(tool_calls=[{**CALL, "type": "custom"}]),
         "messages[1].tool_calls[0].type",
-        "unsupported_parameter",
+        UNSUPPORTED,
     ),
     *(
         (call(arguments=text), "messages[1].tool_calls[0].function.arguments", "invalid_value")
@@ -73,16 +78,22 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (call(arguments={}), "messages[1].tool_calls[0].function.arguments", "invalid_value"),
     (call(name="a b"), "messages[1].tool_calls[0].function.name", "invalid_value"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
-    ({"messages": [USER], "tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"messages": [USER], "tools": [{"type": "custom"}]}, "tools[0].type", UNSUPPORTED),
     ({"messages": [USER], "tools": {}}, "tools", "invalid_value"),
     (tool(name=""), "tools[0].function.name", "invalid_value"),
     (tool(name="a" * 129), "tools[0].function.name", "invalid_value"),
     (tool(parameters=[]), "tools[0].function.parameters", "invalid_value"),
     (tool(more=1), "tools[0].function.more", "unknown_parameter"),
-    (tool(strict=True), "tools[0].function.strict", "unsupported_parameter"),
-    ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    ({"messages": [USER], "tool_choice": {}}, "tool_choice", "unsupported_parameter"),
+    (tool(strict=1), "tools[0].function.strict", "invalid_value"),
+    ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"messages": [USER], "tool_choice": {}}, "tool_choice.type", "invalid_value"),
     ({"messages": [USER], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+    (tool() | {"tool_choice": named("g")}, "tool_choice.function.name", "invalid_value"),
+    (tool() | {"tool_choice": named("a b")}, "tool_choice.function.name", "invalid_value"),
+    *(
+        (tool() | {"tool_choice": {"type": kind, kind: {}}}, "tool_choice.type", UNSUPPORTED)
+        for kind in ("custom", "allowed_tools")
+    ),
     ({"messages": [USER], "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_value"),
     ({"messages": [USER], "reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
     ({"messages": [USER], "chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
@@ -192,7 +203,7 @@ def test_tools_are_refused_if_the_model_does_not_take_them(
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         planner(source, **settings).plan(ChatOptions(tools=(TOOL,)))
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+    assert (caught.value.param, caught.value.code) == ("tools", UNSUPPORTED)
 
 
 def test_template_for_tools_is_checked_if_there_are_tools() -> None:
@@ -212,7 +223,7 @@ def test_variable_that_the_template_does_not_use_is_refused() -> None:
     ):
         with pytest.raises(InvalidRequest) as caught:
             planner("{{ messages }}").plan(ChatOptions(**options))
-        assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
+        assert (caught.value.param, caught.value.code) == (param, UNSUPPORTED)
     planner("{{ messages }}").plan(ChatOptions(reasoning_effort="none"))  # it never reasons
 
 
@@ -287,7 +298,7 @@ async def test_calls_are_refused_if_the_template_omits_them(
         answer = await site.http.post("/v1/chat/completions", json={"messages": messages})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
-        assert error["code"] == "unsupported_parameter"
+        assert error["code"] == UNSUPPORTED
 
 
 async def test_final_message_is_continued(site: Site) -> None:

@@ -175,10 +175,6 @@ CLIENTS: dict[str, tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = {
 
 CHANGING: list[dict[str, Any]] = [
     {"store": True},
-    {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-    {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
     {"structured_outputs": {"structural_tag": "{}"}},
     {"guided_whitespace_pattern": " "},
     {"n": 2, "best_of": 3},
