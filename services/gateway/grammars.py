@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -13,6 +12,7 @@ import structlog
 from runtime.grammar.spec import GrammarBounds, GrammarSpec, InvalidGrammar
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.fair_slots import FairSlots
+from services.common.interpreter import python_command
 from services.gateway.constraints import Constraint
 from services.gateway.grammar_process import LENGTH_BYTES, message_of
 from services.gateway.keys import Tenant
