@@ -79,6 +79,21 @@ _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type"
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
+Temperature = Annotated[float, Field(ge=0, le=2, description="0 is greedy")]
+TopP = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="total probability of the most likely tokens to keep; 0 keeps one token",
+    ),
+    AfterValidator(lambda p: max(_MIN_TOP_P, p)),
+]
+TopK = Annotated[
+    int,
+    Field(ge=-1, lt=1 << 31, description="0 or -1 keeps all tokens"),
+    AfterValidator(lambda k: max(0, k)),
+]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Stop = Annotated[
     tuple[str, ...],
@@ -139,21 +154,9 @@ class GenerationFields(BaseModel):
         ]
         | None
     ) = None
-    temperature: Annotated[float, Field(ge=0, le=2, description="0 is greedy")] = 1.0
-    top_p: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="total probability of the most likely tokens to keep; 0 keeps one token",
-        ),
-        AfterValidator(lambda p: max(_MIN_TOP_P, p)),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        Field(ge=-1, lt=1 << 31, description="0 or -1 keeps all tokens"),
-        AfterValidator(lambda k: max(0, k)),
-    ] = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     min_p: Annotated[
         float,
         Field(ge=0, le=1, description="least probability of a token, relative to the most likely"),

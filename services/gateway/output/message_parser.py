@@ -51,6 +51,11 @@ class MessageParser:
             parts.extend(self._calls.finish())
         return self._filtered(parts)
 
+    @property
+    def reasoning_end(self) -> int | None:
+        """See `ReasoningParser.end`; 0 if the output has no reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.end
+
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason of the message, for that of the output.
 

@@ -50,6 +50,10 @@ class ReasoningParser:
     Args:
         is_open: whether the output begins in a block; a repeated start tag is then dropped.
         gap: white space after a block that is not content.
+
+    Attributes:
+        end: position in the output, in characters, at which the block and its tag end. 0 if there
+            is no block, None as long as the next text may belong to one.
     """
 
     def __init__(self, format: ReasoningFormat, *, is_open: bool, gap: str = "") -> None:
@@ -59,9 +63,12 @@ class ReasoningParser:
         self._is_open = is_open
         self._gap = gap
         self._in_gap = False
+        self._length = 0
+        self.end: int | None = None
 
     def push(self, text: str) -> list[Part]:
         """Return the new text: content after the block, or without one."""
+        self._length += len(text)
         if self._in_gap:
             return self._skip_gap(text)
         if not self._at_start and not self._is_open:
@@ -80,6 +87,8 @@ class ReasoningParser:
 
     def finish(self) -> list[Part]:
         """Return the held text at the end of the output."""
+        if not self._is_open and self.end is None:
+            self.end = 0
         text, self._held = self._held, ""
         if not text:
             return []
@@ -90,6 +99,7 @@ class ReasoningParser:
         reasoning, tag, content = self._held.partition(self._format.end)
         if tag:
             self._held, self._is_open = "", False
+            self.end = self._length - len(content)
         else:
             cut = len(reasoning) - overlap(reasoning, self._format.end)
             reasoning, self._held = reasoning[:cut], reasoning[cut:]
