@@ -31,11 +31,15 @@ class ContextLengthExceeded(InvalidRequest):
         )
 
 
-def check_message_count(count: int, context_length: int | None) -> None:
-    """Raise `ContextLengthExceeded` if a chat has more messages than the context has tokens."""
+def check_message_count(count: int, context_length: int | None, param: str = "messages") -> None:
+    """Raise `ContextLengthExceeded` if a chat has more messages than the context has tokens.
+
+    Args:
+        param: name of the field with the messages.
+    """
     if context_length is not None and count > context_length:
         raise ContextLengthExceeded(
-            context_length, f"at least {count} tokens ({count} messages)", param="messages"
+            context_length, f"at least {count} tokens ({count} messages)", param=param
         )
 
 

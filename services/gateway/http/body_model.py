@@ -1,5 +1,6 @@
 """Base class of request bodies and of the objects in them."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -36,9 +37,11 @@ class Body(BaseModel):
 
     Attributes:
         others: fields that are not implemented; those with accepted values are ignored.
+        messages_field: name of the field that has the messages of a conversation, if any.
     """
 
     others: ClassVar[OtherFields] = {}
+    messages_field: ClassVar[str] = "messages"
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
@@ -96,3 +99,20 @@ def is_deeper(content: Any, raw: bytes, limit: int) -> bool:
             for child in (parent.values() if isinstance(parent, dict) else parent)
         ]
     return any(isinstance(value, dict | list) for value in level)
+
+
+def check_kind(*supported: str, default: str | None = None) -> Callable[[Any], Any]:
+    """Return a validator that refuses objects of other types, and names the type.
+
+    Args:
+        default: type of objects without one.
+    """
+
+    def check(content: Any) -> Any:
+        kind = content.get("type", default) if isinstance(content, dict) else None
+        if isinstance(kind, str) and kind not in supported:
+            names = ", ".join(map(repr, supported))
+            raise unsupported("type", f"{kind[:_MAX_KIND_CHARS]!r} is not supported, only {names}")
+        return content
+
+    return check

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from headrace.v1 import sampling_pb2
+from services.common.errors import ServiceError
 from services.gateway.http.messages import Messages, MessageStream, WholeMessage
 from services.gateway.http.prompt_parts import PromptFields, PromptParts
 from services.gateway.http.token_text import finite, token_text
@@ -138,6 +139,10 @@ class EventWriter:
         if not self._info.include_usage:
             return DONE
         return format_event({**self._envelope, "choices": [], "usage": self._usage()}) + DONE
+
+    def fail(self, error: ServiceError) -> bytes:
+        """Return the event with an error, which is the last one."""
+        return format_event(error.body())
 
     def _usage(self) -> dict[str, Any]:
         return format_usage(self._info.prompt_tokens, self._completion_tokens, self._cached_tokens)
@@ -358,6 +363,26 @@ class ResponseBuilder:
         _, echoed = prompt.part(0, prompt.ready)
         assert echoed is not None
         return {name: [*values, *logprobs[name]] for name, values in echoed.items()}
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """Format of completions and chat completions.
+
+    Attributes:
+        choices: number of choices, over all prompts.
+    """
+
+    info: ResponseInfo
+    choices: int
+
+    def events(self) -> EventWriter:
+        """Return the formatter of a response that is streamed."""
+        return EventWriter(self.info)
+
+    def whole(self) -> ResponseBuilder:
+        """Return the formatter of a response that is not streamed."""
+        return ResponseBuilder(self.info, self.choices)
 
 
 def format_logprobs(

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from services.gateway.gateway import Gateway
 from services.gateway.http.response_schemas import ErrorResponse
+from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.schemas import BODIES
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -49,23 +50,33 @@ _REQUEST_ID = {
 _RETRY_AFTER = {"description": "time until a retry makes sense, seconds", "schema": _INTEGER}
 
 
+CHUNKS = (
+    "chunks in OpenAI's format, then `[DONE]`. An error after the first chunk is the last event "
+    "and has the body of an error."
+)
+"""Description of the events of completions."""
+RESPONSE_EVENTS = (
+    "the events of OpenAI's Responses API, in order of their `sequence_number`. The last one is "
+    "`response.completed`, `response.incomplete` or `response.failed`."
+)
+"""Description of the events of the Responses API."""
+
+
 def document_responses(
-    success: type[BaseModel], errors: Iterable[int], *, streams: bool = False
+    success: type[BaseModel], errors: Iterable[int], *, events: str | None = None
 ) -> dict[int | str, dict[str, Any]]:
     """Return the ``responses`` argument of a FastAPI route.
 
     Args:
         success: model of the body of status 200.
         errors: statuses with an `ErrorResponse` body.
-        streams: whether the response with status 200 may also be server-sent events.
+        events: description of the server-sent events that the response with status 200 may also
+            be; None if it is always JSON.
     """
     responses: dict[int | str, dict[str, Any]] = {200: {"model": success}}
-    if streams:
+    if events is not None:
         responses[200]["content"] = _EVENTS
-        responses[200]["description"] = (
-            "JSON, or with `stream` server-sent events: chunks in OpenAI's format, then `[DONE]`. "
-            "An error after the first chunk is the last event and has the body of an error."
-        )
+        responses[200]["description"] = f"JSON, or with `stream` server-sent events: {events}"
     for status in sorted(errors):
         responses[status] = {"content": _ERROR, "description": _DESCRIPTIONS[status]}
     return responses
@@ -88,7 +99,7 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    models: tuple[type[BaseModel], ...] = (*BODIES, ErrorResponse)
+    models: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, ErrorResponse)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS
     )

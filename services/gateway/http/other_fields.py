@@ -186,3 +186,53 @@ IN_PART = _declare(
     (_HINT, ("cache_control", "prompt_cache_breakpoint")),
     (_only([]), ("annotations",)),
 )
+
+_NO_LOGPROBS = OtherField(
+    rule=lambda value, _: isinstance(value, list) and "message.output_text.logprobs" not in value,
+    note="lists without `message.output_text.logprobs`",
+)
+
+IN_RESPONSES = _declare(
+    (
+        _HINT,
+        (
+            *("max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+        ),
+    ),
+    (
+        _only(),
+        (
+            *("access_programs", "background_options", "conversation", "image", "moderation"),
+            *("previous_response_id", "prompt"),
+        ),
+    ),
+    (_only(False), ("background", "store")),
+    (_only([]), ("context_management",)),
+    (_only(0), ("top_logprobs",)),
+    (_only("disabled"), ("truncation",)),
+    (_NO_LOGPROBS, ("include",)),
+)
+"""Fields of a request of the Responses API. `max_tool_calls` counts hosted tools only."""
+IN_RESPONSES_TEXT = _declare((_only("medium"), ("verbosity",)))
+IN_RESPONSES_REASONING = _declare(
+    (_only("auto"), ("context", "generate_summary", "summary")),
+    (_only("standard"), ("mode",)),
+)
+IN_RESPONSES_ITEM = _declare(
+    (_HINT, ("id", "phase", "status")),
+    (_only(), ("caller", "namespace")),
+    (_only(False), ("async",)),
+)
+"""Fields of items of the input."""
+IN_RESPONSES_OUTPUT_ITEM = {**IN_RESPONSES_ITEM, **_declare((_HINT, ("name",)))}
+IN_RESPONSES_REASONING_ITEM = {
+    **IN_RESPONSES_ITEM,
+    **_declare((_HINT, ("summary",)), (_only(""), ("encrypted_content",))),
+}
+IN_RESPONSES_PART = _declare((_HINT, ("annotations", "logprobs", "prompt_cache_breakpoint")))
+IN_RESPONSES_TOOL = _declare(
+    (_HINT, ("output_schema",)),
+    (_only(False), ("async", "defer_loading")),
+    (_only(["direct"]), ("allowed_callers",)),
+)

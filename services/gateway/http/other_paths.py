@@ -7,7 +7,7 @@ _MAX_PATH_CHARS = 128
 
 # Names of APIs by the first segments of the path.
 NOT_SUPPORTED = {
-    "/v1/responses": "the Responses API",
+    "/v1/responses": "storing responses",
     "/v1/conversations": "the Conversations API",
     "/v1/messages": "Anthropic's Messages API",
     "/v1/assistants": "the Assistants API",

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
+from typing import Protocol
 
 import orjson
 from starlette.responses import Response
@@ -10,14 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import ServiceError, detached
 from services.gateway.gateway import Gateway, enforce_deadline
-from services.gateway.http.formatting import (
-    EventWriter,
-    ResponseBuilder,
-    ResponseInfo,
-    format_event,
-)
 from services.gateway.http.middleware import cancel_on_disconnect
 from services.gateway.requests import GenerationRequest
+from services.gateway.text import TextDelta
 
 _SEND_ERROR_TIMEOUT_S = 1.0
 """Maximum time to send an error, in seconds. The client may not be reading."""
@@ -26,6 +22,39 @@ _EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class EventFormatter(Protocol):
+    """Formats the output of one response as server-sent events."""
+
+    def write(self, deltas: Sequence[TextDelta]) -> bytes:
+        """Return the events of a batch of deltas; empty if there is nothing to send yet."""
+
+    def finish(self) -> bytes:
+        """Return the last events of a complete output."""
+
+    def fail(self, error: ServiceError) -> bytes:
+        """Return the last events of an output that ends with an error."""
+
+
+class BodyFormatter(Protocol):
+    """Collects the output of one response that is not streamed."""
+
+    def add(self, deltas: Sequence[TextDelta]) -> None:
+        """Append a batch of deltas."""
+
+    def body(self) -> bytes:
+        """Return the response body, JSON."""
+
+
+class OutputFormat(Protocol):
+    """Format of a response in one interface."""
+
+    def events(self) -> EventFormatter:
+        """Return the formatter of a response that is streamed."""
+
+    def whole(self) -> BodyFormatter:
+        """Return the formatter of a response that is not streamed."""
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -45,19 +74,20 @@ class GenerationResponse(Response):
         self,
         gateway: Gateway,
         requests: Sequence[GenerationRequest],
-        info: ResponseInfo,
+        output: OutputFormat,
         *,
         stream: bool,
     ) -> None:
         super().__init__()
         self._gateway = gateway
         self._requests = requests
-        self._info = info
+        self._output = output
         self._streams = stream
         self._started = self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(send) if self._streams else self._send_json(scope, receive, send)
+        events = self._output.events() if self._streams else None
+        work = self._send_events(events, send) if events else self._send_json(scope, receive, send)
         try:
             async with (
                 enforce_deadline(self._requests[0].context.deadline),
@@ -67,16 +97,14 @@ class GenerationResponse(Response):
         except ServiceError as error:
             if not self._started:
                 raise
-            if self._ended:  # the deadline passed just after the response was complete
+            if self._ended or events is None:  # the response was complete just before the deadline
                 return
             scope["state"]["error"] = detached(error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
-                    event = format_event(error.body())
-                    await send({"type": "http.response.body", "body": event})
+                    await send({"type": "http.response.body", "body": events.fail(error)})
 
-    async def _send_events(self, send: Send) -> None:
-        writer = EventWriter(self._info)
+    async def _send_events(self, formatter: EventFormatter, send: Send) -> None:
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 if not self._started:
@@ -84,15 +112,14 @@ class GenerationResponse(Response):
                     self._started = True
                     start = {"status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
                     await send({"type": "http.response.start", **start})
-                if events := writer.write(deltas):
+                if events := formatter.write(deltas):
                     body = {"body": events, "more_body": True}
                     await send({"type": "http.response.body", **body})
         self._ended = True
-        await send({"type": "http.response.body", "body": writer.finish()})
+        await send({"type": "http.response.body", "body": formatter.finish()})
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = sum(request.options.n for request in self._requests)
-        builder = ResponseBuilder(self._info, choices)
+        builder = self._output.whole()
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 builder.add(deltas)

@@ -3,9 +3,10 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -23,8 +24,9 @@ from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
 from services.gateway.http.body import read_body, require_json
+from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.conversation import Message
-from services.gateway.http.formatting import ResponseInfo
+from services.gateway.http.formatting import CompletionFormat, ResponseInfo
 from services.gateway.http.messages import Messages
 from services.gateway.http.middleware import (
     RequestMiddleware,
@@ -34,8 +36,10 @@ from services.gateway.http.middleware import (
 )
 from services.gateway.http.openapi import (
     BODY_ERRORS,
+    CHUNKS,
     GENERATION_ERRORS,
     READ_ERRORS,
+    RESPONSE_EVENTS,
     build_document,
     document_body,
     document_responses,
@@ -44,6 +48,9 @@ from services.gateway.http.operation import Operation
 from services.gateway.http.page import Page
 from services.gateway.http.prompt_parts import PromptFields
 from services.gateway.http.responses import GenerationResponse, json_response
+from services.gateway.http.responses_api.answer import ResponsesFormat
+from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.responses_api.response_schemas import ResponsesResponse
 from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
@@ -55,14 +62,19 @@ from services.gateway.http.schemas import (
 from services.gateway.output.message_grammar import MessageGrammar
 from services.gateway.prompt_logprobs import check_prompt_logprobs
 from services.gateway.prompts import EncodedChat
-from services.gateway.requests import GenerationRequest, RequestContext, cache_salt
+from services.gateway.requests import (
+    GenerationOptions,
+    GenerationRequest,
+    RequestContext,
+    cache_salt,
+)
 
 _DESCRIPTION = """OpenAI-compatible API.
 
 Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
 does not support is a 405 with `Allow`. Probes also support HEAD."""
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ResponsesBody)
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -96,6 +108,22 @@ def build_app(gateway: Gateway) -> ASGIApp:
     return RequestMiddleware(guarded, gateway.metrics.requests)
 
 
+@dataclass(frozen=True)
+class _ChatGeneration(Generic[_Body]):
+    """The generation of the next message of a chat.
+
+    Attributes:
+        asked: body that the client sent.
+        body: the chat completion that it amounts to.
+        messages: conversion of the output to a message; None if all of it is content.
+    """
+
+    asked: _Body
+    body: ChatBody
+    generation: GenerationRequest
+    messages: Messages | None
+
+
 class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -107,14 +135,13 @@ class _Routes:
             body: type[BaseModel],
             success: type[BaseModel],
             *,
-            generates: bool,
+            events: str | None = None,
         ) -> None:
+            errors = BODY_ERRORS if events is None else GENERATION_ERRORS
             app.post(
                 path,
                 openapi_extra=document_body(body, self._gateway),
-                responses=document_responses(
-                    success, GENERATION_ERRORS if generates else BODY_ERRORS, streams=generates
-                ),
+                responses=document_responses(success, errors, events=events),
                 tags=["inference"],
             )(endpoint)
 
@@ -128,11 +155,13 @@ class _Routes:
             app.get(path, responses=responses, tags=["inference"])(endpoint)
 
         completion, chat = schemas.CompletionResponse, schemas.ChatResponse
-        post("/v1/completions", self.completions, CompletionBody, completion, generates=True)
-        post("/v1/chat/completions", self.chat_completions, ChatBody, chat, generates=True)
+        post("/v1/completions", self.completions, CompletionBody, completion, events=CHUNKS)
+        post("/v1/chat/completions", self.chat_completions, ChatBody, chat, events=CHUNKS)
+        response, events = ResponsesResponse, RESPONSE_EVENTS
+        post("/v1/responses", self.responses, ResponsesBody, response, events=events)
         tokenized, detokenized = schemas.TokenizeResponse, schemas.DetokenizeResponse
-        post("/tokenize", self.tokenize, TokenizeBody, tokenized, generates=False)
-        post("/detokenize", self.detokenize, DetokenizeBody, detokenized, generates=False)
+        post("/tokenize", self.tokenize, TokenizeBody, tokenized)
+        post("/detokenize", self.detokenize, DetokenizeBody, detokenized)
         get("/v1/models", self.models, schemas.ModelListResponse)
         get("/v1/models/{name:path}", self.model, schemas.ModelResponse, 404)
 
@@ -198,12 +227,68 @@ class _Routes:
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         context = self._accept(request)
-        async with self._read(request, context, ChatBody) as (body, size):
-            options = body.options()
-            salt = cache_salt(context.tenant, options.cache_salt)
-            plan = self._gateway.chats.plan(body.conversation())
-            truncates = options.truncate_prompt_tokens is not None
-            chat = await self._chat(body.messages, plan, size, salt, truncates=truncates)
+        chat = await self._chat_generation(request, context, ChatBody, ChatRequest)
+        return self._respond(chat.body, [chat.generation], chat.messages)
+
+    async def responses(self, request: Request) -> Response:
+        """Generate a response, as in OpenAI's Responses API. Nothing is stored."""
+        context = self._accept(request)
+        convert = ResponsesBody.as_chat
+        chat = await self._chat_generation(request, context, ResponsesBody, convert)
+        output = ResponsesFormat(
+            chat.asked,
+            id=f"resp_{context.request_id}",
+            created=int(time.time()),
+            model=self._gateway.model.name,
+            prompt_tokens=chat.generation.prompt_tokens,
+            messages=chat.messages,
+        )
+        return GenerationResponse(
+            self._gateway, [chat.generation], output, stream=chat.asked.stream
+        )
+
+    async def _chat_generation(
+        self,
+        request: Request,
+        context: RequestContext,
+        asked: type[_Body],
+        convert: Callable[[_Body], ChatRequest],
+    ) -> "_ChatGeneration[_Body]":
+        """Return the generation of the next message, for the body of any interface.
+
+        Args:
+            asked: type of the body.
+            convert: returns the chat completion for a body.
+        """
+        async with self._read(request, context, asked) as (given, size):
+            chat = await self._gateway.prompts.compute(size, partial(convert, given))
+            body = chat.body
+            with chat.names.in_errors():
+                options = body.options()
+                salt = cache_salt(context.tenant, options.cache_salt)
+                plan = self._gateway.chats.plan(body.conversation())
+                truncates = options.truncate_prompt_tokens is not None
+                encoded = await self._chat(body.messages, plan, size, salt, truncates=truncates)
+        with chat.names.in_errors():
+            generation, messages = await self._build_chat(
+                context, body, options, plan, encoded, size
+            )
+        return _ChatGeneration(given, body, generation, messages)
+
+    async def _build_chat(
+        self,
+        context: RequestContext,
+        body: ChatBody,
+        options: GenerationOptions,
+        plan: ChatPlan,
+        chat: EncodedChat,
+        size: int,
+    ) -> tuple[GenerationRequest, Messages | None]:
+        """Return the request of a chat, and the conversion of its output; None for content only.
+
+        Args:
+            size: size of the client's body, in bytes.
+        """
         generation = self._gateway.builder.build(
             context,
             chat.packed,
@@ -221,9 +306,7 @@ class _Routes:
         new_parser = plan.parser_factory(
             is_reasoning=is_reasoning, gap=grammar.gap if grammar else ""
         )
-        return self._respond(
-            body, [generation], new_parser and Messages(new_parser, plan.new_call_id)
-        )
+        return generation, new_parser and Messages(new_parser, plan.new_call_id)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
@@ -321,7 +404,8 @@ class _Routes:
             messages=messages,
             prompt_fields=_prompt_fields(requests),
         )
-        return GenerationResponse(self._gateway, requests, info, stream=body.stream)
+        output = CompletionFormat(info, choices=sum(request.options.n for request in requests))
+        return GenerationResponse(self._gateway, requests, output, stream=body.stream)
 
     async def _chat(
         self,

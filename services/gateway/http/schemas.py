@@ -210,11 +210,21 @@ def parse_body(
     """
     content = _load_json(raw)
     if isinstance(content, dict):
-        check_message_count(_count_messages(content.get("messages")), context_length)
+        messages = content.get(body.messages_field)
+        check_message_count(_count_messages(messages), context_length, body.messages_field)
     if is_deeper(content, raw, max_depth):
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return validate(body, content)
+
+
+def validate(body: type[_AnyBody], content: dict[str, Any]) -> _AnyBody:
+    """Return the body for a JSON object.
+
+    Raises:
+        InvalidRequest: if a field is invalid or not supported; ``param`` names it.
+    """
     try:
         return body.model_validate(content)
     except ValidationError as error:

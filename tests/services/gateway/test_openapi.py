@@ -11,11 +11,14 @@ import pytest
 
 from services.gateway.gateway import Gateway
 from services.gateway.http import response_schemas
+from services.gateway.http.responses_api import response_schemas as responses_api
 from services.gateway.keys import ApiKeys, Tenant
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
 from tests.services.gateway.raw import SHORT_TIMEOUTS, Raw, post
 
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+MODELS = (response_schemas, responses_api)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -42,7 +45,8 @@ class Document:
         media_type = headers["content-type"].partition(";")[0]
         schema = documented["content"][media_type]["schema"]
         if body is not None:  # the document is generated from these models
-            model = getattr(response_schemas, schema["$ref"].rpartition("/")[2])
+            name = schema["$ref"].rpartition("/")[2]
+            (model,) = [vars(module)[name] for module in MODELS if name in vars(module)]
             model.model_validate(body, strict=True)
         for name, header in documented["headers"].items():
             assert name in headers or not header.get("required"), (path, status, name)
@@ -64,6 +68,8 @@ async def test_successful_responses_match_the_document(site: Site) -> None:
         ("/v1/chat/completions", CHAT),
         ("/v1/chat/completions", {**CHAT, "logprobs": True}),
         ("/v1/chat/completions", {**CHAT, "stream": True, "temperature": None}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/responses", {"input": "x", "stream": True}),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": [5]}),
     ):
@@ -80,9 +86,11 @@ async def test_error_responses_match_the_document(open_site: OpenSite) -> None:
     site: Site = await open_site(keys=keys, max_concurrent=1, deadline_s=0.5)
     document = await Document.of(site)
     key = {"authorization": "Bearer sk"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in (*GENERATING, "/tokenize", "/detokenize"):
         bodies = {400: b"{", 404: b'{"model": "x"}', 413: b" " * (2 << 20)}
-        bodies[404] = json.dumps({"model": "x", "prompt": "x", **CHAT, "tokens": [1]}).encode()
+        bodies[404] = json.dumps(
+            {"model": "x", "prompt": "x", "input": "x", **CHAT, "tokens": [1]}
+        ).encode()
         for status, content in bodies.items():
             response = await site.http.post(path, content=content, headers=key)
             assert response.status_code in (status, 400), response.text
@@ -157,7 +165,7 @@ async def test_unexpected_error_matches_the_document(
 async def test_document_states_the_limits_of_a_body(open_site: OpenSite) -> None:
     site: Site = await open_site(max_body_bytes=12345, max_json_depth=7)
     document = await Document.of(site)
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in (*GENERATING, "/tokenize", "/detokenize"):
         body = document.content["paths"][path]["post"]["requestBody"]
         assert "12345 bytes" in body["description"]
         assert "7 levels" in body["description"]
@@ -177,6 +185,7 @@ async def test_requests_that_match_the_document_are_parsed(site: Site) -> None:
     for name, path, required in (
         ("CompletionBody", "/v1/completions", {"prompt": "x"}),
         ("ChatBody", "/v1/chat/completions", CHAT),
+        ("ResponsesBody", "/v1/responses", {"input": "x"}),
         ("TokenizeBody", "/tokenize", {"prompt": "x"}),
         ("DetokenizeBody", "/detokenize", {"tokens": [5]}),
     ):

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: conversion of requests to chats, and of their answers."""
