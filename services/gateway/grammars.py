@@ -43,9 +43,7 @@ class _Compiler:
     async def start(cls) -> "_Compiler":
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.gateway.grammar_process",
+            *python_command("-m", "services.gateway.grammar_process"),
             stdin=pipe,
             stdout=pipe,
             start_new_session=True,  # a signal from the terminal is for the gateway
