@@ -364,7 +364,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL, {"type": "mcp", "server_label": "s"}]}, "tools[1].type"),
-    ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
     ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0].type"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
