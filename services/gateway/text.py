@@ -28,6 +28,7 @@ class TextDelta:
         scored: log probabilities of the next prompt tokens, which all choices of a request share.
         cached_tokens: number to add to the cached prompt tokens of the request. It is negative if a
             later attempt computes tokens that an earlier one did not.
+        stop_string: stop string that ended the output; None if none did, or before the last delta.
     """
 
     choice: int
@@ -37,6 +38,7 @@ class TextDelta:
     finish: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
     cached_tokens: int = 0
     scored: Sequence[sampling_pb2.PromptLogprobs] = ()
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,13 @@ class StopStringFilter:
 
     Args:
         included: whether the text is cut after the stop string instead of before it.
+
+    Attributes:
+        found: stop string at which the text was cut, if any.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        self.found: str | None = None
         self._stops = stops
         self._included = included
         self._buffer = ""
@@ -83,14 +89,14 @@ class StopStringFilter:
         old = len(self._buffer)
         pending = self._buffer + text
         matches = [
-            (at + len(stop), at)
+            (at + len(stop), at, stop)
             for stop in self._stops
             # A stop string that ends in the buffer did not count.
             if stops and (at := pending.find(stop, max(0, old - len(stop) + 1))) >= 0
         ]
         if matches:
             self._buffer = ""
-            end, start = min(matches)
+            end, start, self.found = min(matches)
             return pending[: end if self._included else start], True
         keep = len(pending) - max(overlap(pending, stop) for stop in self._stops)
         self._buffer = pending[keep:]
@@ -157,6 +163,7 @@ class _Choice:
         while self._held:
             self._release(delta)
         self.reason = delta.finish = reason
+        delta.stop_string = self._stops.found
 
     def _append(self, text: str, delta: TextDelta, *, stops: bool = True) -> bool:
         self._decoded += len(text)

@@ -91,6 +91,7 @@ class Answer:
         output_tokens: number of output tokens.
         cached_tokens: number of prompt tokens whose KV was cached.
         finish: ``stop`` or ``length``; None while the output goes on.
+        stop_string: stop string that ended the output, if any.
     """
 
     def __init__(self, messages: Messages | None) -> None:
@@ -102,6 +103,7 @@ class Answer:
         self.blocks: list[Block] = []
         self.output_tokens = self.cached_tokens = 0
         self.finish: str | None = None
+        self.stop_string: str | None = None
         self._messages = messages
         self._parser = messages.new_parser() if messages else None
         self._open: Block | None = None
@@ -130,7 +132,7 @@ class Answer:
             self._count_reasoning(delta.offsets)
             yield from self._changes(parts)
             if reason is not None:
-                self.finish = reason
+                self.finish, self.stop_string = reason, delta.stop_string
                 is_cut = reason != "stop" or self._is_in_call
                 yield from self._close(is_complete=not is_cut)
 
