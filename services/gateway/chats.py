@@ -49,6 +49,7 @@ class ChatOptions:
         requires_calls: whether the message must have calls.
         called_name: name of the only function that the model may call; None for all.
         strict: names of the functions the arguments of whose calls follow their schemas.
+        thinking: whether the model reasons before it answers; None: the model's default.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -61,6 +62,7 @@ class ChatOptions:
     requires_calls: bool = False
     called_name: str | None = None
     strict: frozenset[str] = frozenset()
+    thinking: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class ChatPlanner:
         kwargs = self._kwargs(options.template_kwargs, variables)
         return ChatPlan(
             options,
-            {**self._effort(options, variables), **kwargs},
+            {**self._effort(options, variables), **self._thinking(options, variables), **kwargs},
             formats.tools,
             formats.reasoning,
             keeps_calls=describes_tools or "tool_calls" in source,
@@ -283,6 +285,19 @@ class ChatPlanner:
                 param="reasoning_effort",
             )
         return own | switches
+
+    def _thinking(self, options: ChatOptions, variables: Collection[str]) -> dict[str, bool]:
+        """Return the switches of the chat template for reasoning."""
+        wanted = options.thinking
+        if wanted is None:
+            return {}
+        switches = {name: wanted for name in _SWITCHES if name in variables}
+        if not switches and wanted != (self._formats.reasoning is not None):
+            reason = "does not reason" if wanted else "always reasons"
+            raise UnsupportedField(
+                f"thinking is not supported: this model {reason}", param="thinking"
+            )
+        return switches
 
     def _kwargs(self, kwargs: Mapping[str, Any], variables: Collection[str]) -> Mapping[str, Any]:
         """Check the variables of the client."""

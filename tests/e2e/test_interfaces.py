@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.harness.deployment import Running, deployed
@@ -85,3 +86,34 @@ def test_response_with_a_schema(running: Running) -> None:
     )
     assert answer.status == "completed"
     assert isinstance(json.loads(answer.output_text)["city"], str)
+
+
+def post(running: Running, body: dict[str, Any]) -> httpx.Response:
+    response = httpx.post(f"{running.url}/v1/messages", json=body, timeout=300, trust_env=False)
+    assert response.status_code == httpx.codes.OK, response.text
+    return response
+
+
+def test_messages_call_a_tool_whole_and_streamed(running: Running) -> None:
+    messages: list[Any] = []
+    for city in CITIES:
+        call = {"type": "tool_use", "id": city, "name": "get_weather", "input": {"city": city}}
+        messages += [question(city), {"role": "assistant", "content": [call]}]
+    tool = {"name": "get_weather", "description": "Weather of a city.", "input_schema": PARAMETERS}
+    prompt = {"model": running.model, "messages": messages[:-1], "tools": [tool]}
+    body = {**prompt, "temperature": 0, "max_tokens": 100}
+    answer = post(running, body).json()
+    name, arguments = chat_call(running)
+    (block,) = answer["content"]
+    assert (block["name"], block["input"]) == (name, json.loads(arguments))
+    assert answer["stop_reason"] == "tool_use"
+    lines = post(running, {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[:5] == "data:"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert len(deltas) > 1
+    assert "".join(delta["partial_json"] for delta in deltas) == arguments
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    usage = answer["usage"]
+    counted = httpx.post(f"{running.url}/v1/messages/count_tokens", json=prompt, trust_env=False)
+    expected = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted.json() == {"input_tokens": expected}

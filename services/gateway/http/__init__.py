@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API."""
+"""HTTP interface: OpenAI's API and Anthropic's Messages API."""

@@ -75,4 +75,4 @@ class AccessMiddleware:
 
 async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
     scope["state"]["error"] = error
-    await error_response(error)(scope, receive, send)
+    await error_response(error, scope)(scope, receive, send)

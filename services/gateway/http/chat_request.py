@@ -1,8 +1,9 @@
 """Requests of other interfaces in the form of chat completions."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from services.gateway.chats import ChatOptions
 from services.gateway.http.field_names import FieldNames
 from services.gateway.http.schemas import ChatBody, validate
 
@@ -13,17 +14,25 @@ class ChatRequest:
 
     Attributes:
         names: names of the fields of ``body`` in the request of the client.
+        thinking: see `ChatOptions`.
     """
 
     body: ChatBody
     names: FieldNames = field(default_factory=FieldNames)
+    thinking: bool | None = None
 
     @classmethod
-    def of(cls, content: dict[str, Any], names: FieldNames) -> "ChatRequest":
+    def of(
+        cls, content: dict[str, Any], names: FieldNames, *, thinking: bool | None = None
+    ) -> "ChatRequest":
         """Return the chat completion with these fields.
 
         Raises:
             InvalidRequest: if a field is invalid or not supported; ``param`` is the client's name.
         """
         with names.in_errors():
-            return cls(validate(ChatBody, content), names)
+            return cls(validate(ChatBody, content), names, thinking)
+
+    def conversation(self) -> ChatOptions:
+        """Return the options of the conversation and of its next message."""
+        return replace(self.body.conversation(), thinking=self.thinking)

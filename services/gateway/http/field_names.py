@@ -37,7 +37,8 @@ class FieldNames:
             yield
         except ServiceError as error:
             if error.param is not None and (name := self.of(error.param)) != error.param:
-                error.message = error.message.replace(error.param, name)
-                error.args = (error.message,)
+                if error.message.startswith(error.param):
+                    error.message = name + error.message.removeprefix(error.param)
+                    error.args = (error.message,)
                 error.param = name
             raise

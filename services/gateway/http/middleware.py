@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import ClientGone, InternalFault, ServiceError, detached
 from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
+from services.gateway.http.messages_api.errors import error_content, is_messages_path
 from services.gateway.http.other_paths import path_error
 from services.gateway.spans import end_request, http_span
 
@@ -52,12 +53,14 @@ class RequestMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["span"] = span
-        header = (b"x-request-id", request_id.encode())
+        added = [(b"x-request-id", request_id.encode())]
+        if is_messages_path(scope["path"]):  # Anthropic's clients read another header
+            added.append((b"request-id", request_id.encode()))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
@@ -90,11 +93,15 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Exception handler. A `ServiceError` keeps its status; any other exception becomes a 500."""
     expected = error if isinstance(error, ServiceError) else InternalFault("internal error")
     request.state.error = detached(expected)
-    return error_response(expected)
+    return error_response(expected, request.scope)
 
 
-def error_response(error: ServiceError) -> Response:
-    """Return an error in OpenAI's format."""
+def error_response(error: ServiceError, scope: Scope | None = None) -> Response:
+    """Return an error in the format of the interface.
+
+    Args:
+        scope: scope of the request; None for OpenAI's format.
+    """
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -103,7 +110,7 @@ def error_response(error: ServiceError) -> Response:
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"
     return Response(
-        orjson.dumps(error.body()),
+        _error_body(error.body(), error.status, scope),
         status_code=error.status,
         headers=headers,
         media_type="application/json",
@@ -111,18 +118,27 @@ def error_response(error: ServiceError) -> Response:
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler that converts the framework's 404 and 405 to OpenAI's error format."""
+    """Exception handler that converts the framework's 404 and 405 to the format of errors."""
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == HTTPStatus.NOT_FOUND:
         return await handle_error(request, path_error(request.url.path))
     body = {"message": str(error.detail), "type": "invalid_request_error"}
     return Response(
-        orjson.dumps({"error": {**body, "param": None, "code": None}}),
+        _error_body(
+            {"error": {**body, "param": None, "code": None}}, error.status_code, request.scope
+        ),
         status_code=error.status_code,
         headers=error.headers,
         media_type="application/json",
     )
+
+
+def _error_body(body: dict[str, Any], status: int, scope: Scope | None) -> bytes:
+    """Return an error, which is given in OpenAI's format, in that of the path of a request."""
+    if scope is not None and is_messages_path(scope["path"]):
+        return orjson.dumps(error_content(body, status, scope["state"]["request_id"]))
+    return orjson.dumps(body)
 
 
 @asynccontextmanager

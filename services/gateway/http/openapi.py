@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway.gateway import Gateway
+from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
+from services.gateway.http.messages_api.errors import is_messages_path
+from services.gateway.http.messages_api.response_schemas import MessagesErrorResponse
 from services.gateway.http.response_schemas import ErrorResponse
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.schemas import BODIES
@@ -17,8 +20,10 @@ _SCHEMAS = "#/components/schemas/{model}"
 # Schema of one server-sent event, in the form that OpenAPI tools expect.
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _EVENTS = {"text/event-stream": {"schema": _EVENT}}
-_ERROR = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}}}
-_BEARER = "ApiKey"
+_ERROR = {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}
+_MESSAGES_ERROR = {"$ref": _SCHEMAS.format(model=MessagesErrorResponse.__name__)}
+_BEARER, _HEADER = "ApiKey", "ApiKeyHeader"
+"""Names of the ways to send an API key."""
 
 _DESCRIPTIONS = {
     400: "The request is invalid; `param` names the field.",
@@ -60,16 +65,22 @@ RESPONSE_EVENTS = (
     "`response.completed`, `response.incomplete` or `response.failed`."
 )
 """Description of the events of the Responses API."""
+MESSAGE_EVENTS = (
+    "the events of Anthropic's Messages API, from `message_start` to `message_stop`. After an "
+    "error, the last one is `error`."
+)
+"""Description of the events of the Messages API."""
 
 
 def document_responses(
-    success: type[BaseModel], errors: Iterable[int], *, events: str | None = None
+    success: type[BaseModel], errors: Iterable[int], *, events: str | None = None, path: str = ""
 ) -> dict[int | str, dict[str, Any]]:
     """Return the ``responses`` argument of a FastAPI route.
 
     Args:
         success: model of the body of status 200.
         errors: statuses with an `ErrorResponse` body.
+        path: path of the route, if errors may have another format than OpenAI's.
         events: description of the server-sent events that the response with status 200 may also
             be; None if it is always JSON.
     """
@@ -78,7 +89,13 @@ def document_responses(
         responses[200]["content"] = _EVENTS
         responses[200]["description"] = f"JSON, or with `stream` server-sent events: {events}"
     for status in sorted(errors):
-        responses[status] = {"content": _ERROR, "description": _DESCRIPTIONS[status]}
+        schema: dict[str, Any] = _ERROR
+        if is_messages_path(path):
+            # Errors that the connection finds have no path, and OpenAI's format.
+            can_be_early = status in CONNECTION_ERRORS
+            schema = {"anyOf": [_MESSAGES_ERROR, _ERROR]} if can_be_early else _MESSAGES_ERROR
+        content = {"application/json": {"schema": schema}}
+        responses[status] = {"content": content, "description": _DESCRIPTIONS[status]}
     return responses
 
 
@@ -99,7 +116,14 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    models: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, ErrorResponse)
+    models: tuple[type[BaseModel], ...] = (
+        *BODIES,
+        ResponsesBody,
+        MessagesBody,
+        CountTokensBody,
+        ErrorResponse,
+        MessagesErrorResponse,
+    )
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS
     )
@@ -111,9 +135,12 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
         for operation in operations.values():
             _complete_responses(operation["responses"])
             if gateway.keys.required and "401" in operation["responses"]:
-                operation["security"] = [{_BEARER: []}]
+                operation["security"] = [{_BEARER: []}, {_HEADER: []}]
     if gateway.keys.required:
-        components["securitySchemes"] = {_BEARER: {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            _BEARER: {"type": "http", "scheme": "bearer"},
+            _HEADER: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return document
 
 

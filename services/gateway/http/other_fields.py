@@ -236,3 +236,27 @@ IN_RESPONSES_TOOL = _declare(
     (_only(False), ("async", "defer_loading")),
     (_only(["direct"]), ("allowed_callers",)),
 )
+
+IN_MESSAGES_PROMPT = _declare(
+    (_HINT, ("cache_control", "metadata", "service_tier", "user_profile_id", "workspace_id")),
+    (_only(), ("container", "diagnostics", "inference_geo", "mcp_servers", "output_format")),
+    (_only("standard"), ("speed",)),
+    (
+        _only({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        ("context_management",),
+    ),
+)
+"""Fields of a request of Anthropic's Messages API."""
+IN_MESSAGES_BLOCK = _declare(
+    (_HINT, ("cache_control", "is_error", "signature")),
+    (_only([]), ("citations",)),
+    (_only(), ("toolset_name",)),
+    (_only({"type": "direct"}), ("caller",)),
+)
+"""Fields of blocks of contents. A result that is an error says so in its text."""
+IN_MESSAGES_TOOL = _declare(
+    (_HINT, ("cache_control", "eager_input_streaming", "input_examples")),
+    (_only(False), ("defer_loading",)),
+    (_only(["direct"]), ("allowed_callers",)),
+)
+IN_MESSAGES_THINKING = _declare((_HINT, ("budget_tokens",)), (_only("summarized"), ("display",)))

@@ -1,8 +1,7 @@
-"""Routes of the HTTP interface: OpenAI's API."""
+"""Routes of the HTTP interface: OpenAI's API and Anthropic's Messages API."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -16,21 +15,26 @@ from starlette.types import ASGIApp
 
 from runtime.grammar.spec import GrammarSpec
 from services.common.errors import InvalidRequest, ServiceError
-from services.common.token_ids import unpack_tokens
+from services.common.token_ids import count_tokens, unpack_tokens
 from services.gateway.chat_constraints import MessageChecker
 from services.gateway.chats import ChatPlan
 from services.gateway.constraints import Constraint
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
-from services.gateway.http.body import read_body, require_json
 from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.conversation import Message
 from services.gateway.http.formatting import CompletionFormat, ResponseInfo
 from services.gateway.http.messages import Messages
+from services.gateway.http.messages_api.answer import MessagesFormat
+from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody, check_version
+from services.gateway.http.messages_api.errors import PATH as MESSAGES_PATH
+from services.gateway.http.messages_api.response_schemas import (
+    CountTokensResponse,
+    MessagesResponse,
+)
 from services.gateway.http.middleware import (
     RequestMiddleware,
-    cancel_on_disconnect,
     handle_error,
     handle_http_exception,
 )
@@ -38,6 +42,7 @@ from services.gateway.http.openapi import (
     BODY_ERRORS,
     CHUNKS,
     GENERATION_ERRORS,
+    MESSAGE_EVENTS,
     READ_ERRORS,
     RESPONSE_EVENTS,
     build_document,
@@ -47,6 +52,7 @@ from services.gateway.http.openapi import (
 from services.gateway.http.operation import Operation
 from services.gateway.http.page import Page
 from services.gateway.http.prompt_parts import PromptFields
+from services.gateway.http.reading import RequestReader
 from services.gateway.http.responses import GenerationResponse, json_response
 from services.gateway.http.responses_api.answer import ResponsesFormat
 from services.gateway.http.responses_api.body import ResponsesBody
@@ -57,7 +63,6 @@ from services.gateway.http.schemas import (
     DetokenizeBody,
     StreamOptions,
     TokenizeBody,
-    parse_body,
 )
 from services.gateway.output.message_grammar import MessageGrammar
 from services.gateway.prompt_logprobs import check_prompt_logprobs
@@ -69,12 +74,13 @@ from services.gateway.requests import (
     cache_salt,
 )
 
-_DESCRIPTION = """OpenAI-compatible API.
+_DESCRIPTION = """OpenAI's API, and Anthropic's Messages API below `/v1/messages`.
 
-Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
-does not support is a 405 with `Allow`. Probes also support HEAD."""
+Every error has the same body, `ErrorResponse`; below `/v1/messages`, it is `MessagesErrorResponse`,
+unless the connection finds the error before the request is complete. An unknown path is a 404, and
+a method that a path does not support is a 405 with `Allow`. Probes also support HEAD."""
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ResponsesBody)
+_Body = TypeVar("_Body", ChatBody, ResponsesBody, MessagesBody)
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -127,6 +133,8 @@ class _ChatGeneration(Generic[_Body]):
 class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        reader = RequestReader(gateway)
+        self._accept, self._read = reader.accept, reader.read
 
     def attach(self, app: FastAPI) -> None:
         def post(
@@ -141,7 +149,7 @@ class _Routes:
             app.post(
                 path,
                 openapi_extra=document_body(body, self._gateway),
-                responses=document_responses(success, errors, events=events),
+                responses=document_responses(success, errors, events=events, path=path),
                 tags=["inference"],
             )(endpoint)
 
@@ -159,55 +167,15 @@ class _Routes:
         post("/v1/chat/completions", self.chat_completions, ChatBody, chat, events=CHUNKS)
         response, events = ResponsesResponse, RESPONSE_EVENTS
         post("/v1/responses", self.responses, ResponsesBody, response, events=events)
+        message, events = MessagesResponse, MESSAGE_EVENTS
+        post(MESSAGES_PATH, self.messages, MessagesBody, message, events=events)
+        path, counted = f"{MESSAGES_PATH}/count_tokens", CountTokensResponse
+        post(path, self.count_tokens, CountTokensBody, counted)
         tokenized, detokenized = schemas.TokenizeResponse, schemas.DetokenizeResponse
         post("/tokenize", self.tokenize, TokenizeBody, tokenized)
         post("/detokenize", self.detokenize, DetokenizeBody, detokenized)
         get("/v1/models", self.models, schemas.ModelListResponse)
         get("/v1/models/{name:path}", self.model, schemas.ModelResponse, 404)
-
-    def _accept(self, request: Request) -> RequestContext:
-        state = request.state
-        return self._gateway.accept(
-            state.request_id, request.headers.get("authorization"), state.client, state.span
-        )
-
-    @asynccontextmanager
-    async def _read(
-        self, request: Request, context: RequestContext, body: type[_Body]
-    ) -> AsyncGenerator[tuple[_Body, int]]:
-        """Read and parse a body; return it and its size in bytes.
-
-        The request holds memory, and a slot for large requests, until the end of the block. It
-        leaves the queue for slots if its client disconnects or its deadline passes.
-        """
-        gateway, settings = self._gateway, self._gateway.settings
-        require_json(request)
-        with gateway.buffers.open(context.owner.name) as grow:
-            with context.span.child("receive"):
-                raw = await read_body(
-                    request,
-                    grow,
-                    limit=settings.max_body_bytes,
-                    timeout_s=settings.body_timeout_s,
-                )
-            size = len(raw)
-            waits = not gateway.prompts.is_available(context.owner, size)
-            parse = partial(
-                parse_body,
-                raw,
-                body,
-                max_depth=settings.max_json_depth,
-                context_length=gateway.limits.context_length,
-            )
-            with context.span.child("tokenize"):
-                async with (
-                    enforce_deadline(context.deadline),
-                    cancel_on_disconnect(request.receive) if waits else nullcontext(),
-                    gateway.prompts.slot(context.owner, size),
-                ):
-                    parsed = await gateway.prompts.compute(size, parse)
-                    gateway.require_model(parsed.model)
-                    yield parsed, size
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
@@ -247,6 +215,34 @@ class _Routes:
             self._gateway, [chat.generation], output, stream=chat.asked.stream
         )
 
+    async def messages(self, request: Request) -> Response:
+        """Generate the next message of a conversation, as in Anthropic's Messages API."""
+        context = self._accept(request)
+        check_version(request.headers)
+        convert = MessagesBody.as_chat
+        chat = await self._chat_generation(request, context, MessagesBody, convert)
+        output = MessagesFormat(
+            request_id=context.request_id,
+            model=self._gateway.model.name,
+            prompt_tokens=chat.generation.prompt_tokens,
+            messages=chat.messages,
+        )
+        return GenerationResponse(
+            self._gateway, [chat.generation], output, stream=chat.asked.stream
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of the prompt of a message."""
+        context = self._accept(request)
+        check_version(request.headers)
+        salt = cache_salt(context.tenant, None)
+        async with self._read(request, context, CountTokensBody) as (given, size):
+            chat = await self._gateway.prompts.compute(size, given.as_chat)
+            with chat.names.in_errors():
+                plan = self._gateway.chats.plan(chat.conversation())
+                encoded = await self._chat(chat.body.messages, plan, size, salt)
+        return json_response({"input_tokens": count_tokens(encoded.packed)})
+
     async def _chat_generation(
         self,
         request: Request,
@@ -266,7 +262,7 @@ class _Routes:
             with chat.names.in_errors():
                 options = body.options()
                 salt = cache_salt(context.tenant, options.cache_salt)
-                plan = self._gateway.chats.plan(body.conversation())
+                plan = self._gateway.chats.plan(chat.conversation())
                 truncates = options.truncate_prompt_tokens is not None
                 encoded = await self._chat(body.messages, plan, size, salt, truncates=truncates)
         with chat.names.in_errors():

@@ -42,8 +42,8 @@ from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import say
 from tests.services.gateway.field_tables import expected_rows, table_rows
 
-SERVED = ("/v1/responses",)
-"""Paths of `NOT_SUPPORTED` below which nothing is supported."""
+SERVED = ("/v1/responses", "/v1/messages/batches")
+"""Paths of `NOT_SUPPORTED` that are served themselves, or that have another form of errors."""
 USER = {"role": "user", "content": "hi"}
 PLACES = {
     "": IN_REQUEST,

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: conversion of requests to chats, and of their answers."""
