@@ -266,3 +266,48 @@ async def test_frame_is_the_same_after_a_failover(family: Site) -> None:
     assert len(messages) == 2
     assert len({message.structured_outputs.SerializeToString() for message in messages}) == 1
     assert len({json.dumps(message.output_frame) for message in messages}) == 1
+
+
+def flat(named_tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool or a choice of one in the form of the Responses API."""
+    return {"type": "function", **named_tool["function"]}
+
+
+@pytest.mark.parametrize("family", ["qwen-3"], indirect=True)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": flat(named("get_weather"))},
+        {"tools": [flat(tool("get_weather", PARAMETERS, strict=True))]},
+    ],
+    ids=json.dumps,
+)
+async def test_calls_of_the_responses_api(family: Site, changes: dict[str, Any]) -> None:
+    output = f"<think>As é.</think>\n\n{call('hermes', WEATHER)}"
+    family.worker.script = speak(family, output + END, size=5)
+    content = {"input": "Hi", "tools": [flat(each) for each in body()["tools"]], **changes}
+    response = await family.http.post("/v1/responses", json=content)
+    answer = response.json()
+    assert response.status_code == 200, answer
+    reasoning, called = answer["output"]
+    assert reasoning["content"][0]["text"] == "As é."
+    assert (called["name"], called["arguments"]) == ("get_weather", '{"city": "Zürich"}')
+    assert answer["tool_choice"] == changes.get("tool_choice", "auto")
+    assert allowed(family, output, output.replace("city", "town")) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
+        ({"tools": [flat(tool("f", UNSUPPORTED, strict=True))]}, "tools[0].parameters"),
+    ],
+    ids=json.dumps,
+)
+async def test_errors_of_the_responses_api(site: Site, changes: dict[str, Any], param: str) -> None:
+    content = {"input": "Hi", "tools": [flat(tool("f"))], **changes}
+    response = await site.http.post("/v1/responses", json=content)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
