@@ -35,7 +35,7 @@ FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
 # Tests start hundreds of processes; without byte code, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down fast test test-long test-operate test-gpu faults check audit equality bench serving soak speed link-policy install clean
+.PHONY: help up down fast test test-long test-operate test-clients test-all-clients test-gpu faults check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -47,10 +47,10 @@ down:                     ## stop what `make up` started
 	$(BIN)/headrace down
 
 fast: $(VENV)/.ready-dev  ## unit tests only
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu or operate)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu or operate or clients)" $(PYTEST)
 
-test: $(VENV)/.ready-dev  ## all tests except `long`, `gpu` and `operate`
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu or operate)" $(PYTEST)
+test: $(VENV)/.ready-dev  ## all tests except `long`, `gpu`, `operate` and `clients`
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu or operate or clients)" $(PYTEST)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e tests/faults -n $(DEPLOYMENTS) --dist loadfile -m "e2e and not (long or gpu or operate)" $(PYTEST)
 
 test-long: $(VENV)/.ready-dev ## tests of about ten seconds or more
@@ -59,6 +59,12 @@ test-long: $(VENV)/.ready-dev ## tests of about ten seconds or more
 
 test-operate: $(VENV)/.ready-dev ## images, and Prometheus, Chromium and other Debian programs against a deployment
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/operate -n $(DEPLOYMENTS) --dist loadfile -m operate $(PYTEST)
+
+test-clients: $(VENV)/.ready-dev ## packages of openai, anthropic, LangChain and lm-eval against a deployment
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/clients -m "clients and not more_clients" $(PYTEST)
+
+test-all-clients: $(VENV)/.ready-dev ## all clients, see services/gateway/CLIENTS.md
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/clients -m clients $(PYTEST)
 
 faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_SEEDS="1 2 3"
 	for seed in $(FAULT_SEEDS); do \
@@ -126,4 +132,4 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@touch $@
 
 clean:                    ## remove the virtual environment and caches
-	rm -rf $(VENV) .operate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .operate .clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,88 @@
+"""Calls of functions in `programs`, each in a process of the client's environment."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients.environments import python_of
+from tests.harness.deployment import Running
+
+PROGRAMS = Path(__file__).parent / "programs"
+_NOT_INHERITED = ("PYTHONPATH", "OPENAI_", "ANTHROPIC_", "LANGSMITH_", "LANGCHAIN_", "LITELLM_")
+_SET = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "NO_PROXY": "127.0.0.1",
+}
+_REQUEST_S = 60.0
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client package.
+
+    Attributes:
+        environment: name of its requirements file, without suffix.
+        program: name of its module in `programs`.
+    """
+
+    environment: str
+    program: str
+
+    def call(
+        self, running: Running, function: str, *, timeout_s: float = 240, **variables: str
+    ) -> Any:
+        """Return the result of a function of the program.
+
+        Args:
+            variables: environment variables of the process.
+
+        Raises:
+            AssertionError: with the end of the output, if the function raises an error.
+        """
+        command = [str(python_of(self.environment)), str(PROGRAMS / f"{self.program}.py"), function]
+        result = subprocess.run(
+            command,
+            env=variables_of(running) | variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert result.returncode == 0, f"{result.stdout[-2000:]}{result.stderr[-6000:]}"
+        return json.loads(result.stdout.splitlines()[-1])
+
+
+def variables_of(running: Running) -> dict[str, str]:
+    """Return the environment of a process that uses a deployment."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+    return own | _SET | {"HEADRACE_URL": running.url, "HEADRACE_MODEL": running.model}
+
+
+def skip_without_route(running: Running, path: str) -> None:
+    """Skip the test if the deployment does not have a route."""
+    answer = httpx.post(f"{running.url}{path}", json={}, timeout=_REQUEST_S, trust_env=False)
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        pytest.skip(f"the gateway does not have {path}")
+
+
+def skip_without_forced_calls(running: Running) -> None:
+    """Skip the test if the deployment refuses ``tool_choice: required``."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "max_tokens": 1,
+    }
+    url = f"{running.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, timeout=_REQUEST_S, trust_env=False)
+    if answer.status_code == httpx.codes.BAD_REQUEST:
+        assert answer.json()["error"]["param"] == "tool_choice"
+        pytest.skip("the gateway does not force calls")

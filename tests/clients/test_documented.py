@@ -1,0 +1,65 @@
+"""The examples of CLIENTS.md run as they are written, with the deployment's address."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.clients.client import skip_without_route, variables_of
+from tests.clients.environments import python_of
+from tests.harness.deployment import Running
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
+
+_PAGE = Path(__file__).parents[2] / "services" / "gateway" / "CLIENTS.md"
+_CODE = re.compile(r"```python\n(.*?)```", re.S)
+_ENVIRONMENTS = {
+    "openai": "openai",
+    "anthropic": "anthropic",
+    "LangChain": "langchain",
+    "LlamaIndex": "llama-index",
+    "LiteLLM": "litellm",
+    "instructor": "instructor",
+    "pydantic-ai": "pydantic-ai",
+}
+_CI = ("openai", "anthropic", "LangChain")
+_ROUTES = {"anthropic": "/v1/messages"}
+_ADDRESS = "http://127.0.0.1:8000"
+
+
+def _examples() -> dict[str, str]:
+    """Return the Python code of each section, by its title."""
+    sections = _PAGE.read_text().split("\n### ")[1:]
+    titled = ((section.partition("\n")[0], _CODE.search(section)) for section in sections)
+    return {title: code[1] for title, code in titled if code is not None}
+
+
+EXAMPLES = _examples()
+
+
+def test_every_client_has_an_example() -> None:
+    assert set(EXAMPLES) == set(_ENVIRONMENTS)
+    assert all(_ADDRESS in code for code in EXAMPLES.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _CI else pytest.mark.more_clients)
+        for name in _ENVIRONMENTS
+    ],
+)
+def test_example_prints_an_answer(running: Running, name: str) -> None:
+    if name in _ROUTES:
+        skip_without_route(running, _ROUTES[name])
+    code = EXAMPLES[name].replace(_ADDRESS, running.url)
+    result = subprocess.run(
+        [str(python_of(_ENVIRONMENTS[name])), "-c", code],
+        env=variables_of(running),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.strip()
