@@ -6,6 +6,7 @@ import anthropic
 import call
 
 client = anthropic.Anthropic(base_url=call.URL, api_key=call.KEY, max_retries=0)
+GREEDY = {"temperature": 0}  # the package has no argument for it
 WEATHER_TOOL: Any = {
     "name": "get_weather",
     "description": "Return the weather of a city.",
@@ -19,7 +20,7 @@ def messages() -> dict[str, Any]:
         "model": call.MODEL,
         "system": "Answer in one sentence.",
         "messages": [{"role": "user", "content": call.QUESTION}],
-        "temperature": 0,
+        "extra_body": GREEDY,
         "max_tokens": 30,
     }
     whole = client.messages.create(**arguments)
@@ -51,7 +52,7 @@ def tools() -> dict[str, Any]:
         "model": call.MODEL,
         "messages": messages,
         "tools": [WEATHER_TOOL],
-        "temperature": 0,
+        "extra_body": GREEDY,
         "max_tokens": 60,
     }
     whole = client.messages.create(**arguments)
@@ -84,7 +85,7 @@ def required() -> list[Any]:
         messages=[{"role": "user", "content": "How is the weather in Paris?"}],
         tools=[WEATHER_TOOL],
         tool_choice={"type": "any"},
-        temperature=0,
+        extra_body=GREEDY,
         max_tokens=100,
     )
     return [[block.name, block.input] for block in answer.content if block.type == "tool_use"]
