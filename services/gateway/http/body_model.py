@@ -102,17 +102,34 @@ def is_deeper(content: Any, raw: bytes, limit: int) -> bool:
 
 
 def check_kind(*supported: str, default: str | None = None) -> Callable[[Any], Any]:
-    """Return a validator that refuses objects of other types, and names the type.
+    """Return a validator that refuses what is not an object of one of these types.
 
     Args:
         default: type of objects without one.
     """
+    names = ", ".join(map(repr, supported))
 
     def check(content: Any) -> Any:
-        kind = content.get("type", default) if isinstance(content, dict) else None
-        if isinstance(kind, str) and kind not in supported:
-            names = ", ".join(map(repr, supported))
+        if not isinstance(content, dict | Body):
+            raise invalid("", "must be an object")
+        kind = _kind_of(content, default)
+        if not isinstance(kind, str):
+            raise invalid("type", f"must be one of {names}")
+        if kind not in supported:
             raise unsupported("type", f"{kind[:_MAX_KIND_CHARS]!r} is not supported, only {names}")
         return content
 
     return check
+
+
+def tag_of_kind(default: str | None = None) -> Callable[[Any], str]:
+    """Return a discriminator of objects that `check_kind` has accepted.
+
+    Their tags, such as "a text", are no identifiers, so that they are not part of error paths.
+    """
+    return lambda content: f"a {_kind_of(content, default)}"
+
+
+def _kind_of(content: Any, default: str | None) -> Any:
+    kind = content.get("type") if isinstance(content, dict) else content.type
+    return default if kind is None else kind

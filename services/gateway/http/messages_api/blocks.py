@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from services.gateway.http.body_model import Body, check_kind, invalid
+from services.gateway.http.body_model import Body, check_kind, invalid, tag_of_kind
 from services.gateway.http.other_fields import IN_MESSAGES_BLOCK
 
 _STRING, _LIST = "a text", "a list"
@@ -70,16 +70,12 @@ class ToolResultBlock(Body):
 _KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
-def _kind(block: Any) -> str:
-    return f"a {block.get('type') if isinstance(block, dict) else block.type}"
-
-
 Block = Annotated[
     Annotated[TextBlock, Tag("a text")]
     | Annotated[ThinkingBlock, Tag("a thinking")]
     | Annotated[ToolUseBlock, Tag("a tool_use")]
     | Annotated[ToolResultBlock, Tag("a tool_result")],
-    Discriminator(_kind),
+    Discriminator(tag_of_kind()),
     BeforeValidator(check_kind(*_KINDS)),
 ]
 

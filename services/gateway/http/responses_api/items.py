@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.http.body_model import Body, check_kind
+from services.gateway.http.body_model import Body, check_kind, tag_of_kind
 from services.gateway.http.other_fields import (
     IN_RESPONSES_ITEM,
     IN_RESPONSES_OUTPUT_ITEM,
@@ -90,18 +90,12 @@ class ReasoningItem(Body):
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _kind(item: Any) -> str:
-    """Return the tag of an item. It is no identifier, so that it is not part of error paths."""
-    kind = item.get("type", "message") if isinstance(item, dict) else item.type
-    return f"a {kind}"
-
-
 Item = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a function_call")]
     | Annotated[OutputItem, Tag("a function_call_output")]
     | Annotated[ReasoningItem, Tag("a reasoning")],
-    Discriminator(_kind),
+    Discriminator(tag_of_kind(default="message")),
     BeforeValidator(check_kind(*_KINDS, default="message")),
 ]
 Input = Annotated[
