@@ -17,7 +17,7 @@ from services.common.errors import Forbidden, Overloaded, ServiceError
 from services.gateway.gateway import Gateway
 from services.gateway.http.middleware import error_response
 
-_EXPOSED_HEADERS = ("retry-after", "x-request-id")
+_EXPOSED_HEADERS = ("retry-after", "x-request-id", "request-id")
 
 
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:

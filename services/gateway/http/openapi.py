@@ -131,9 +131,9 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     components.setdefault("schemas", {}).update(schemas["$defs"])
     for unused in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(unused, None)
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
         for operation in operations.values():
-            _complete_responses(operation["responses"])
+            _complete_responses(operation["responses"], path)
             if gateway.keys.required and "401" in operation["responses"]:
                 operation["security"] = [{_BEARER: []}, {_HEADER: []}]
     if gateway.keys.required:
@@ -144,11 +144,13 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     return document
 
 
-def _complete_responses(responses: dict[str, Any]) -> None:
+def _complete_responses(responses: dict[str, Any], path: str) -> None:
     # FastAPI adds 422 to every route with parameters, but the parameters here accept any text.
     responses.pop("422", None)
     for status, response in responses.items():
         headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
+        if is_messages_path(path):
+            headers["request-id"] = {"description": "the same id", "schema": _STRING}
         if status in ("429", "503"):
             headers["retry-after"] = _RETRY_AFTER
         if status == "401":
