@@ -7,6 +7,7 @@ import typer
 import yaml
 
 from runtime.kv.names import CALIBRATED
+from services.batch.command import batch
 from services.cli_errors import Commands
 from services.cli_options import (
     AnyPort,
@@ -191,6 +192,7 @@ def status(
 
 
 app.command()(size)
+app.command()(batch)
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""`headrace batch`: answer the requests of a file."""

@@ -1,0 +1,215 @@
+"""`headrace batch` with a gateway."""
+
+import asyncio
+import hashlib
+import json
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from services.batch.run import answer_file
+from services.batch.sender import BatchStopped, Server
+from services.gateway.gateway import ServedModel
+from services.gateway.keys import ApiKeys, Tenant
+from services.gateway.settings import GatewaySettings
+from tests.services.gateway.conftest import Site, gateway_site
+from tests.services.gateway.fakes import say
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return ServedModel.load(GatewaySettings.model_validate({"model": "smollm2-135m"}))
+
+
+@asynccontextmanager
+async def answering(
+    model: ServedModel, keys: ApiKeys | None = None, pause_s: float = 0.0, **settings: Any
+) -> AsyncIterator[Site]:
+    """Run a gateway that answers each request with two tokens."""
+    async with gateway_site(model, 1, keys, settings) as site:
+        site.worker.script = say(*site.encode("Hello there"), pause_s=pause_s)
+        yield site
+
+
+def write_requests(folder: Path, count: int, **changes: Any) -> Path:
+    """Write completions and chats, alternately."""
+    message = {"role": "user", "content": "Hi"}
+    texts = ("/v1/completions", {"prompt": "Hi", **changes})
+    chats = ("/v1/chat/completions", {"messages": [message], **changes})
+    lines = []
+    for number in range(count):
+        url, body = (texts, chats)[number % 2]
+        lines.append({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body})
+    file = folder / "in.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def read_answers(file: Path) -> dict[str, Any]:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {record["custom_id"]: record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+async def run(file: Path, output: Path, server: Server) -> int:
+    return await asyncio.to_thread(answer_file, file, output, server)
+
+
+async def test_every_request_is_answered(model: ServedModel, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 20), tmp_path / "out.jsonl"
+    async with answering(model) as site:
+        assert await run(file, output, Server(f"{site.url}/v1", concurrency=4)) == 0
+    answers = read_answers(output)
+    assert set(answers) == {f"r{number}" for number in range(20)}
+    for number in range(20):
+        response = answers[f"r{number}"]["response"]
+        choice = response["body"]["choices"][0]
+        text = choice["message"]["content"] if number % 2 else choice["text"]
+        assert (response["status_code"], text) == (200, "Hello there")
+        assert response["body"]["id"].endswith(response["request_id"])
+
+
+async def test_concurrency_is_bounded(model: ServedModel, tmp_path: Path) -> None:
+    """A gateway that refuses a fourth request at once refuses none."""
+    file, output = write_requests(tmp_path, 24), tmp_path / "out.jsonl"
+    async with answering(model, pause_s=0.01, max_concurrent=3) as site:
+        assert await run(file, output, Server(site.url, concurrency=3, retries=0)) == 0
+
+
+async def test_refused_requests_are_sent_again(model: ServedModel, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 6), tmp_path / "out.jsonl"
+    async with answering(model, pause_s=0.05, max_concurrent=1) as site:
+        assert await run(file, output, Server(site.url, concurrency=3)) == 0
+        refused = site.metric("headrace_requests_total", endpoint="/v1/completions", status="429")
+    assert len(read_answers(output)) == 6
+    assert refused > 0
+
+
+async def test_invalid_requests_have_the_error_of_the_server(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    file, output = write_requests(tmp_path, 4, temperature=9), tmp_path / "out.jsonl"
+    async with answering(model) as site:
+        assert await run(file, output, Server(site.url)) == 4
+        before = output.read_bytes()
+        assert await run(file, output, Server(site.url)) == 4  # lasting errors are not repeated
+    assert output.read_bytes() == before
+    for answer in read_answers(output).values():
+        assert answer["response"]["status_code"] == 400
+        assert answer["response"]["body"]["error"]["param"] == "temperature"
+
+
+async def test_killed_run_continues(model: ServedModel, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 40), tmp_path / "out.jsonl"
+    async with answering(model, pause_s=0.02) as site:
+        command = (sys.executable, "-m", "services.cli", "batch", str(file), "--url", site.url)
+        options = ("--output", str(output), "--concurrency", "2")
+        process = await asyncio.create_subprocess_exec(*command, *options)
+        while not output.exists() or output.read_bytes().count(b"\n") < 5:
+            assert process.returncode is None
+            await asyncio.sleep(0.01)
+        process.kill()
+        await process.wait()
+        with output.open("ab") as partial:
+            partial.write(b'{"id":"batch_req_0')
+        done = output.read_bytes().count(b"\n")
+        assert done < 40
+        sent = len(site.worker.streams)
+        process = await asyncio.create_subprocess_exec(
+            *command, *options, stdout=asyncio.subprocess.PIPE
+        )
+        printed, _ = await process.communicate()
+        assert process.returncode == 0
+        assert len(site.worker.streams) - sent == 40 - done
+    assert f"answered 40 requests, 0 with an error ({done} in earlier runs)" in printed.decode()
+    assert len(read_answers(output)) == 40
+
+
+async def test_wrong_key_stops_the_run(model: ServedModel, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 40), tmp_path / "out.jsonl"
+    keys = ApiKeys({hashlib.sha256(b"right").digest(): Tenant("team")})
+    async with answering(model, keys) as site:
+        with pytest.raises(BatchStopped, match="does not accept the API key"):
+            await run(file, output, Server(site.url, api_key="wrong"))
+        assert output.read_bytes() == b""
+        assert await run(file, output, Server(site.url, api_key="right")) == 0
+
+
+async def test_unreachable_server_stops_the_run(tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 3), tmp_path / "out.jsonl"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # not listening
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(BatchStopped, match="cannot be reached"):
+            await run(file, output, Server(url, retries=1))
+
+
+@asynccontextmanager
+async def scripted(*answers: web.Response | None) -> AsyncIterator[tuple[str, Counter[str]]]:
+    """Run a server with these answers; None closes the connection. Yield its URL and calls."""
+    calls: Counter[str] = Counter()
+    left = list(answers)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        calls[request.path] += 1
+        answer = left.pop(0)
+        if answer is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return answer
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}", calls
+    await runner.cleanup()
+
+
+def success() -> web.Response:
+    return web.json_response({"id": "x"})
+
+
+def refusal(status: int, after: str) -> web.Response:
+    return web.json_response({"error": {}}, status=status, headers={"retry-after": after})
+
+
+@pytest.mark.parametrize(
+    "failure", [refusal(429, "0"), refusal(503, "1"), refusal(502, "?"), None], ids=str
+)
+async def test_transient_failure_is_retried(failure: web.Response | None, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    async with scripted(failure, success()) as (url, calls):
+        assert await run(file, output, Server(url)) == 0
+    assert calls == {"/v1/completions": 2}
+
+
+async def test_last_failure_is_written_and_sent_again_by_the_next_run(tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    async with scripted(refusal(503, "0"), None, success()) as (url, _):
+        assert await run(file, output, Server(url, retries=0)) == 1
+        assert read_answers(output)["r0"]["response"]["status_code"] == 503
+        assert await run(file, output, Server(url, retries=0)) == 1
+        assert read_answers(output)["r0"]["error"]["code"] == "connection_error"
+        assert await run(file, output, Server(url, retries=0)) == 0
+        assert read_answers(output)["r0"]["error"] is None
+
+
+async def test_answer_that_is_not_json_is_an_error(tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 2), tmp_path / "out.jsonl"
+    answers = (web.Response(text="<html>"), web.Response(text="<html>", status=404))
+    async with scripted(*answers) as (url, _):
+        assert await run(file, output, Server(url, concurrency=1)) == 2
+    found = read_answers(output)
+    assert found["r0"]["error"]["code"] == "invalid_response"
+    assert found["r1"]["response"]["body"] == {"error": {"message": "<html>"}}
