@@ -5,28 +5,38 @@ import hmac
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import structlog
 
 from services.common.errors import SettingsError, Unauthenticated
-from services.common.messages import MAX_WEIGHT
+from services.common.messages import MAX_PRIORITY, MAX_WEIGHT
 
 log = structlog.get_logger()
 
+_DIGEST_DIGITS = 64
 _LINE = re.compile(
-    r"^([0-9a-fA-F]{64})(?:\s+(?!weight=)(\S{1,128}))?(?:\s+weight=([1-9][0-9]{0,3}))?$"
+    r"^(?P<digest>[0-9a-fA-F]{64})"
+    r"(?:\s+(?!weight=|priority=)(?P<name>\S{1,128}))?"
+    r"(?:\s+weight=(?P<weight>[1-9][0-9]{0,3}))?"
+    r"(?:\s+priority=(?P<priority>-?[0-9]{1,3}))?$"
 )
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """The owner of API keys. Under load, tenants get tokens in proportion to their weights."""
+    """The owner of API keys. Under load, tenants get tokens in proportion to their weights.
+
+    Attributes:
+        first_priority: lowest value of `priority`, and so the most urgent one, that requests with
+            this key have. Keys of one tenant may differ in it.
+    """
 
     name: str
     weight: int = 1
+    first_priority: int = field(default=-MAX_PRIORITY, compare=False)
 
     @property
     def id(self) -> str:
@@ -68,7 +78,9 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path | None) -> Self:
-        """Read ``sha256-hex [name] [weight=N]`` lines, skipping blank lines and ``#`` comments.
+        """Read ``sha256-hex [name] [weight=N] [priority=N]`` lines.
+
+        Blank lines and ``#`` comments are skipped.
 
         Keys with the same name belong to one tenant.
 
@@ -168,16 +180,28 @@ def _parse(path: Path, content: bytes | str) -> dict[bytes, Tenant]:
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
-        match = _LINE.match(text)
-        if not match or int(match[3] or 1) > MAX_WEIGHT:
+        tenant = _parse_line(text)
+        if tenant is None:
             raise SettingsError(
-                f"{path}, line {number}: expected a SHA-256 digest in hex, an optional name "
-                f"and an optional weight=N, from 1 to {MAX_WEIGHT}"
+                f"{path}, line {number}: expected a SHA-256 digest in hex, an optional name, an "
+                f"optional weight=N, from 1 to {MAX_WEIGHT}, and an optional priority=N, from "
+                f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
             )
-        tenant = Tenant(match[2] or f"key-{match[1][:8]}", int(match[3] or 1))
         if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
             raise SettingsError(f"{path}, line {number}: {tenant.name} has two weights")
-        tenants[bytes.fromhex(match[1])] = tenant
+        tenants[bytes.fromhex(text[:_DIGEST_DIGITS])] = tenant
     if not tenants:  # an empty file must not disable authentication
         raise SettingsError(f"{path} has no API key: add one, or do not set --api-keys-file")
     return tenants
+
+
+def _parse_line(text: str) -> Tenant | None:
+    """Return the tenant of a key, or None if the line is invalid."""
+    match = _LINE.match(text)
+    if match is None:
+        return None
+    weight = int(match["weight"] or 1)
+    priority = int(match["priority"] or -MAX_PRIORITY)
+    if weight > MAX_WEIGHT or abs(priority) > MAX_PRIORITY:
+        return None
+    return Tenant(match["name"] or f"key-{match['digest'][:8]}", weight, priority)

@@ -129,7 +129,7 @@ class Placer:
                 choices=request.options.n,
                 tenant=context.tenant.id if context.tenant else None,
                 weight=context.tenant.weight if context.tenant else 1,
-                priority=-request.options.priority,  # routers place larger values first
+                priority=-request.priority,  # routers place larger values first
                 exclude=sorted(retries.excluded),
                 wait_s=max(0.0, until - time.monotonic()),
             )

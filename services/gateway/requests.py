@@ -212,7 +212,8 @@ class GenerationFields(BaseModel):
         Field(
             ge=-MAX_PRIORITY,
             le=MAX_PRIORITY,
-            description="lower values are handled first, among the requests of one API key",
+            description="lower values are handled first, among the requests of one tenant; "
+            "values below that of the API key count as that one",
         ),
     ] = 0
     cache_salt: (
@@ -353,6 +354,13 @@ class GenerationRequest:
     def cache_salt(self) -> bytes:
         """Salt of the KV: only requests with the same salt reuse the KV of one another."""
         return cache_salt(self.context.tenant, self.options.cache_salt)
+
+    @property
+    def priority(self) -> int:
+        """Priority among the requests of the tenant, which the API key limits. Lower is earlier."""
+        tenant = self.context.tenant
+        wanted = self.options.priority
+        return wanted if tenant is None else max(wanted, tenant.first_priority)
 
     @property
     def required_tokens(self) -> int | None:

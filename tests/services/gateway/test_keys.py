@@ -44,6 +44,10 @@ async def test_api_keys(open_site: OpenSite, tmp_path: Path) -> None:
         f"{DIGEST} name weight=0\n",
         f"{DIGEST} name weight=1001\n",
         f"{DIGEST} name share=2\n",
+        f"{DIGEST} name priority=101\n",
+        f"{DIGEST} name priority=-101\n",
+        f"{DIGEST} name priority=high\n",
+        f"{DIGEST} name priority=1 weight=2\n",
         f"{DIGEST} a weight=2\n{'0' * 64} a weight=3\n",
     ],
 )
@@ -86,6 +90,34 @@ async def test_weight_and_priority_travel_to_the_router(open_site: OpenSite) -> 
         await site.http.post("/v1/completions", json=body, headers={"authorization": RIGHT})
     assert [call.weight for call in site.router.places] == [7, 7, 7]
     assert [call.priority for call in site.router.places] == [3, 0, -3], "lower values are first"
+
+
+async def test_priority_is_limited_by_the_key(open_site: OpenSite, tmp_path: Path) -> None:
+    """Two keys of one tenant have different limits."""
+    file = tmp_path / "keys"
+    other = hashlib.sha256(b"sk-other").hexdigest()
+    file.write_text(f"{DIGEST} team priority=5\n{other} team weight=1 priority=-2\n")
+    site: Site = await open_site(keys=ApiKeys.load(file))
+    site.worker.script = say(5)
+    for key in ("sk-right", "sk-other"):
+        for priority in (-100, 0, 7, None):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "priority": priority}
+            await site.http.post("/v1/completions", json=body, headers=headers)
+    assert [-call.priority for call in site.router.places] == [5, 5, 7, 5, -2, 0, 7, 0]
+    assert len({call.tenant for call in site.router.places}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", -100), ("team priority=0", 0), ("weight=2 priority=-7", -7), ("priority=100", 100)],
+)
+def test_key_has_its_priority(tmp_path: Path, text: str, expected: int) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"{DIGEST} {text}\n")
+    tenant = ApiKeys.load(file).tenant(RIGHT)
+    assert tenant is not None
+    assert tenant.first_priority == expected
 
 
 @pytest.mark.parametrize("priority", [-101, 101, 1.5, "high"])
