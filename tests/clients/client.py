@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.clients.environments import python_of
+from tests.clients.environments import NODE_PACKAGES, node_modules, python_of
 from tests.harness.deployment import Running
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -48,15 +49,45 @@ class Client:
             AssertionError: with the end of the output, if the function raises an error.
         """
         command = [str(python_of(self.environment)), str(PROGRAMS / f"{self.program}.py"), function]
-        result = subprocess.run(
-            command,
-            env=variables_of(running) | variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-        assert result.returncode == 0, f"{result.stdout[-2000:]}{result.stderr[-6000:]}"
-        return json.loads(result.stdout.splitlines()[-1])
+        output = output_of(command, variables_of(running) | variables, timeout_s)
+        return json.loads(output.splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class NodeClient:
+    """A client package for Node.js.
+
+    Attributes:
+        program: name of its module in `node`.
+    """
+
+    program: str
+
+    def call(self, running: Running, function: str) -> Any:
+        """Return the result of a function of the program.
+
+        Raises:
+            AssertionError: with the end of the output, if the function raises an error.
+        """
+        folder = node_modules()  # modules import packages from the folder in which they are
+        for file in NODE_PACKAGES.glob("*.mjs"):
+            shutil.copy(file, folder)
+        command = ["node", str(folder / f"{self.program}.mjs"), function]
+        output = output_of(command, variables_of(running), 240)
+        return json.loads(output.splitlines()[-1])
+
+
+def output_of(command: list[str], variables: dict[str, str], timeout_s: float) -> str:
+    """Return what a command prints.
+
+    Raises:
+        AssertionError: with the end of the output, if it fails.
+    """
+    result = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert result.returncode == 0, f"{result.stdout[-2000:]}{result.stderr[-6000:]}"
+    return result.stdout
 
 
 def variables_of(running: Running) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """The examples of CLIENTS.md run as they are written, with the deployment's address."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.clients.client import skip_without_route, variables_of
+from tests.clients.client import output_of, skip_without_route, variables_of
 from tests.clients.environments import python_of
 from tests.harness.deployment import Running
 
@@ -54,12 +53,5 @@ def test_example_prints_an_answer(running: Running, name: str) -> None:
     if name in _ROUTES:
         skip_without_route(running, _ROUTES[name])
     code = EXAMPLES[name].replace(_ADDRESS, running.url)
-    result = subprocess.run(
-        [str(python_of(_ENVIRONMENTS[name])), "-c", code],
-        env=variables_of(running),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.strip()
+    command = [str(python_of(_ENVIRONMENTS[name])), "-c", code]
+    assert output_of(command, variables_of(running), 240).strip()
