@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
-
 from tests.clients.environments import NODE_PACKAGES, node_modules, python_of
 from tests.harness.deployment import Running
 
@@ -22,7 +19,6 @@ _SET = {
     "HF_DATASETS_OFFLINE": "1",
     "NO_PROXY": "127.0.0.1",
 }
-_REQUEST_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -94,26 +90,3 @@ def variables_of(running: Running) -> dict[str, str]:
     """Return the environment of a process that uses a deployment."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     return own | _SET | {"HEADRACE_URL": running.url, "HEADRACE_MODEL": running.model}
-
-
-def skip_without_route(running: Running, path: str) -> None:
-    """Skip the test if the deployment does not have a route."""
-    answer = httpx.post(f"{running.url}{path}", json={}, timeout=_REQUEST_S, trust_env=False)
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        pytest.skip(f"the gateway does not have {path}")
-
-
-def skip_without_forced_calls(running: Running) -> None:
-    """Skip the test if the deployment refuses ``tool_choice: required``."""
-    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-    body = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required",
-        "max_tokens": 1,
-    }
-    url = f"{running.url}/v1/chat/completions"
-    answer = httpx.post(url, json=body, timeout=_REQUEST_S, trust_env=False)
-    if answer.status_code == httpx.codes.BAD_REQUEST:
-        assert answer.json()["error"]["param"] == "tool_choice"
-        pytest.skip("the gateway does not force calls")

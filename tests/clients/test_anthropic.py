@@ -2,17 +2,12 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls, skip_without_route
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 ANTHROPIC = Client("anthropic", "with_anthropic")
-
-
-@pytest.fixture(autouse=True)
-def _messages(running: Running) -> None:
-    skip_without_route(running, "/v1/messages")
 
 
 def test_message_is_the_same_whole_and_streamed(running: Running) -> None:
@@ -31,7 +26,6 @@ def test_tool_is_called(running: Running) -> None:
 
 
 def test_calls_are_forced(running: Running) -> None:
-    skip_without_forced_calls(running)
     calls = ANTHROPIC.call(running, "required")
     assert calls
     assert all(name == "get_weather" and "city" in arguments for name, arguments in calls)

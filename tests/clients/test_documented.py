@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.client import output_of, skip_without_route, variables_of
+from tests.clients.client import output_of, variables_of
 from tests.clients.environments import python_of
 from tests.harness.deployment import Running
 
@@ -23,7 +23,6 @@ _ENVIRONMENTS = {
     "pydantic-ai": "pydantic-ai",
 }
 _CI = ("openai", "anthropic", "LangChain")
-_ROUTES = {"anthropic": "/v1/messages"}
 _ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -50,8 +49,6 @@ def test_every_client_has_an_example() -> None:
     ],
 )
 def test_example_prints_an_answer(running: Running, name: str) -> None:
-    if name in _ROUTES:
-        skip_without_route(running, _ROUTES[name])
     code = EXAMPLES[name].replace(_ADDRESS, running.url)
     command = [str(python_of(_ENVIRONMENTS[name])), "-c", code]
     assert output_of(command, variables_of(running), 240).strip()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.more_clients, pytest.mark.timeout(2400)]
@@ -15,5 +15,4 @@ def test_output_follows_a_schema(running: Running) -> None:
 
 
 def test_output_is_a_forced_call_by_default(running: Running) -> None:
-    skip_without_forced_calls(running)
     assert INSTRUCTOR.call(running, "tools")["kind"] in ("adult", "child")

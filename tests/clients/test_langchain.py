@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
@@ -23,7 +23,6 @@ def test_output_is_structured(running: Running) -> None:
 
 
 def test_output_is_structured_by_a_forced_call(running: Running) -> None:
-    skip_without_forced_calls(running)
     found = LANGCHAIN.call(running, "structured_by_call")
     assert isinstance(found["name"], str)
     assert isinstance(found["age"], int)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.more_clients, pytest.mark.timeout(2400)]
@@ -25,5 +25,4 @@ def test_output_is_structured(running: Running) -> None:
 
 
 def test_output_is_structured_by_a_forced_call(running: Running) -> None:
-    skip_without_forced_calls(running)
     assert LLAMA_INDEX.call(running, "structured_by_call")["kind"] in ("adult", "child")

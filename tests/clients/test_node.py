@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.clients.client import NodeClient, skip_without_route
+from tests.clients.client import NodeClient
 from tests.harness.deployment import Running
 
 pytestmark = [
@@ -48,7 +48,6 @@ def test_errors_have_the_types_of_openai(running: Running) -> None:
 
 @pytest.mark.parametrize("client", [OPENAI, AI_SDK])
 def test_responses_are_the_same_whole_and_streamed(running: Running, client: NodeClient) -> None:
-    skip_without_route(running, "/v1/responses")
     found = client.call(running, "responses")
     assert "Paris" in found["text"]
     assert found["streamed"] == found["text"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls, skip_without_route
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
@@ -50,7 +50,6 @@ def test_tool_is_called(running: Running) -> None:
 
 
 def test_calls_are_forced(running: Running) -> None:
-    skip_without_forced_calls(running)
     for calls in OPENAI.call(running, "required").values():
         for name, arguments in calls:
             assert name == "get_weather"
@@ -69,12 +68,10 @@ def test_errors_have_the_types_of_openai(running: Running) -> None:
 
 
 def test_responses_are_the_same_whole_and_streamed(running: Running) -> None:
-    skip_without_route(running, "/v1/responses")
     found = OPENAI.call(running, "responses")
     assert "Paris" in found["text"]
     assert found["streamed"] == found["completed"] == found["text"]
 
 
 def test_responses_are_parsed(running: Running) -> None:
-    skip_without_route(running, "/v1/responses")
     assert OPENAI.call(running, "responses_parse").items() >= ANNA.items()

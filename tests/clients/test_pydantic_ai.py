@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client, skip_without_forced_calls
+from tests.clients.client import Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.more_clients, pytest.mark.timeout(2400)]
@@ -21,12 +21,10 @@ def test_output_follows_a_schema(running: Running) -> None:
 
 
 def test_output_is_a_forced_call_by_default(running: Running) -> None:
-    skip_without_forced_calls(running)
     assert PYDANTIC_AI.call(running, "by_call")["kind"] in ("adult", "child")
 
 
 def test_agent_calls_its_tool_and_answers(running: Running) -> None:
-    skip_without_forced_calls(running)  # its tools are strict by default
     found = PYDANTIC_AI.call(running, "tools")
     assert found["calls"] == [{"city": "Paris"}]
     assert "sunny" in found["answer"].lower()
