@@ -1,7 +1,8 @@
 """Environments of clients: each has its own packages, at the versions in `requirements`.
 
 They are made on first use, in the folder of the variable HEADRACE_CLIENTS or in `.clients` of the
-repository, and again when a requirements file changes.
+repository, and again when a requirements file changes. These files are the output of `pip freeze`
+after an installation of the client without pinned versions of its dependencies.
 """
 
 import fcntl
