@@ -141,8 +141,11 @@ class Supervisor:
                     keepers.create_task(self._keep_running(spec))
                 keepers.create_task(self._report_changes())
                 keepers.create_task(self._rotate_logs())
-        except* ServiceFailed as failures:
-            raise failures.exceptions[0] from None
+        except ExceptionGroup as errors:
+            # Not `except*`, whose errors Python before 3.11.4 puts into a group.
+            if failures := errors.subgroup(ServiceFailed):
+                raise failures.exceptions[0] from None
+            raise
         finally:
             await self._stop_all()
 

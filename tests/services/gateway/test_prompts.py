@@ -151,7 +151,7 @@ async def test_large_body_is_parsed_outside_of_the_event_loop(
         threads.append(threading.current_thread())
         return parse_body(*arguments, **options)
 
-    monkeypatch.setattr("services.gateway.http.routes.parse_body", record)
+    monkeypatch.setattr("services.gateway.http.reading.parse_body", record)
     for text in ("x", "x " * 4000):
         response = await site.http.post("/v1/completions", json={"prompt": text})
         assert response.status_code == 200
