@@ -51,6 +51,10 @@ class GrammarSpec:
         return cls(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 
+MAX_BYTES, MAX_DEPTH = 1 << 16, 64
+"""Largest bounds, which workers have. Settings of gateways may be smaller."""
+
+
 @dataclass(frozen=True)
 class GrammarBounds:
     """Bounds on constraints.
@@ -60,8 +64,8 @@ class GrammarBounds:
         max_depth: maximum nesting of a JSON schema, or of the brackets of another text.
     """
 
-    max_bytes: int = 1 << 16
-    max_depth: int = 64
+    max_bytes: int = MAX_BYTES
+    max_depth: int = MAX_DEPTH
 
     def check(self, spec: GrammarSpec) -> None:
         """Raise `InvalidGrammar` if a constraint exceeds a bound, or is no JSON but must be."""

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from runtime.grammar.spec import MAX_BYTES, MAX_DEPTH
 from services.common.clients import ClientAddresses
 from services.common.grpc_server import PING_TIMEOUT_S
 from services.common.messages import (
@@ -212,16 +213,16 @@ class GatewaySettings(ServiceSettings):
     )
 
     max_grammar_bytes: int = Field(
-        1 << 16,
+        MAX_BYTES,
         ge=64,
-        le=1 << 16,
+        le=MAX_BYTES,
         description="maximum size of a JSON schema, regular expression or grammar that constrains "
         "the output, bytes",
     )
     max_grammar_depth: int = Field(
-        64,
+        MAX_DEPTH,
         ge=1,
-        le=64,
+        le=MAX_DEPTH,
         description="maximum nesting of a JSON schema, regular expression or grammar",
     )
     grammar_timeout_s: float = Field(
