@@ -27,7 +27,7 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the state is invalid; empty if it is valid.
+        """Reason for which the state is invalid, or an empty string.
 
         A token was not allowed, or a mask took more work than llguidance's limits allow.
         """

@@ -1,16 +1,13 @@
 """Tool calls that a real deployment must generate, and their continuation after a kill."""
 
-import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.harness.deployment import Running, deployed
+from tests.harness.killed_answers import texts_despite_a_kill
 from tests.runtime.grammar.validation import faults
 
 openai = pytest.importorskip("openai")
@@ -132,45 +129,6 @@ async def test_call_continues_with_the_same_tokens_after_a_kill(running: Running
         "additionalProperties": False,
     }
     tool = {"type": "function", "function": {"name": "dial", "parameters": schema}}
-    body = {
-        **arguments(running, tools=[tool], tool_choice="required", temperature=0.9),
-        "return_token_ids": True,
-        "stream": True,
-    }
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=300) as http:
-        started = [asyncio.Event() for _ in range(4)]
-
-        async def ask(seed: int, event: asyncio.Event | None = None) -> tuple[str, list[int]]:
-            text, tokens = "", list[int]()
-            stream = http.stream("POST", "/v1/chat/completions", json={**body, "seed": seed})
-            async with stream as answer:
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    content = json.loads(line[6:])
-                    assert "error" not in content, content
-                    for choice in content["choices"]:
-                        tokens += choice.get("token_ids") or []
-                        for call in choice["delta"].get("tool_calls", ()):
-                            text += call["function"]["arguments"]
-                    if event is not None and len(tokens) > 30:
-                        event.set()
-            return text, tokens
-
-        expected = await asyncio.gather(*map(ask, range(4)))
-        epochs = {name: worker["epoch"] for name, worker in running.workers().items()}
-        before = {name: decoded(running, name) for name in ("decode-0", "decode-1")}
-        asking = [asyncio.create_task(ask(seed, started[seed])) for seed in range(4)]
-        await asyncio.gather(*(event.wait() for event in started))
-        victim = max(before, key=lambda name: decoded(running, name) - before[name])
-        os.kill(running.state.pids[victim], signal.SIGKILL)
-        assert await asyncio.gather(*asking) == expected
-        await asyncio.to_thread(running.wait_for_new_epoch, victim, epochs[victim])
-    for text, _ in expected:
+    body = arguments(running, tools=[tool], tool_choice="required", temperature=0.9)
+    for text in await texts_despite_a_kill(running, body, sent=30):
         assert not faults(json.loads(text), schema)
-    assert running.gateway_metric("headrace_failovers_total") > 0
-
-
-def decoded(running: Running, worker: str) -> float:
-    """Return the number of tokens that a worker has generated."""
-    return running.metric(worker, "headrace_worker_generation_tokens_total")

@@ -1,10 +1,7 @@
 """Constrained output of a real deployment, and its continuation after a worker was killed."""
 
-import asyncio
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +9,7 @@ import httpx
 import pytest
 
 from tests.harness.deployment import Running, deployed
+from tests.harness.killed_answers import texts_despite_a_kill
 from tests.runtime.grammar.validation import faults
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
@@ -54,11 +52,6 @@ def texts(running: Running, **fields: Any) -> list[tuple[str, str]]:
     return [(c["message"]["content"], c["finish_reason"]) for c in answer.json()["choices"]]
 
 
-def decoded(running: Running, worker: str) -> float:
-    """Return the number of tokens that a worker has generated."""
-    return running.metric(worker, "headrace_worker_generation_tokens_total")
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_answers_validate_against_the_schema(running: Running, temperature: float) -> None:
     choices = 3 if temperature else 1
@@ -96,40 +89,6 @@ def test_bad_constraint_gets_a_400(running: Running) -> None:
 
 async def test_answer_continues_with_the_same_tokens_after_a_kill(running: Running) -> None:
     """The decode worker that has sent most of the tokens is killed in mid-answer."""
-    fields = body(
-        running,
-        structured_outputs={"regex": NUMBERS},
-        temperature=0.9,
-        return_token_ids=True,
-        stream=True,
-    )
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=300) as client:
-        started = [asyncio.Event() for _ in range(4)]
-
-        async def ask(seed: int, event: asyncio.Event | None = None) -> tuple[str, list[int]]:
-            text, tokens = "", list[int]()
-            stream = client.stream("POST", "/v1/chat/completions", json={**fields, "seed": seed})
-            async with stream as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        content = json.loads(line[6:])
-                        assert "error" not in content, content
-                        for choice in content["choices"]:
-                            text += choice["delta"].get("content") or ""
-                            tokens += choice.get("token_ids") or []
-                    if event is not None and len(tokens) > 15:
-                        event.set()
-            return text, tokens
-
-        expected = await asyncio.gather(*map(ask, range(4)))
-        epochs = {name: worker["epoch"] for name, worker in running.workers().items()}
-        before = {name: decoded(running, name) for name in ("decode-0", "decode-1")}
-        asking = [asyncio.create_task(ask(seed, started[seed])) for seed in range(4)]
-        await asyncio.gather(*(event.wait() for event in started))
-        victim = max(before, key=lambda name: decoded(running, name) - before[name])
-        os.kill(running.state.pids[victim], signal.SIGKILL)
-        assert await asyncio.gather(*asking) == expected
-        await asyncio.to_thread(running.wait_for_new_epoch, victim, epochs[victim])
-    for text, _ in expected:
+    fields = body(running, structured_outputs={"regex": NUMBERS}, temperature=0.9)
+    for text in await texts_despite_a_kill(running, fields, sent=15):
         assert re.fullmatch(NUMBERS, text)
-    assert running.gateway_metric("headrace_failovers_total") > 0

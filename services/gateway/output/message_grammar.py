@@ -75,7 +75,7 @@ class CallGrammar:
 
 @dataclass(frozen=True)
 class MessageGrammar:
-    """What a message may consist of.
+    """The form of a message: reasoning, then calls or content.
 
     Attributes:
         reasoning: format of the reasoning block before the rest; None if there is none.

@@ -1,4 +1,4 @@
-"""What the programs share: the deployment's address, and the call of one function by name."""
+"""Address and key of the deployment, and a command line that calls functions by name."""
 
 import json
 import os

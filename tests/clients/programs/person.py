@@ -8,10 +8,9 @@ SENTENCE = "Extract the person: Anna is a child, 7 years old."
 
 
 class Person(BaseModel):
-    """What a sentence says about a person."""
+    """A person, as a sentence describes one."""
 
-    # Without this, some clients send a schema that allows further fields, and a small model goes on
-    # to invent them.
+    # By default, some clients send a schema that allows further fields. A small model adds many.
     model_config = ConfigDict(extra="forbid")
 
     name: str

@@ -351,7 +351,7 @@ async def test_worker_that_every_router_calls_unmatched_has_the_reason(
 async def test_stop_ends_heartbeats_whose_client_loses_a_cancellation(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As anyio before 4.16 does if it cancels its own scope at the same time."""
+    """anyio before 4.16 loses one if it cancels a scope of its own at the same time."""
     router = Router()
     lost = asyncio.Event()
 
