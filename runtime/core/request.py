@@ -18,7 +18,7 @@ import numpy as np
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest
 from runtime.grammar.matcher import Matcher
-from runtime.pages.prefix import PageHashes, root_hash
+from runtime.pages.prefix import PageHasher, PageHashes
 
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token, as in OpenAI's API."""
@@ -206,24 +206,20 @@ class Request:
         """``tokens`` as ``uint32[n]``. Raises OverflowError for ids that do not fit."""
         return array("I", self.tokens)
 
-    def page_hashes(self, root: bytes, page_size: int) -> PageHashes:
+    def page_hashes(self, hasher: PageHasher) -> PageHashes:
         """Return the hashes of the full pages of ``tokens``.
 
-        All calls with the same arguments return the same object, so that each hash is computed
-        once, by the first one that looks for cached pages.
-
-        Args:
-            root: see `EngineOptions.prefix_root`. The salt is added to it.
-            page_size: tokens in a page.
+        All calls with the same hasher return the same object, so that each hash is computed once,
+        by the first one that looks for cached pages.
         """
-        found = self._page_hashes.get((root, page_size))
+        found = self._page_hashes.get(hasher)
         if found is None:
-            hashes = PageHashes(root_hash(root, self.salt), page_size, self.packed)
-            found = self._page_hashes.setdefault((root, page_size), hashes)
+            hashes = hasher.hashes(self.packed, self.salt)
+            found = self._page_hashes.setdefault(hasher, hashes)
         return found
 
     @cached_property
-    def _page_hashes(self) -> dict[tuple[bytes, int], PageHashes]:
+    def _page_hashes(self) -> dict[PageHasher, PageHashes]:
         return {}
 
     def limit(self, context_length: int) -> int:

@@ -20,7 +20,7 @@ from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Purpose, SequenceGroup, SequenceState
 from runtime.pages.plan import PageCount, PagePlan
 from runtime.pages.pool import PagePool
-from runtime.pages.prefix import cached_pages
+from runtime.pages.prefix import PageHasher, cached_pages
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,15 @@ class Prefixes:
     Args:
         pools: pool of each page group.
         root: see `EngineOptions.prefix_root`.
+
+    Attributes:
+        hasher: hashes the pages of prompts; None if no pages are reused.
     """
 
     def __init__(self, plan: PagePlan, pools: Sequence[PagePool], root: bytes | None) -> None:
         self._plan = plan
         self._pools = pools
-        self._root = root
+        self.hasher = None if root is None else PageHasher(root, plan.page_size)
         self._queried_tokens = self._reused_tokens = 0
         # The last search of `in_use` and its result.
         self._searched: _Search | None = None
@@ -116,9 +119,8 @@ class Prefixes:
         The first sequence gets the hashes of the request, which may be in use on other threads.
         When the prompt is complete, each sequence gets hashes of its own.
         """
-        if self._root is not None and not group.evicts:
-            hashes = group.request.page_hashes(self._root, self._plan.page_size)
-            group.sequences[0].hashes = hashes
+        if self.hasher is not None and not group.evicts:
+            group.sequences[0].hashes = group.request.page_hashes(self.hasher)
 
     def cached_tokens(self, group: SequenceGroup) -> int:
         """Return how many prompt tokens of a group are in cached pages. Callable on any thread."""
@@ -228,7 +230,8 @@ class Prefixes:
     def _copy_hashes(self, group: SequenceGroup) -> None:
         """Give each choice a copy of the hashes of the prompt, to which its output is added."""
         hashes = group.sequences[0].hashes
-        if hashes is not None:
+        if self.hasher is not None and hashes is not None:
+            self.hasher.remember(hashes)
             for sequence in group.sequences:
                 sequence.hashes = hashes.copy()
 

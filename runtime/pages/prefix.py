@@ -10,10 +10,13 @@ The hash is BLAKE2b with 256 bits, for which computing a collision is infeasible
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from sys import getsizeof
 
 from runtime.pages.plan import PagePlan
 from runtime.pages.pool import PagePool
+from runtime.recent import Recent
 
 _HASH_BYTES = 32
 _TOKEN_BYTES = array("I").itemsize
@@ -39,21 +42,37 @@ class PageHashes:
         root: hash that precedes the first page.
         page_size: tokens in a page.
         packed: the first tokens of the sequence, ``uint32[n]``.
+        known: hashes of the first pages.
+
+    Attributes:
+        root: hash that precedes the first page.
     """
 
-    __slots__ = ("_hashes", "_packed", "_page_size", "_root")
+    __slots__ = ("_hashes", "_packed", "_page_size", "root")
 
-    def __init__(self, root: bytes, page_size: int, packed: "array[int] | None" = None) -> None:
-        self._root = root
+    def __init__(
+        self,
+        root: bytes,
+        page_size: int,
+        packed: "array[int] | None" = None,
+        known: Sequence[bytes] = (),
+    ) -> None:
+        self.root = root
         self._page_size = page_size
         self._packed = array("I") if packed is None else packed
-        self._hashes: list[bytes] = []
+        self._hashes = list(known)
 
     def copy(self) -> "PageHashes":
         """Return a copy for a sequence that starts with the same pages."""
-        copied = PageHashes(self._root, self._page_size, self._packed)
-        copied._hashes = self._hashes.copy()
-        return copied
+        return PageHashes(self.root, self._page_size, self._packed, self._hashes)
+
+    @property
+    def hashed(self) -> "HashedPages":
+        """The pages of ``packed`` whose hashes are known."""
+        pages = min(len(self._hashes), len(self._packed) // self._page_size)
+        return HashedPages(
+            self._packed[: pages * self._page_size].tobytes(), tuple(self._hashes[:pages])
+        )
 
     def of(self, tokens: Sequence[int], pages: range) -> list[bytes]:
         """Return the hashes of full pages of the sequence.
@@ -78,13 +97,65 @@ class PageHashes:
         is_packed = end <= len(self._packed)
         packed = self._packed[first:end] if is_packed else array("I", tokens[first:end])
         content = packed.tobytes()
-        before = self._hashes[pages.start - 1] if pages.start else self._root
+        before = self._hashes[pages.start - 1] if pages.start else self.root
         hashes = []
         for at in range(0, len(content), page_bytes):
             page = before + content[at : at + page_bytes]
             before = blake2b(page, digest_size=_HASH_BYTES).digest()
             hashes.append(before)
         return hashes
+
+
+@dataclass(frozen=True)
+class HashedPages:
+    """The first pages of a sequence.
+
+    Attributes:
+        data: token ids, ``uint32[n]``.
+        hashes: hash of each page.
+    """
+
+    data: bytes
+    hashes: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """Size in memory, bytes, about."""
+        return len(self.data) + len(self.hashes) * (8 + getsizeof(bytes(_HASH_BYTES)))
+
+
+class PageHasher:
+    """Hashes the pages of prompts. Thread-safe.
+
+    The hashes of a prompt are copied as far as it begins like a recent one. To compute those of
+    7,000 tokens takes about a millisecond.
+
+    Args:
+        root: see `EngineOptions.prefix_root`. The salt of each prompt is added to it.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, root: bytes, page_size: int) -> None:
+        self._root = root
+        self._page_size = page_size
+        self._recent = Recent[HashedPages]()
+
+    def hashes(self, packed: "array[int]", salt: bytes) -> PageHashes:
+        """Return the hashes of a prompt.
+
+        Args:
+            packed: tokens of the prompt, ``uint32[n]``.
+            salt: only prompts with the same salt have equal hashes.
+        """
+        root = root_hash(self._root, salt)
+        found, common = self._recent.longest(root, packed.tobytes())
+        pages = common // (_TOKEN_BYTES * self._page_size)
+        return PageHashes(root, self._page_size, packed, found.hashes[:pages] if found else ())
+
+    def remember(self, hashes: PageHashes) -> None:
+        """Keep the hashes of a prompt, of which those of all pages are known."""
+        added = hashes.hashed
+        self._recent.add(hashes.root, added, self._recent.longest(hashes.root, added.data)[0])
 
 
 def cached_pages(

@@ -8,15 +8,36 @@ import unicodedata
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import tokenizers
 
-from services.tokenizer.recent_texts import EncodedText, RecentTexts
+from runtime.recent import Recent
 from services.tokenizer.text_breaks import has_breaks, last_break, steps_of
 
 MIN_CHARS = 4096
 """Minimum length of a text whose encoding is kept or reused, characters."""
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """A text with its tokens, without those that a post-processor adds.
+
+    Attributes:
+        data: the text in UTF-8.
+        ids: token ids, ``uint32[n]``.
+        ends: position in ``data`` after each token, bytes, ``uint32[n]``.
+    """
+
+    data: bytes
+    ids: "array[int]"
+    ends: "array[int]"
+
+    @property
+    def size(self) -> int:
+        """Size in memory, bytes."""
+        return len(self.data) + sum(len(each) * each.itemsize for each in (self.ids, self.ends))
 
 
 class PrefixEncoder:
@@ -32,7 +53,7 @@ class PrefixEncoder:
         self,
         backend: tokenizers.Tokenizer,
         pieces: Sequence[bytes],
-        recent: RecentTexts,
+        recent: Recent[EncodedText],
         name: str,
     ) -> None:
         self._backend = backend

@@ -15,11 +15,11 @@ from typing import Any
 
 import tokenizers
 
+from runtime.recent import Recent
 from services.common.token_ids import pack_tokens
 from services.tokenizer.chat_template import ChatTemplate, TemplateInput
 from services.tokenizer.content_guard import ContentGuard
-from services.tokenizer.prefix_encoder import PrefixEncoder
-from services.tokenizer.recent_texts import RecentTexts
+from services.tokenizer.prefix_encoder import EncodedText, PrefixEncoder
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Tokenizer:
             hidden[id] = b""
         self.visible_pieces = tuple(hidden)
         self._shown: dict[frozenset[int], tuple[bytes, ...]] = {}
-        self._recent = RecentTexts()
+        self._recent = Recent[EncodedText]()
 
     @property
     def vocab_size(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.core.request import Request, SamplingParams
 from runtime.errors import InvalidRequest
-from runtime.pages.prefix import PageHashes, root_hash
+from runtime.pages.prefix import PageHasher, PageHashes, root_hash
 from tests.runtime.tiny import CONFIG
 
 ROOT = root_hash("model")
@@ -29,28 +29,28 @@ def test_other_ids_are_refused(token: int) -> None:
 
 
 def test_hashes_belong_to_a_root_a_salt_and_a_page_size() -> None:
-    one = request(*range(40))
-    hashes = one.page_hashes(ROOT, 16)
-    assert one.page_hashes(ROOT, 16) is hashes
+    one, hasher = request(*range(40)), PageHasher(ROOT, 16)
+    hashes = one.page_hashes(hasher)
+    assert one.page_hashes(hasher) is hashes
     expected = PageHashes(root_hash(ROOT, b""), 16).of(one.tokens, range(2))
     assert hashes.of(one.tokens, range(2)) == expected
     others = [
-        one.page_hashes(root_hash("other"), 16),
-        replace(one, salt=b"s").page_hashes(ROOT, 16),
-        one.page_hashes(ROOT, 8),
+        one.page_hashes(PageHasher(root_hash("other"), 16)),
+        replace(one, salt=b"s").page_hashes(hasher),
+        one.page_hashes(PageHasher(ROOT, 8)),
     ]
     assert all(other.of(one.tokens, range(2)) != expected for other in others)
 
 
 def test_threads_that_share_hashes_get_the_same_ones() -> None:
-    tokens = range(16 * 64)
+    tokens, hasher = range(16 * 64), PageHasher(ROOT, 16)
     expected = PageHashes(root_hash(ROOT, b""), 16).of(tokens, range(64))
     for _ in range(50):
         one = request(*tokens)
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(
-                lambda end, one=one: one.page_hashes(ROOT, 16).of(one.tokens, range(end)),
+                lambda end, one=one: one.page_hashes(hasher).of(one.tokens, range(end)),
                 (64, 3, 17, 40, 64, 1),
             )
             assert all(hashes == expected[: len(hashes)] for hashes in found)
-        assert one.page_hashes(ROOT, 16).of(one.tokens, range(64)) == expected
+        assert one.page_hashes(hasher).of(one.tokens, range(64)) == expected

@@ -1,8 +1,11 @@
 """Cached pages: which are found, which are evicted first, and which a prompt needs."""
 
 import random
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from runtime.errors import OutOfPages
 from runtime.pages.groups import PageGroup, Part
 from runtime.pages.plan import PagePlan
 from runtime.pages.pool import PagePool
-from runtime.pages.prefix import PageHashes, cached_pages, root_hash
+from runtime.pages.prefix import PageHasher, PageHashes, cached_pages, root_hash
 from tests.runtime.pages.plans import compressed_plan, sliding_plan
 
 PAGE = 4
@@ -55,6 +58,49 @@ def test_hashes_are_computed_once_and_only_as_far_as_needed() -> None:
     assert cached_pages(PagePlan(PAGE), [pool], hashes.copy(), tokens, received=False) == 0
     found = cached_pages(PagePlan(PAGE), [pool], PageHashes(ROOT, PAGE), tokens, received=False)
     assert (found, Tokens.read) == (0, 11 * PAGE)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=40), max_size=4), st.sampled_from([b"", b"salt"])
+)
+def test_hashes_of_recent_prompts_are_those_of_their_tokens(
+    recent: list[list[int]], salt: bytes
+) -> None:
+    hasher = PageHasher(ROOT, PAGE)
+    for tokens in recent:
+        hashes = hasher.hashes(array("I", tokens), salt)
+        pages = range(len(tokens) // PAGE)
+        assert hashes.of(tokens, pages) == hashes_of(tokens, root_hash(ROOT, salt))
+        hasher.remember(hashes)
+
+
+def test_pages_of_recent_prompts_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasher, tokens = PageHasher(ROOT, PAGE), array("I", range(41))
+    first = hasher.hashes(tokens, b"")
+    known = first.of(tokens, range(10))
+    hasher.remember(first)
+    other = hasher.hashes(tokens, b"salt")
+    hashed = count_hashes(monkeypatch)
+    again = tokens[:30] + array("I", range(100, 110))  # equal in seven pages
+    assert hasher.hashes(again, b"").of(again, range(7)) == known[:7]
+    assert len(hashed) == 0
+    assert hasher.hashes(again, b"").of(again, range(8))[7] != known[7]
+    assert len(hashed) == 1
+    other.of(tokens, range(10))
+    assert len(hashed) == 1 + 10
+
+
+def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list of the pages that are hashed from now on."""
+    hashed: list[bytes] = []
+
+    def count(page: bytes = b"", *, digest_size: int) -> Any:
+        if page:  # a root is hashed by updates
+            hashed.append(page)
+        return blake2b(page, digest_size=digest_size)
+
+    monkeypatch.setattr("runtime.pages.prefix.blake2b", count)
+    return hashed
 
 
 def fill(pool: PagePool, tokens: list[int], pages: range, root: bytes = ROOT) -> list[int]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from runtime.recent import Recent
 from services.common.model_source import resolve_model
 from services.common.token_ids import pack_tokens
 from services.tokenizer import gguf_splits
@@ -21,7 +22,6 @@ from services.tokenizer.content_guard import ContentGuard
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.pieces import byte_level_pieces
 from services.tokenizer.prefix_encoder import MIN_CHARS, PrefixEncoder
-from services.tokenizer.recent_texts import RecentTexts
 from services.tokenizer.text_breaks import has_breaks, last_break
 from services.tokenizer.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ NFC = with_nfc()
 
 
 def encoder(backend: Backend) -> PrefixEncoder:
-    return PrefixEncoder(backend, byte_level_pieces(backend), RecentTexts(), "")
+    return PrefixEncoder(backend, byte_level_pieces(backend), Recent(), "")
 
 
 def whole(backend: Backend, text: str, add_special: bool = False) -> "array[int]":
