@@ -45,8 +45,10 @@ class Constraints:
             self._writer = MaskWriter()
         words = self._writer.write(matchers, matchers[0].vocabulary.mask_words)
         failed = []
+        allowed = words.any(axis=1).tolist()
         for at, matcher in enumerate(matchers):
-            reason = matcher.error or _conflict(sequences[rows[at]], words[at])
+            reason = matcher.error or ("" if allowed[at] else "no token is allowed")
+            reason = reason or _conflict(sequences[rows[at]], words[at])
             if reason:
                 failed.append((sequences[rows[at]], reason))
                 words[at] = -1
@@ -54,13 +56,11 @@ class Constraints:
 
 
 def _conflict(sequence: SequenceState, mask: MaskWords) -> str:
-    """Return why no token can be sampled, or an empty string.
+    """Return why no token of a mask can be sampled, or an empty string.
 
     ``allowed_token_ids`` and ``bad_words`` exclude tokens that the mask allows. If the text is
     complete and cannot continue, an end token is sampled even so, as before ``min_tokens``.
     """
-    if not mask.any():
-        return "no token is allowed"
     request, sampling = sequence.request, sequence.request.sampling
     if not sampling.allowed_token_ids and not sampling.bad_words:
         return ""

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits
@@ -24,6 +26,9 @@ _LIMITS = LLParserLimits(verbose_errors=False)
 """Limits of llguidance on the work of a compilation and of each mask; its defaults."""
 _ESCAPED_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _MAX_ERROR_CHARS = 300
+_INITIAL_STATES = 8
+_LITTLE_S = 0.1
+"""A grammar that takes longer to compile has one initial state, seconds."""
 _EMPTY = ("NoExtension", "NoExtensionBias")
 """Errors of llguidance for grammars without any text."""
 
@@ -31,27 +36,59 @@ _EMPTY = ("NoExtension", "NoExtensionBias")
 class Grammar:
     """A compiled constraint. Threads may share it.
 
+    With llguidance 1.9, several threads compute the masks of states that descend from one initial
+    state no faster than one thread. Sequences therefore start from `_INITIAL_STATES` states in
+    turn. All but the first are compiled when they are needed, and only if that takes little time.
+
+    Args:
+        source: the constraint in llguidance's format.
+
     Attributes:
         vocabulary: the tokens for which it was compiled.
+
+    Raises:
+        InvalidGrammar: it cannot be compiled; the message says why.
     """
 
-    def __init__(self, initial: LLMatcher, vocabulary: GrammarVocabulary) -> None:
-        self._initial = initial
+    def __init__(self, source: str, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
+        self._source = source
+        self._lock = threading.Lock()
+        self._starts = 0
+        begin = time.monotonic()
+        self._initial = [self._compile()]
+        first = self._initial[0].deep_copy()
+        first.compute_bitmask()
+        _check(first)
+        self._most = _INITIAL_STATES if time.monotonic() - begin < _LITTLE_S else 1
 
     def start(self, tokens: Sequence[int] = ()) -> Matcher:
         """Return the state after these output tokens.
 
-        It takes about 5 µs for each token.
+        It takes about 5 µs for each token, and in some calls the time of a compilation.
 
         Raises:
             InvalidGrammar: the grammar does not allow the tokens.
         """
-        matcher = Matcher(self._initial.deep_copy(), self.vocabulary)
+        matcher = Matcher(self._next().deep_copy(), self.vocabulary)
         matcher.advance(tokens)
         if matcher.error:
             raise InvalidGrammar(f"it does not allow the output so far: {matcher.error}")
         return matcher
+
+    def _next(self) -> LLMatcher:
+        """Return one of the initial states."""
+        with self._lock:
+            number = self._starts % self._most
+            self._starts += 1
+            if number == len(self._initial):
+                self._initial.append(self._compile())
+            return self._initial[number]
+
+    def _compile(self) -> LLMatcher:
+        found = LLMatcher(self.vocabulary.tokens, self._source, log_level=0, limits=_LIMITS)
+        _check(found)
+        return found
 
 
 def compile_grammar(
@@ -67,13 +104,7 @@ def compile_grammar(
         InvalidGrammar: it cannot be compiled; the message says why.
     """
     bounds.check(spec)
-    initial = LLMatcher(vocabulary.tokens, _source(spec), log_level=0, limits=_LIMITS)
-    _check(initial)
-    grammar = Grammar(initial, vocabulary)
-    first = initial.deep_copy()
-    first.compute_bitmask()
-    _check(first)
-    return grammar
+    return Grammar(_source(spec), vocabulary)
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -37,7 +37,7 @@ class MaskWriter:
     """Computes masks of several matchers in parallel, without the interpreter's lock."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self._executor = LLExecutor(threads or min(_MAX_THREADS, os.cpu_count() or 1))
+        self._executor = LLExecutor(threads or min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
     def write(self, matchers: Sequence[Matcher], words: int) -> MaskWords:
         """Return the masks of matchers, each of ``words`` words.

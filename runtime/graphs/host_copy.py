@@ -22,6 +22,30 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return staged.clone()
 
 
+class DeviceCopy:
+    """Buffers for repeated copies of the first rows of an array to the device.
+
+    Unlike `to_device`, a copy allocates no pinned memory, which may wait for the device.
+
+    Args:
+        shape: shape of the largest array, int32.
+
+    Attributes:
+        staged: int32 array of this shape, to be written before `start`. It must not be written
+            again until the last copy has ended.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        staged = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._staged = staged
+        self._copied = torch.empty_like(staged, device=device)
+        self.staged: NDArray[np.int32] = staged.numpy()
+
+    def start(self, rows: int) -> Tensor:
+        """Copy the first rows, in stream order. The next call overwrites the result."""
+        return self._copied[:rows].copy_(self._staged[:rows], non_blocking=True)
+
+
 class HostCopy:
     """Host buffers that receive the leading rows of device tensors asynchronously.
 

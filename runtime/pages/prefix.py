@@ -16,7 +16,7 @@ from sys import getsizeof
 
 from runtime.pages.plan import PagePlan
 from runtime.pages.pool import PagePool
-from runtime.recent import Recent
+from runtime.pages.recent import Recent
 
 _HASH_BYTES = 32
 _TOKEN_BYTES = array("I").itemsize

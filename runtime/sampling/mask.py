@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.grammar.masks import MaskWords
-from runtime.graphs.host_copy import to_device
+from runtime.graphs.host_copy import DeviceCopy
 from runtime.sampling.reference import FORBIDDEN
 
 _BITS = 32
@@ -31,6 +30,8 @@ class TokenMask:
         self._kernels = kernels
         count = self._words.stop - self._words.start
         self._masks = torch.full((rows, count), _ALL, dtype=torch.int32, device=device)
+        # The first column has the numbers of the rows.
+        self._copy = DeviceCopy((rows, 1 + count), device)
         self._bits = torch.arange(_BITS, dtype=torch.int32, device=device)
         self._masked: set[int] = set()  # rows whose mask may forbid tokens
 
@@ -41,13 +42,16 @@ class TokenMask:
             self._masks[number] = _ALL
 
     def load(self, numbers: Sequence[int], masks: MaskWords) -> None:
-        """Set the masks of rows, given those of all token ids ``[len(numbers), words]``."""
+        """Set the masks of rows, given those of all token ids ``[len(numbers), words]``.
+
+        The token masks of the previous call must have been applied.
+        """
         if not numbers:
             return
-        own = masks[:, self._words]
-        rows = np.array(numbers, np.int32)[:, None]
-        # One copy to the device for both.
-        loaded = to_device(np.concatenate([rows, own], axis=1), self._masks.device)
+        staged = self._copy.staged[: len(numbers)]
+        staged[:, 0] = numbers
+        staged[:, 1:] = masks[:, self._words]
+        loaded = self._copy.start(len(numbers))
         self._masks.index_copy_(0, loaded[:, 0].long(), loaded[:, 1:])
         self._masked.update(numbers)
 

@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 
 import tokenizers
 
-from runtime.recent import Recent
+from runtime.pages.recent import Recent
 from services.tokenizer.text_breaks import has_breaks, last_break, steps_of
 
 MIN_CHARS = 4096

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from runtime.recent import Recent
+from runtime.pages.recent import Recent
 from services.common.token_ids import pack_tokens
 from services.tokenizer.chat_template import ChatTemplate, TemplateInput
 from services.tokenizer.content_guard import ContentGuard

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
 
@@ -270,6 +271,14 @@ def test_tokens_that_the_grammar_does_not_allow_are_refused() -> None:
     found = grammar(KIND.CHOICE, '["yes", "no"]', SIZE)
     with pytest.raises(InvalidGrammar, match="does not allow the output so far"):
         found.start(encode("maybe", SIZE))
+
+
+def test_states_of_many_threads_allow_the_same_tokens() -> None:
+    found = grammar(KIND.JSON_SCHEMA, '{"type": "integer"}', SIZE)
+    with ThreadPoolExecutor(4) as pool:
+        states = list(pool.map(lambda _: found.start(encode("12", SIZE)), range(40)))
+    assert {tuple(allowed(state)) for state in states} == {tuple(allowed(states[0]))}
+    assert END in allowed(states[0])
 
 
 def test_error_of_one_state_does_not_change_others() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from runtime.recent import Recent
+from runtime.pages.recent import Recent
 from services.common.model_source import resolve_model
 from services.common.token_ids import pack_tokens
 from services.tokenizer import gguf_splits

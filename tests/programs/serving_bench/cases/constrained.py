@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.programs.serving_bench.cases.base import Context, Row
-from tests.programs.serving_bench.cases.window import window
+from tests.programs.serving_bench.cases.window import described, window
 from tests.programs.serving_bench.client import (
     RequestRefused,
     connected,
@@ -34,19 +34,21 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class Constrained:
-    """Gaps of streams in three windows: all free, one constrained, all constrained.
+    """Gaps of streams in windows: all free, one constrained, all constrained, in turn.
 
     Attributes:
         streams: numbers of running streams, at least two.
         prompt: prompt length, in tokens.
         answer: maximum answer length in tokens; the streams are cancelled at the end.
         seconds: duration of each window.
+        rounds: number of windows of each kind.
     """
 
     streams: tuple[int, ...] = (64,)
     prompt: int = 128
     answer: int = 4000
     seconds: float = 5.0
+    rounds: int = 3
     name: str = "constrained"
 
     def rows(self, context: Context) -> Iterator[Row]:
@@ -66,13 +68,11 @@ class Constrained:
             connected(context.server, context.limit_s) as free,
             connected(context.server, context.limit_s, fields) as constrained,
         ):
-            found = {}
-            for name, bound in (("free", 0), ("one", 1), ("all", streams)):
-                clients = [constrained] * bound + [free] * (streams - bound)
-                found[name] = await window([*zip(clients, specs, strict=True)], self.seconds)
-        return {
-            "streams": streams,
-            "free": found["free"].gaps(),
-            "beside_one": found["one"].gaps(slice(1, None)),
-            "constrained": found["all"].gaps(),
-        }
+            gaps: dict[str, list[float]] = {"free": [], "beside_one": [], "constrained": []}
+            for _ in range(self.rounds):
+                for name, bound in zip(gaps, (0, 1, streams), strict=True):
+                    clients = [constrained] * bound + [free] * (streams - bound)
+                    found = await window([*zip(clients, specs, strict=True)], self.seconds)
+                    beside = slice(1, None) if name == "beside_one" else slice(None)
+                    gaps[name] += found.gaps(beside)
+        return {"streams": streams, **{name: described(found) for name, found in gaps.items()}}

@@ -9,7 +9,7 @@ from itertools import count
 from loadgen.record import Record
 from loadgen.workload.base import RequestSpec
 from tests.programs.serving_bench.cases.base import Context, Row
-from tests.programs.serving_bench.cases.window import window
+from tests.programs.serving_bench.cases.window import described, window
 from tests.programs.serving_bench.client import (
     Client,
     RequestRefused,
@@ -71,8 +71,8 @@ class Interference:
         ended = [one for one in answered if one.ended and begin <= one.ended < end]
         return {
             "streams": streams,
-            "quiet": quiet.gaps(),
-            "busy": busy.gaps(),
+            "quiet": described(quiet.gaps()),
+            "busy": described(busy.gaps()),
             "arrived": {
                 "requests": len(ended) / self.seconds,
                 "tokens": sum(one.input_tokens for one in ended) / self.seconds,

@@ -28,28 +28,32 @@ class Window:
     end: float
     records: list[Record]
 
-    def gaps(self, streams: slice = slice(None)) -> dict[str, Any]:
-        """Return the distribution of the gaps of some streams that end within the window.
-
-        Raises:
-            RequestRefused: if there are none.
-        """
-        gaps = [
+    def gaps(self, streams: slice = slice(None)) -> list[float]:
+        """Return the gaps of some streams that end within the window, in seconds."""
+        return [
             later - at
             for record in self.records[streams]
             for at, later in pairwise(record.times)
             if self.begin <= later < self.end
         ]
-        found = Distribution.of(gaps)
-        if found is None:
-            raise RequestRefused("no stream advanced")
-        return {
-            "count": found.count,
-            "mean": found.mean,
-            "p50": found.percentile(50.0),
-            "p99": found.percentile(99.0),
-            "max": found.maximum,
-        }
+
+
+def described(gaps: Sequence[float]) -> dict[str, Any]:
+    """Return the distribution of gaps.
+
+    Raises:
+        RequestRefused: if there are none.
+    """
+    found = Distribution.of(gaps)
+    if found is None:
+        raise RequestRefused("no stream advanced")
+    return {
+        "count": found.count,
+        "mean": found.mean,
+        "p50": found.percentile(50.0),
+        "p99": found.percentile(99.0),
+        "max": found.maximum,
+    }
 
 
 async def window(

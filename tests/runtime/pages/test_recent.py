@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.recent import Recent
+from runtime.pages.recent import Recent
 
 
 @dataclass(frozen=True)
