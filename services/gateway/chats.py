@@ -51,6 +51,7 @@ class ChatOptions:
         called_name: name of the only function that the model may call; None for all.
         strict: names of the functions the arguments of whose calls follow their schemas.
         thinking: whether the model reasons before it answers; None: the model's default.
+        requires_effort: whether the chat template must use a reasoning effort.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -64,6 +65,7 @@ class ChatOptions:
     called_name: str | None = None
     strict: frozenset[str] = frozenset()
     thinking: bool | None = None
+    requires_effort: bool = True
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ class ChatPlanner:
             return {}
         switches = {name: effort != "none" for name in _SWITCHES if name in variables}
         own = {"reasoning_effort": effort} if "reasoning_effort" in variables else {}
-        if not switches and not own:
+        if not switches and not own and options.requires_effort:
             raise UnsupportedField(
                 f"reasoning_effort is not supported: {_UNUSED}",
                 param="reasoning_effort",

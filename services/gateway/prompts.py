@@ -192,6 +192,7 @@ class PromptTokenizer:
                 context,
                 f"at least {least} tokens ({characters} characters in the {param})",
                 param=param,
+                prompt_tokens=least,
             )
 
     async def _run(self, pool: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:

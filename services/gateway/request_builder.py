@@ -148,6 +148,8 @@ class RequestBuilder:
                 f"{prompt_tokens + completion} tokens ({prompt_tokens} in the {part}, {completion} "
                 "in the completion)",
                 param=name if available > 0 else part,
+                prompt_tokens=prompt_tokens,
+                max_tokens=completion,
             )
         if limit is None:
             return available if chat else min(available, self._settings.default_max_tokens)

@@ -19,16 +19,29 @@ class ContextLengthExceeded(InvalidRequest):
     Args:
         context_length: context length of the model, tokens.
         requested: what the client requested, such as "9 tokens (8 in the prompt, 1 in …)".
+        prompt_tokens: tokens of the prompt, at least.
+        max_tokens: maximum output tokens that were requested.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, context_length: int, requested: str, *, param: str) -> None:
+    def __init__(
+        self,
+        context_length: int,
+        requested: str,
+        *,
+        param: str,
+        prompt_tokens: int,
+        max_tokens: int = 0,
+    ) -> None:
         super().__init__(
             f"This model's maximum context length is {context_length} tokens. However, you "
             f"requested {requested}. Please reduce the length of the prompt or completion.",
             param=param,
         )
+        self.context_length = context_length
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
 
 
 def check_message_count(count: int, context_length: int | None, param: str = "messages") -> None:
@@ -39,7 +52,10 @@ def check_message_count(count: int, context_length: int | None, param: str = "me
     """
     if context_length is not None and count > context_length:
         raise ContextLengthExceeded(
-            context_length, f"at least {count} tokens ({count} messages)", param=param
+            context_length,
+            f"at least {count} tokens ({count} messages)",
+            param=param,
+            prompt_tokens=count,
         )
 
 

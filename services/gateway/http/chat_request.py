@@ -14,16 +14,22 @@ class ChatRequest:
 
     Attributes:
         names: names of the fields of ``body`` in the request of the client.
-        thinking: see `ChatOptions`.
+        thinking, requires_effort: see `ChatOptions`.
     """
 
     body: ChatBody
     names: FieldNames = field(default_factory=FieldNames)
     thinking: bool | None = None
+    requires_effort: bool = True
 
     @classmethod
     def of(
-        cls, content: dict[str, Any], names: FieldNames, *, thinking: bool | None = None
+        cls,
+        content: dict[str, Any],
+        names: FieldNames,
+        *,
+        thinking: bool | None = None,
+        requires_effort: bool = True,
     ) -> "ChatRequest":
         """Return the chat completion with these fields.
 
@@ -31,8 +37,11 @@ class ChatRequest:
             InvalidRequest: if a field is invalid or not supported; ``param`` is the client's name.
         """
         with names.in_errors():
-            return cls(validate(ChatBody, content), names, thinking)
+            body = validate(ChatBody, content)
+        return cls(body, names, thinking, requires_effort)
 
     def conversation(self) -> ChatOptions:
         """Return the options of the conversation and of its next message."""
-        return replace(self.body.conversation(), thinking=self.thinking)
+        return replace(
+            self.body.conversation(), thinking=self.thinking, requires_effort=self.requires_effort
+        )

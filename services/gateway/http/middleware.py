@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import ClientGone, InternalFault, ServiceError, detached
 from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
-from services.gateway.http.messages_api.errors import error_content, is_messages_path
+from services.gateway.http.messages_api.errors import error_content, error_message, is_messages_path
 from services.gateway.http.other_paths import path_error
 from services.gateway.spans import end_request, http_span
 
@@ -110,7 +110,7 @@ def error_response(error: ServiceError, scope: Scope | None = None) -> Response:
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"
     return Response(
-        _error_body(error.body(), error.status, scope),
+        _error_body(error.body(), error_message(error), error.status, scope),
         status_code=error.status,
         headers=headers,
         media_type="application/json",
@@ -123,21 +123,25 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         raise error
     if error.status_code == HTTPStatus.NOT_FOUND:
         return await handle_error(request, path_error(request.url.path))
-    body = {"message": str(error.detail), "type": "invalid_request_error"}
+    message = str(error.detail)
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return Response(
-        _error_body(
-            {"error": {**body, "param": None, "code": None}}, error.status_code, request.scope
-        ),
+        _error_body({"error": body}, message, error.status_code, request.scope),
         status_code=error.status_code,
         headers=error.headers,
         media_type="application/json",
     )
 
 
-def _error_body(body: dict[str, Any], status: int, scope: Scope | None) -> bytes:
-    """Return an error, which is given in OpenAI's format, in that of the path of a request."""
+def _error_body(body: dict[str, Any], message: str, status: int, scope: Scope | None) -> bytes:
+    """Return an error in the format of the path of a request.
+
+    Args:
+        body: the error in OpenAI's format.
+        message: its message in Anthropic's format.
+    """
     if scope is not None and is_messages_path(scope["path"]):
-        return orjson.dumps(error_content(body, status, scope["state"]["request_id"]))
+        return orjson.dumps(error_content(message, status, scope["state"]["request_id"]))
     return orjson.dumps(body)
 
 

@@ -196,7 +196,7 @@ IN_RESPONSES = _declare(
     (
         _HINT,
         (
-            *("max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+            *("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
             *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
         ),
     ),
@@ -225,7 +225,8 @@ IN_RESPONSES_ITEM = _declare(
     (_only(False), ("async",)),
 )
 """Fields of items of the input."""
-IN_RESPONSES_OUTPUT_ITEM = {**IN_RESPONSES_ITEM, **_declare((_HINT, ("name",)))}
+IN_RESPONSES_CALL_ITEM = {k: v for k, v in IN_RESPONSES_ITEM.items() if k != "namespace"}
+IN_RESPONSES_OUTPUT_ITEM = {**IN_RESPONSES_ITEM, **_declare((_HINT, ("name", "namespace")))}
 IN_RESPONSES_REASONING_ITEM = {
     **IN_RESPONSES_ITEM,
     **_declare((_HINT, ("summary",)), (_only(""), ("encrypted_content",))),
@@ -238,8 +239,14 @@ IN_RESPONSES_TOOL = _declare(
 )
 
 IN_MESSAGES_PROMPT = _declare(
-    (_HINT, ("cache_control", "metadata", "service_tier", "user_profile_id", "workspace_id")),
-    (_only(), ("container", "diagnostics", "inference_geo", "mcp_servers", "output_format")),
+    (
+        _HINT,
+        (
+            *("cache_control", "diagnostics", "metadata", "service_tier", "user_profile_id"),
+            "workspace_id",
+        ),
+    ),
+    (_only(), ("container", "inference_geo", "mcp_servers", "output_format")),
     (_only("standard"), ("speed",)),
     (
         _only({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -259,4 +266,4 @@ IN_MESSAGES_TOOL = _declare(
     (_only(False), ("defer_loading",)),
     (_only(["direct"]), ("allowed_callers",)),
 )
-IN_MESSAGES_THINKING = _declare((_HINT, ("budget_tokens",)), (_only("summarized"), ("display",)))
+IN_MESSAGES_THINKING = _declare((_HINT, ("budget_tokens",)))

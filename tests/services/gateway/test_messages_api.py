@@ -150,6 +150,31 @@ async def test_call_that_is_cut(family: Site, output: str, given: dict[str, Any]
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
 
 
+@pytest.mark.parametrize("display", ["summarized", "updates", "omitted"])
+async def test_display_of_the_reasoning(family: Site, display: str) -> None:
+    family.worker.script = speak(family, f"{THOUGHT}Well.{END}")
+    body = {**BODY, "thinking": {"type": "adaptive", "display": display}}
+    answer = await whole(family, **body)
+    kinds = [block["type"] for block in answer["content"]]
+    assert kinds == (["text"] if display == "omitted" else ["thinking", "text"])
+    thinking = answer["usage"]["output_tokens_details"]["thinking_tokens"]
+    assert thinking == len(family.encode(THOUGHT))
+    assert assembled(await streamed(family, **body))["content"] == answer["content"]
+
+
+async def test_context_length_has_the_wording_of_anthropic(site: Site) -> None:
+    body = {"messages": [USER], "max_tokens": 9000}
+    counted = (await site.http.post(COUNT, json={"messages": [USER]})).json()["input_tokens"]
+    for changes, expected in (
+        ({}, f"input length and `max_tokens` exceed context limit: {counted} + 9000 > 8192, "),
+        ({"messages": [USER] * 1000}, "prompt is too long: "),
+        ({"messages": [USER] * 9000}, "prompt is too long: 9000 tokens > 8192 maximum"),
+    ):
+        response = await site.http.post(PATH, json={**body, **changes})
+        assert response.status_code == 400
+        assert check_error(response, "invalid_request_error").startswith(expected)
+
+
 async def test_stop_sequence_is_named(site: Site) -> None:
     site.worker.script = say(*site.encode("one two three four"))
     body = {"messages": [USER], "max_tokens": 50, "stop_sequences": ["five", " three"]}

@@ -19,6 +19,7 @@ from tests.services.gateway.field_tables import expected_rows, table_rows
 PATH = "/v1/messages"
 TOOL = {"name": "get_weather", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "Weather in Zürich?"}
+ACCOUNTING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=1f3a0;"}
 PLACES = {
     "": MessagesBody.others,
     "thinking.": ThinkingOptions.others,
@@ -148,13 +149,31 @@ def test_options_of_a_chat() -> None:
     assert json.loads(options.constraint.spec.text) == schema
 
 
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ([ACCOUNTING, {"type": "text", "text": "a"}], ["a"]),
+        ([ACCOUNTING], []),
+        ("a", ["a"]),
+        ([], [""]),
+    ],
+)
+def test_block_of_accounting_is_not_part_of_the_prompt(system: Any, expected: list[str]) -> None:
+    """It differs in each request of Claude Code, and would keep prompts from being cached."""
+    messages = parse({"messages": [USER], "system": system}).as_chat().body.messages
+    assert [message.content for message in messages] == [*expected, USER["content"]]
+
+
+async def test_effort_is_ignored_if_the_model_has_none(site: Site) -> None:
+    body = {"messages": [USER], "output_config": {"effort": "high"}}
+    assert (await site.http.post(f"{PATH}/count_tokens", json=body)).status_code == 200
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"context_management": {"edits": [{"type": "other"}]}}, "context_management"),
     ({"speed": "fast"}, "speed"),
-    ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
     (
@@ -230,6 +249,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "a stop string"),
     ({"stop_sequences": ["x"] * 1000}, "stop_sequences"),
     ({"temperature": 3}, "temperature"),
+    ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display"),
+    ({"output_config": {"effort": "much"}}, "output_config.effort"),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         "output_config.format.schema",
@@ -257,7 +278,7 @@ async def test_invalid_fields_have_the_names_of_the_client(
     response = await site.http.post(PATH, json=body)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.startswith((param, "This model's maximum context length"))
+    assert message.startswith((param, f"input length and `{param}` exceed"))
 
 
 def test_documentation_lists_the_fields() -> None:

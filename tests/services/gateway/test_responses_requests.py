@@ -8,6 +8,7 @@ from openai.types import shared_params
 from openai.types.responses import (
     EasyInputMessageParam,
     FunctionToolParam,
+    NamespaceToolParam,
     ResponseInputTextParam,
     ResponseOutputTextParam,
     ResponseTextConfigParam,
@@ -20,17 +21,19 @@ from openai.types.responses import (
 
 from services.gateway.http.responses_api import items
 from services.gateway.http.responses_api.body import (
-    FunctionTool,
     ReasoningOptions,
     ResponsesBody,
     ResponsesStreamOptions,
     TextOptions,
 )
+from services.gateway.http.responses_api.tools import FunctionTool, NamespaceTool
 from services.gateway.http.schemas import parse_body
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.field_tables import expected_rows, table_rows
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+NAMESPACE = {"type": "namespace", "name": "n", "tools": [TOOL]}
+WEB = {"type": "web_search"}
 PATH = "/v1/responses"
 PLACES = {
     "": ResponsesBody.others,
@@ -43,7 +46,7 @@ PLACES = {
     "function_call_output.": {
         name: other
         for name, other in items.OutputItem.others.items()
-        if name not in items.MessageItem.others
+        if other is not items.MessageItem.others.get(name)
     },
     "reasoning_item.": {
         name: other
@@ -175,6 +178,24 @@ def test_options_of_a_chat() -> None:
     assert asked.text.format.as_json()["schema"] == schema
 
 
+def test_functions_of_namespaces() -> None:
+    inner = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [TOOL, inner]}
+    call = {"type": "function_call", "call_id": "1", "namespace": "n", "name": "f"}
+    given = [{"role": "user", "content": "a"}, {**call, "arguments": "{}"}]
+    body = parse({"input": given, "tools": [TOOL, namespace]}).as_chat().body
+    functions = [tool.function for tool in body.tools]
+    assert [function.name for function in functions] == ["get_weather", "n__get_weather", "n__f"]
+    assert [function.strict for function in functions] == [False, False, True]
+    assert body.messages[1].tool_calls[0].function.name == "n__f"
+
+
+def test_hosted_tools_are_ignored_beside_functions() -> None:
+    hosted = {"type": "web_search", "external_web_access": False, "filters": {"a": []}}
+    body = parse({"input": "x", "tools": [hosted, TOOL]}).as_chat().body
+    assert [tool.function.name for tool in body.tools] == ["get_weather"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -189,6 +210,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL, {"type": "mcp", "server_label": "s"}]}, "tools[1].type"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": []}, WEB]}, "tools[1].type"),
+    ({"tools": [WEB, TOOL, {"type": "custom", "name": "c"}]}, "tools[2].type"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "custom"}]}]},
+        "tools[0].tools[1].type",
+    ),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
     ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0].type"),
     (
@@ -213,6 +240,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [WEB, {**NAMESPACE, "tools": [{**TOOL, "name": "a b"}]}]}, "tools[1].tools[0].name"),
+    ({"tools": [{**NAMESPACE, "name": ""}]}, "tools[0].name"),
+    ({"tools": [NAMESPACE, {**TOOL, "name": "n__get_weather"}]}, "tools[1].name"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
     ({"temperature": 3}, "temperature"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
@@ -277,6 +307,7 @@ def test_every_field_of_the_openai_library_is_declared() -> None:
         (ResponseTextConfigParam, TextOptions),
         (response_create_params.StreamOptions, ResponsesStreamOptions),
         (FunctionToolParam, FunctionTool),
+        (NamespaceToolParam, NamespaceTool),
         (ResponseInputTextParam, items.InputText),
         (ResponseOutputTextParam, items.InputText),
         (EasyInputMessageParam, items.MessageItem),

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from services.common.errors import ServiceError
 from services.gateway.http.answer import Answer, Block, BlockKind, Change, Closed, Grown, Opened
 from services.gateway.http.messages import Messages
-from services.gateway.http.messages_api.errors import error_content
+from services.gateway.http.messages_api.errors import error_content, error_message
 from services.gateway.text import TextDelta
 
 
@@ -107,7 +107,7 @@ class MessageEvents:
 
     def fail(self, error: ServiceError) -> bytes:
         """Return the event with an error, which is the last one."""
-        content = error_content(error.body(), error.status, self._format.request_id)
+        content = error_content(error_message(error), error.status, self._format.request_id)
         return b"event: error\ndata: " + orjson.dumps(content) + b"\n\n"
 
 

@@ -118,6 +118,13 @@ class InputMessage(Body):
         return self.role == "assistant" and all(b.type != "tool_use" for b in self.blocks)
 
 
+_ACCOUNTING = "x-anthropic-billing-header:"
+"""Beginning of a block that Claude Code puts before its instructions.
+
+It differs in each request, so that no prompt would begin like an earlier one.
+"""
+
+
 class Conversation:
     """Messages of a chat, made of those of a request.
 
@@ -131,9 +138,11 @@ class Conversation:
         self.paths: dict[str, str] = {}
 
     def add_system(self, system: Text) -> None:
-        """Append the message of the system."""
+        """Append the message of the system, without the blocks for Anthropic's accounting."""
         texts = [system] if isinstance(system, str) else [block.text for block in system]
-        self._append("system", "system", content=_content(texts))
+        kept = [text for text in texts if not text.startswith(_ACCOUNTING)]
+        if kept or not texts:
+            self._append("system", "system", content=_content(kept))
 
     def add(self, message: InputMessage, path: str) -> None:
         """Append a message whose path in the request is ``path``."""

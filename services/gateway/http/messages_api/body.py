@@ -80,6 +80,10 @@ class ThinkingOptions(Body):
         Literal["enabled", "disabled", "adaptive"],
         Field(description="adaptive, as without this object: the default of the model"),
     ]
+    display: Annotated[
+        Literal["summarized", "updates", "omitted"],
+        Field(description="omitted: the answer is without the reasoning, else it has all of it"),
+    ] = "summarized"
 
 
 class JsonFormat(Body):
@@ -93,7 +97,10 @@ class OutputConfig(Body):
     """Options of the answer."""
 
     effort: Annotated[
-        str | None, Field(description="see `reasoning_effort` of chat completions")
+        str | None,
+        Field(
+            description="as `reasoning_effort` of chat completions; ignored if the model has none"
+        ),
     ] = None
     format: Annotated[
         JsonFormat | None, Field(description="constrain the text to a JSON schema")
@@ -128,6 +135,7 @@ class CountTokensBody(Body):
             "tools": [tool.as_chat() for tool in self.tools],
             "reasoning_effort": self.output_config.effort,
             "continue_final_message": self.messages[-1].is_prefill,
+            "include_reasoning": self.thinking is None or self.thinking.display != "omitted",
             **self._sampling(),
         }
         if (format := self.output_config.format) is not None:
@@ -137,7 +145,8 @@ class CountTokensBody(Body):
             content["tool_choice"] = choice.as_chat()
             content["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         names = FieldNames({**_PATHS, **self._tool_paths(), **conversation.paths})
-        return ChatRequest.of(content, names, thinking=self._thinking())
+        # An effort concerns all output, and Claude Code sends it to every model.
+        return ChatRequest.of(content, names, thinking=self._thinking(), requires_effort=False)
 
     def _sampling(self) -> dict[str, Any]:
         """Return the fields of a `ChatBody` that do not determine the prompt."""

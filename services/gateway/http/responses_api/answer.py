@@ -12,6 +12,7 @@ from services.common.errors import InvalidRequest, ServiceError
 from services.gateway.http.answer import Answer, Block, BlockKind, Change, Closed, Grown, Opened
 from services.gateway.http.messages import Messages
 from services.gateway.http.responses_api.body import ResponsesBody
+from services.gateway.http.responses_api.tools import offered_functions
 from services.gateway.text import TextDelta
 
 _ID_BYTES = 12
@@ -54,6 +55,7 @@ class _Response:
         self.answer = Answer(format.messages)
         self._format = format
         self._ids: list[str] = []
+        self._functions = {one.name: one for one in offered_functions(format.body.tools)}
 
     def push(self, deltas: Sequence[TextDelta]) -> Iterable[Change]:
         """Add output; yield how the blocks change. The caller must exhaust the iterator."""
@@ -83,7 +85,10 @@ class _Response:
             case BlockKind.REASONING:
                 return {**item, "type": "reasoning", "summary": [], "content": parts}
             case BlockKind.CALL:
-                call = {"call_id": block.call_id, "name": block.name, "arguments": text}
+                called = self._functions[block.name]
+                call = {"call_id": block.call_id, "name": called.function.name, "arguments": text}
+                if called.namespace is not None:
+                    call["namespace"] = called.namespace
                 return {**item, "type": "function_call", **call}
 
     def as_json(self, error: ServiceError | None = None) -> dict[str, Any]:

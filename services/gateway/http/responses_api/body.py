@@ -2,19 +2,19 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from services.gateway.http.body_model import Body, check_kind
+from services.gateway.http.body_model import Body
 from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.field_names import FieldNames
 from services.gateway.http.other_fields import (
     IN_RESPONSES,
     IN_RESPONSES_REASONING,
     IN_RESPONSES_TEXT,
-    IN_RESPONSES_TOOL,
     IN_STREAM_OPTIONS,
 )
 from services.gateway.http.responses_api.items import Conversation, Input, MessageItem
+from services.gateway.http.responses_api.tools import ResponsesTool, offered_functions
 from services.gateway.requests import Temperature, TopP
 
 _PATHS = {
@@ -27,26 +27,6 @@ _PATHS = {
     "tool_choice.allowed_tools": "tool_choice",
 }
 """Paths of fields that have other names in a chat."""
-
-
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    others = IN_RESPONSES_TOOL
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Annotated[
-        dict[str, Any] | None, Field(description="JSON schema of the arguments; default: none")
-    ] = None
-    strict: Annotated[bool, Field(description="the arguments of each call follow the schema")] = (
-        False
-    )
-
-    def as_chat(self) -> dict[str, Any]:
-        """Return the tool of a `ChatBody`."""
-        return {"type": self.type, "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class TextFormat(Body):
@@ -112,7 +92,7 @@ class ResponsesBody(Body):
         str | None, Field(description="message of the system before the input")
     ] = None
     tools: Annotated[
-        list[Annotated[FunctionTool, BeforeValidator(check_kind("function"))]],
+        list[ResponsesTool],
         Field(fail_fast=True, description="functions that the model may call"),
     ] = Field(default_factory=list)
     tool_choice: Annotated[
@@ -140,10 +120,10 @@ class ResponsesBody(Body):
         Raises:
             InvalidRequest: if a field of the chat is invalid; ``param`` names that of this body.
         """
-        conversation = self._conversation()
+        conversation, functions = self._conversation(), offered_functions(self.tools)
         content: dict[str, Any] = {
             "messages": conversation.messages,
-            "tools": [tool.as_chat() for tool in self.tools],
+            "tools": [function.as_chat() for function in functions],
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format.as_chat(),
@@ -152,7 +132,7 @@ class ResponsesBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
         }
-        tools = {f"tools[{at}].function": f"tools[{at}]" for at in range(len(self.tools))}
+        tools = {f"tools[{at}].function": one.path for at, one in enumerate(functions)}
         return ChatRequest.of(content, FieldNames({**_PATHS, **tools, **conversation.paths}))
 
     def _conversation(self) -> Conversation:

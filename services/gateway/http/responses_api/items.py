@@ -6,11 +6,13 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.gateway.http.body_model import Body, check_kind, tag_of_kind
 from services.gateway.http.other_fields import (
+    IN_RESPONSES_CALL_ITEM,
     IN_RESPONSES_ITEM,
     IN_RESPONSES_OUTPUT_ITEM,
     IN_RESPONSES_PART,
     IN_RESPONSES_REASONING_ITEM,
 )
+from services.gateway.http.responses_api.tools import chat_name
 
 
 class InputText(Body):
@@ -60,11 +62,14 @@ class MessageItem(Body):
 class CallItem(Body):
     """A call of a function by the assistant."""
 
-    others = IN_RESPONSES_ITEM
+    others = IN_RESPONSES_CALL_ITEM
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: Annotated[
+        str | None, Field(description="name of the namespace that has the function")
+    ] = None
     arguments: str
 
 
@@ -168,7 +173,8 @@ class Conversation:
         if self._turn() is None:
             self._begin("assistant", path)
         calls = self.messages[-1].setdefault("tool_calls", [])
-        function = {"name": item.name, "arguments": item.arguments}
+        name = chat_name(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         calls.append({"id": item.call_id, "type": "function", "function": function})
         call = f"{self._last}.tool_calls[{len(calls) - 1}]"
         self.paths |= {call: path, f"{call}.function": path}

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -55,6 +56,10 @@ class OutputCall(_Part):
     status: _Status
     call_id: str
     name: str
+    namespace: Annotated[
+        str | SkipJsonSchema[None],
+        Field(description="only for a function that was offered in a namespace"),
+    ] = None
     arguments: Annotated[
         str, Field(description="JSON text as the model wrote it, which may be invalid")
     ]
