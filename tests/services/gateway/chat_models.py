@@ -23,6 +23,11 @@ _TURNS = (
 TEMPLATES = {
     "hermes": _TURNS + "{# <tool_call> #}",
     "qwen-3": _TURNS + "{# <tool_call> <think> #}",
+    "qwen-3.5": (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('a later system message') }}{% endif %}{% endfor %}"
+        f"{_TURNS}{{# <tool_call> <think> #}}"
+    ),
     "deepseek-r1": "{% set opening = '<think>\\n' %}" + _TURNS + "{# <tool_call> #}",
     "llama3": _TURNS + "{# <|start_header_id|> #}",
     "mistral": _TURNS + "{# [TOOL_CALLS] [THINK] #}",
