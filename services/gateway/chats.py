@@ -9,6 +9,7 @@ import orjson
 
 from services.common.errors import InvalidRequest
 from services.gateway.constraints import Constraint
+from services.gateway.conversation_fit import ConversationFit
 from services.gateway.output.call_parser import CallParser
 from services.gateway.output.formats import MessageFormats
 from services.gateway.output.lark import Marks
@@ -24,7 +25,6 @@ from services.gateway.output.reasoning import ReasoningFormat, ReasoningParser
 from services.gateway.output.tool_format import ToolFormat
 from services.gateway.request_errors import UnsupportedField
 from services.gateway.settings import GatewaySettings
-from services.gateway.system_messages import fold_system_messages, takes_later_system
 from services.tokenizer.chat_template import ChatTemplate, TemplateInput
 from services.tokenizer.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ class ChatPlan:
         tool_format: format of calls in the conversation and in the output; None if it is unknown.
         reasoning: format of the reasoning block; None if the output has none.
         keeps_calls: whether the model gets calls and their results in earlier messages.
-        folds_system: whether the template takes no system message after the first.
+        fit: what the chat template does not take.
         marks: writes the marks of the formats in grammars.
     """
 
@@ -87,7 +87,7 @@ class ChatPlan:
     tool_format: ToolFormat | None
     reasoning: ReasoningFormat | None
     keeps_calls: bool
-    folds_system: bool
+    fit: ConversationFit
     marks: Marks
 
     @property
@@ -108,8 +108,7 @@ class ChatPlan:
         options = self.options
         last = messages[-1]["content"] if options.continue_final_message else None
         tools = options.tools
-        if self.folds_system and any(message["role"] == "system" for message in messages[1:]):
-            messages = fold_system_messages(messages)
+        messages = self.fit.apply(messages)
         if self.tool_format is not None:
             messages, tools = self.tool_format.prepare(messages, tools)
         given = TemplateInput(
@@ -233,7 +232,7 @@ class ChatPlanner:
         self._template = template
         self._formats = MessageFormats.of(template, settings.tool_parser, settings.reasoning_parser)
         templates = {template, template.tool_template} if template else set()
-        self._folding = {one for one in templates if not takes_later_system(one, names)}
+        self._fits = {one: ConversationFit.of(one, names) for one in templates}
         self._reserved = _OWN_VARIABLES | names.keys()
         self._marks = Marks(special_tokens)
 
@@ -260,7 +259,7 @@ class ChatPlanner:
             formats.tools,
             formats.reasoning,
             keeps_calls=describes_tools or "tool_calls" in source,
-            folds_system=template in self._folding,
+            fit=self._fits[template] if template else ConversationFit(),
             marks=self._marks,
         )
 

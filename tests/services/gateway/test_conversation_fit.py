@@ -1,10 +1,10 @@
-"""System messages after the first, for templates that do not take them."""
+"""Conversations of which chat templates omit nothing."""
 
 from typing import Any
 
 import pytest
 
-from services.gateway.system_messages import fold_system_messages, takes_later_system
+from services.gateway.conversation_fit import ConversationFit
 from services.tokenizer.chat_template import ChatTemplate
 from tests.services.tokenizer.test_chat_templates import FOLDER
 
@@ -59,14 +59,33 @@ def test_later_system_messages_join_those_of_the_user(
     given: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> None:
     before = [dict(one) for one in given]
-    assert fold_system_messages(given) == expected
+    assert ConversationFit(takes_later_system=False).apply(given) == expected
     assert given == before, "the messages of the client are not changed"
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("chatml", True), ("qwen-3", True), ("llama-3.1", True), ("smollm-3", False)],
+    ("name", "takes_later_system", "joined"),
+    [
+        ("chatml", True, set()),
+        ("qwen-3", True, set()),
+        ("llama-3.1", True, set()),
+        ("glm-4.5", True, set()),
+        ("smollm-3", False, set()),
+        ("gemma-3", True, {"system"}),
+        ("llama-3.2", True, {"system"}),
+        ("mistral-v7", False, {"system", "assistant"}),
+    ],
 )
-def test_templates_that_take_later_system_messages(name: str, expected: bool) -> None:
-    source = (FOLDER / f"{name}.jinja").read_text()
-    assert takes_later_system(ChatTemplate(source), {"bos_token": "<s>"}) is expected
+def test_prompts_have_all_of_the_conversation(
+    name: str, takes_later_system: bool, joined: set[str]
+) -> None:
+    template = ChatTemplate((FOLDER / f"{name}.jinja").read_text())
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    fit = ConversationFit.of(template, names)
+    assert fit == ConversationFit(takes_later_system, frozenset(joined))
+    roles = ("system", "user", "assistant", "user", "system")
+    texts = [f"text {n}" for n in range(10)]
+    parts = [{"type": "text", "text": text} for text in texts]
+    given = [message(role, parts[2 * at : 2 * at + 2]) for at, role in enumerate(roles)]
+    prompt = template.render(fit.apply(given), names)
+    assert [text for text in texts if text not in prompt] == []
