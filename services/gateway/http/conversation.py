@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions
 from services.gateway.http.body_model import Body, check_type, invalid, is_deeper
+from services.gateway.http.call_arguments import parse_arguments
 from services.gateway.http.other_fields import (
     IN_CALLED_FUNCTION,
     IN_MESSAGE,
@@ -42,7 +42,9 @@ class CalledFunction(Body):
     others = IN_CALLED_FUNCTION
 
     name: ToolName
-    arguments: Annotated[str, Field(description="a JSON object; empty for none")]
+    arguments: Annotated[
+        str, Field(description="a JSON object, or as much of one as the assistant has written")
+    ]
 
     @model_validator(mode="after")
     def _check_arguments(self) -> "CalledFunction":
@@ -51,12 +53,7 @@ class CalledFunction(Body):
 
     def parsed(self) -> dict[str, Any]:
         """Return the arguments, as chat templates take them."""
-        try:
-            arguments = orjson.loads(self.arguments or "{}")
-        except orjson.JSONDecodeError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise invalid("arguments", "must be a JSON object")
+        arguments = parse_arguments(self.arguments)
         if is_deeper(arguments, self.arguments.encode(), _MAX_ARGUMENTS_DEPTH):
             raise invalid("arguments", f"is nested deeper than {_MAX_ARGUMENTS_DEPTH} levels")
         return arguments

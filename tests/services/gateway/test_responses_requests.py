@@ -34,6 +34,7 @@ from tests.services.gateway.field_tables import expected_rows, table_rows
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 NAMESPACE = {"type": "namespace", "name": "n", "tools": [TOOL]}
 WEB = {"type": "web_search"}
+DEEP = '{"a":' * 150 + "1" + "}" * 150
 PATH = "/v1/responses"
 PLACES = {
     "": ResponsesBody.others,
@@ -255,7 +256,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
             "input": [
                 {"role": "user", "content": "x"},
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP},
             ]
         },
         "input[2].arguments",

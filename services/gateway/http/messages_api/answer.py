@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from services.common.errors import ServiceError
 from services.gateway.http.answer import Answer, Block, BlockKind, Change, Closed, Grown, Opened
+from services.gateway.http.call_arguments import parse_arguments
 from services.gateway.http.messages import Messages
 from services.gateway.http.messages_api.errors import error_content, error_message
 from services.gateway.text import TextDelta
@@ -136,16 +136,7 @@ def _block(block: Block, *, is_empty: bool = False) -> dict[str, Any]:
             return {"type": "thinking", "thinking": text, "signature": ""}
         case BlockKind.CALL:
             call = {"type": "tool_use", "id": block.call_id, "name": block.name}
-            return {**call, "input": {} if is_empty else _input(text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call, which may be cut or invalid, as an object."""
-    try:
-        parsed = from_json(arguments, allow_partial=True)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+            return {**call, "input": {} if is_empty else parse_arguments(text)}
 
 
 def _change_event(change: Change) -> bytes:
