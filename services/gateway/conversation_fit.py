@@ -20,11 +20,11 @@ _CONVERSATION: list[dict[str, Any]] = [{"role": role, "content": "content"} for 
 
 @dataclass(frozen=True)
 class ConversationFit:
-    """What a template does not take.
+    """Forms of messages that a chat template takes.
 
     Attributes:
         takes_later_system: whether prompts have system messages that are not the first message.
-        joined: roles of whose contents in several parts prompts do not have all.
+        joined: roles whose content must be one text, because prompts lack all parts but the first.
     """
 
     takes_later_system: bool = True
