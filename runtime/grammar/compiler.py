@@ -15,6 +15,7 @@ from runtime.grammar.spec import (
     ANSWER,
     LARK,
     GrammarBounds,
+    GrammarFault,
     GrammarKind,
     GrammarSpec,
     InvalidGrammar,
@@ -31,6 +32,9 @@ _LITTLE_S = 0.1
 """A grammar that takes longer to compile has one initial state, seconds."""
 _EMPTY = ("NoExtension", "NoExtensionBias")
 """Errors of llguidance for grammars without any text."""
+_UNSUPPORTED = re.compile("unimplemented|not supported|unknown format", re.IGNORECASE)
+_TOO_COMPLEX = re.compile("too (large|many)|exceeded|fuel")
+"""Parts of errors of llguidance for what it does not implement, and for its limits on work."""
 
 
 class Grammar:
@@ -172,4 +176,11 @@ def _check(matcher: LLMatcher) -> None:
         reason = matcher.get_error().removesuffix("\n<non-verbose/>").strip()
         if reason in _EMPTY:
             reason = "no text matches it"
-        raise InvalidGrammar(" ".join(reason.split())[:_MAX_ERROR_CHARS])
+        raise InvalidGrammar(" ".join(reason.split())[:_MAX_ERROR_CHARS], _fault(reason))
+
+
+def _fault(reason: str) -> GrammarFault:
+    """Return the kind of an error of llguidance, which has a text only."""
+    if _UNSUPPORTED.search(reason):
+        return GrammarFault.UNSUPPORTED
+    return GrammarFault.TOO_COMPLEX if _TOO_COMPLEX.search(reason) else GrammarFault.INVALID

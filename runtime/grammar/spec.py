@@ -11,8 +11,31 @@ ANSWER = "answer"
 """Rule of the constraint in `GrammarSpec.frame`."""
 
 
+class GrammarFault(Enum):
+    """Reason for which a constraint is refused.
+
+    Attributes:
+        TOO_LARGE, TOO_DEEP: it exceeds a bound of `GrammarBounds`.
+        TIMEOUT: its compilation took too long.
+        TOO_COMPLEX: its compilation needs too much work or memory.
+        UNSUPPORTED: it uses what the compiler does not implement.
+        INVALID: it is malformed, or matches no text.
+    """
+
+    TOO_LARGE = "too_large"
+    TOO_DEEP = "too_deep"
+    TIMEOUT = "timeout"
+    TOO_COMPLEX = "too_complex"
+    UNSUPPORTED = "unsupported"
+    INVALID = "invalid"
+
+
 class InvalidGrammar(ValueError):
     """A constraint is malformed, not supported, too large, or matches no text."""
+
+    def __init__(self, message: str, fault: GrammarFault = GrammarFault.INVALID) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class GrammarKind(Enum):
@@ -71,14 +94,19 @@ class GrammarBounds:
         """Raise `InvalidGrammar` if a constraint exceeds a bound, or is no JSON but must be."""
         size = len((spec.text + spec.frame).encode(errors="surrogatepass"))
         if size > self.max_bytes:
-            raise InvalidGrammar(f"it has {size} bytes, the limit is {self.max_bytes}")
+            raise InvalidGrammar(
+                f"it has {size} bytes, the limit is {self.max_bytes}", GrammarFault.TOO_LARGE
+            )
         if spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE):
             depth = _depth(parsed_json(spec.text))
         else:
             depth = _bracket_depth(spec.text)
         depth = max(depth, _bracket_depth(spec.frame))
         if depth > self.max_depth:
-            raise InvalidGrammar(f"it is nested {depth} levels deep, the limit is {self.max_depth}")
+            raise InvalidGrammar(
+                f"it is nested {depth} levels deep, the limit is {self.max_depth}",
+                GrammarFault.TOO_DEEP,
+            )
 
 
 def parsed_json(text: str) -> Any:
@@ -90,7 +118,7 @@ def parsed_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidGrammar("it is nested too deeply") from None
+        raise InvalidGrammar("it is nested too deeply", GrammarFault.TOO_DEEP) from None
     except ValueError as error:
         raise InvalidGrammar(f"it is not valid JSON: {error}") from None
 

@@ -44,6 +44,12 @@ class MessageChecker:
             InvalidRequest: a constraint is invalid; ``param`` is the client's field.
             Overloaded, Unavailable: see `GrammarChecker.check`.
         """
+        spec = await self._check(grammar, answer)
+        if grammar.calls is not None and grammar.calls.required:
+            self.checker.metrics.required_calls.inc()
+        return spec
+
+    async def _check(self, grammar: MessageGrammar, answer: Constraint | None) -> GrammarSpec:
         if grammar.calls is None and answer is not None:
             return await self._checked(grammar, answer.field)
         try:

@@ -129,7 +129,7 @@ class Gateway:
         self._sessions = SessionPool(settings)
         self.clients = ClientAddresses(settings.trusted_proxies)
         self.buffers = Buffers(settings.max_buffered_bytes)
-        self.grammars = GrammarChecker(settings, model.tokenizer)
+        self.grammars = GrammarChecker(settings, model.tokenizer, self.metrics.grammars)
         self.prompts = PromptTokenizer(model.tokenizer, self.limits, settings.max_concurrent)
         self.chats = ChatPlanner(
             settings,

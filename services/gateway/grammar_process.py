@@ -4,8 +4,8 @@ A compilation can take minutes, and deeply nested input might crash the compiler
 this process if it takes too long, and starts another one.
 
 Both directions carry messages of a length, 4 bytes in big-endian order, and a JSON text. The first
-message has the tokenizer; each further one a constraint, which is answered with the reason for
-which it is invalid, or an empty string.
+message has the tokenizer; each further one a constraint, which is answered with the kind of its
+fault and the reason, or null if it is valid.
 """
 
 import json
@@ -38,8 +38,8 @@ def _read(stream: BinaryIO) -> Any:
     return json.loads(stream.read(int.from_bytes(length, "big"))) if length else None
 
 
-def _fault(request: Any, vocabulary: GrammarVocabulary) -> str:
-    """Return why a constraint is invalid, or an empty string."""
+def _fault(request: Any, vocabulary: GrammarVocabulary) -> tuple[str, str] | None:
+    """Return the kind of fault of a constraint and the reason, or None if it is valid."""
     _limit_processor_time(request["limit_s"])
     spec = GrammarSpec(GrammarKind(request["kind"]), request["text"])
     bounds = GrammarBounds(request["max_bytes"], request["max_depth"])
@@ -48,8 +48,8 @@ def _fault(request: Any, vocabulary: GrammarVocabulary) -> str:
         if request["frame"]:
             compile_grammar(replace(spec, frame=request["frame"]), vocabulary, bounds)
     except InvalidGrammar as error:
-        return str(error)
-    return ""
+        return error.fault.value, str(error)
+    return None
 
 
 def _limit_memory() -> None:

@@ -3,19 +3,21 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import TypeVar
 
 import structlog
 
-from runtime.grammar.spec import GrammarBounds, GrammarSpec, InvalidGrammar
+from runtime.grammar.spec import GrammarBounds, GrammarFault, GrammarSpec, InvalidGrammar
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.fair_slots import FairSlots
 from services.common.interpreter import python_command
 from services.gateway.constraints import Constraint
 from services.gateway.grammar_process import LENGTH_BYTES, message_of
 from services.gateway.keys import Tenant
+from services.gateway.metrics import GrammarMetrics
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.tokenizer import Tokenizer
 
@@ -31,6 +33,8 @@ _OWNERS = 256
 _NO_EOS = (0,)
 
 _T = TypeVar("_T")
+_Results = OrderedDict[bytes, InvalidGrammar | None]
+"""Errors of constraints by their hashes; None for valid ones."""
 
 
 class _Compiler:
@@ -56,13 +60,15 @@ class _Compiler:
         self._process.stdin.write(message)
         await self._process.stdin.drain()
 
-    async def receive(self) -> str:
-        """Return the answer to the last message. Raises EOFError if the process has ended."""
+    async def receive(self) -> InvalidGrammar | None:
+        """Return the error of the last constraint, or None if it is valid.
+
+        Raises EOFError if the process has ended.
+        """
         assert self._process.stdout is not None
         length = await self._process.stdout.readexactly(LENGTH_BYTES)
-        return str(
-            json.loads(await self._process.stdout.readexactly(int.from_bytes(length, "big")))
-        )
+        found = json.loads(await self._process.stdout.readexactly(int.from_bytes(length, "big")))
+        return found and InvalidGrammar(found[1], GrammarFault(found[0]))
 
     async def end(self) -> None:
         """Kill the process."""
@@ -78,7 +84,10 @@ class GrammarChecker:
     constraints of one do not delay those of another. Results are kept for each owner.
     """
 
-    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, settings: GatewaySettings, tokenizer: Tokenizer, metrics: GrammarMetrics
+    ) -> None:
+        self.metrics = metrics
         self._settings = settings
         self._bounds = GrammarBounds(settings.max_grammar_bytes, settings.max_grammar_depth)
         self._tokenizer = tokenizer
@@ -86,7 +95,7 @@ class GrammarChecker:
             _PROCESSES, per_tenant=_PROCESSES_OF_OWNER, max_waiting=settings.max_concurrent
         )
         self._idle: list[_Compiler] = []
-        self._checked: OrderedDict[str, OrderedDict[bytes, str]] = OrderedDict()
+        self._checked: OrderedDict[str, _Results] = OrderedDict()
 
     async def check(self, constraint: Constraint | None, owner: Tenant) -> None:
         """Check a constraint.
@@ -102,22 +111,22 @@ class GrammarChecker:
         spec = constraint.spec
         try:
             self._bounds.check(spec)
-        except InvalidGrammar as error:
-            raise _invalid(constraint, str(error)) from None
+        except InvalidGrammar as exceeded:
+            raise self._refusal(constraint, exceeded) from None
         key = hashlib.sha256(repr(spec).encode()).digest()
         checked = self._results(owner)
-        fault = checked.get(key)
-        if fault is None:
+        if key not in checked:
             cost = len(spec.text) + len(spec.frame) + 1
             async with self._slots.hold(owner.name, weight=owner.weight, cost=cost):
-                fault = await self._compile(spec)
-            checked[key] = fault
+                error = checked[key] = await self._compile(spec)
             if len(checked) > _CHECKED_OF_OWNER:
                 checked.popitem(last=False)
         else:
+            error = checked[key]
             checked.move_to_end(key)
-        if fault:
-            raise _invalid(constraint, fault)
+            self.metrics.cache_hits.inc()
+        if error is not None:
+            raise self._refusal(constraint, error)
 
     async def close(self) -> None:
         """End all idle processes."""
@@ -125,7 +134,12 @@ class GrammarChecker:
             await compiler.end()
         self._idle.clear()
 
-    def _results(self, owner: Tenant) -> OrderedDict[bytes, str]:
+    def _refusal(self, constraint: Constraint, error: InvalidGrammar) -> InvalidRequest:
+        """Count a refused constraint, and return the error for the client."""
+        self.metrics.refused.labels(error.fault.value).inc()
+        return InvalidRequest(f"{constraint.field}: {error}", param=constraint.field)
+
+    def _results(self, owner: Tenant) -> _Results:
         """Return the kept results of an owner."""
         results = self._checked.setdefault(owner.name, OrderedDict())
         self._checked.move_to_end(owner.name)
@@ -133,8 +147,8 @@ class GrammarChecker:
             self._checked.popitem(last=False)
         return results
 
-    async def _compile(self, spec: GrammarSpec) -> str:
-        """Return why a constraint is invalid, or an empty string."""
+    async def _compile(self, spec: GrammarSpec) -> InvalidGrammar | None:
+        """Return the error of a constraint, or None if it is valid."""
         compiler = self._idle.pop() if self._idle else await self._start()
         request = {
             "kind": spec.kind.value,
@@ -145,22 +159,28 @@ class GrammarChecker:
             "limit_s": self._settings.grammar_timeout_s,
         }
         limit_s = self._settings.grammar_timeout_s
+        begin = time.monotonic()
         try:
             async with asyncio.timeout(limit_s):
                 await compiler.send(message_of(request))
-                fault = await compiler.receive()
+                error = await compiler.receive()
         except TimeoutError:
             await compiler.end()
-            return f"it takes more than {limit_s:g} s to compile"
+            reason = f"it takes more than {limit_s:g} s to compile"
+            return InvalidGrammar(reason, GrammarFault.TIMEOUT)
         except (OSError, EOFError):
             await compiler.end()
             log.warning("the compiler of grammars has ended")
-            return "it is too complex to compile"
+            return InvalidGrammar("it is too complex to compile", GrammarFault.TOO_COMPLEX)
         except asyncio.CancelledError:
             await _finish(compiler.end())
             raise
+        finally:
+            self.metrics.compile_seconds.observe(time.monotonic() - begin)
         self._idle.append(compiler)
-        return fault
+        if error is None:
+            self.metrics.compiled.labels(spec.kind.value).inc()
+        return error
 
     async def _start(self) -> _Compiler:
         """Start a process and wait until it has read the tokenizer."""
@@ -190,7 +210,3 @@ class GrammarChecker:
 async def _finish(work: Awaitable[_T]) -> _T:
     """Wait for work also if the caller is cancelled again."""
     return await asyncio.shield(work)
-
-
-def _invalid(constraint: Constraint, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{constraint.field}: {reason}", param=constraint.field)

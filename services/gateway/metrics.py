@@ -1,6 +1,7 @@
 """Prometheus metrics of the gateway: the service as its clients see it."""
 
 from headrace.v1 import decode_pb2, error_pb2
+from runtime.grammar.spec import GrammarFault, GrammarKind
 from services.common.metrics import MetricFactory, service_registry
 from services.common.secret_metrics import SecretMetrics
 from services.gateway.worker_failure import failure_reason
@@ -62,4 +63,33 @@ class GatewayMetrics:
             "Retries after the failure of a worker, by reason.",
             "reason",
             values=map(failure_reason, error_pb2.ErrorCode.values()),
+        )
+        self.grammars = GrammarMetrics(make)
+
+
+class GrammarMetrics:
+    """Metrics of constraints on output, which the gateway compiles to check them."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self.compiled = make.counter(
+            "grammars_compiled",
+            "Constraints on output that were compiled; those of tool calls are grammars.",
+            "kind",
+            values=(kind.value for kind in GrammarKind),
+        )
+        self.cache_hits = make.counter(
+            "grammar_cache_hits", "Constraints whose result was known from an earlier request."
+        )
+        self.refused = make.counter(
+            "grammars_refused",
+            "Constraints that were refused, by reason, also where any arguments of a function are "
+            "allowed instead.",
+            "reason",
+            values=(fault.value for fault in GrammarFault),
+        )
+        self.compile_seconds = make.seconds(
+            "grammar_compile", "Seconds of a compilation, without waiting for a process."
+        )
+        self.required_calls = make.counter(
+            "required_tool_calls", "Requests whose output must be tool calls."
         )

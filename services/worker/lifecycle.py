@@ -227,6 +227,7 @@ class Worker(ABC):
         if self.self_test.failure:
             self.self_test.start()
         self.metrics.observe(self.engine)
+        self.metrics.grammars.observe(self.grammars)
         self.metrics.ranks.set_stalled(self.stalled_s)
 
     async def close(self) -> None:

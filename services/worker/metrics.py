@@ -7,6 +7,7 @@ from runtime.pages.plan import PagePlan
 from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
 from services.common.secret_metrics import SecretMetrics
 from services.worker.engine_thread import EngineThread
+from services.worker.grammars import Grammars
 
 
 class WorkerMetrics:
@@ -71,6 +72,7 @@ class WorkerMetrics:
             "Always 1; the labels name the worker, its model, its KV format and its kernels.",
             *("worker", "model", "kv_format", "matmul", "attention", "kernel_plan"),
         )
+        self.grammars = GrammarMetrics(make)
         self._steps = 0
         self._busy_s = 0.0
 
@@ -101,6 +103,27 @@ class WorkerMetrics:
         ):
             while durations:
                 histogram.observe(durations.popleft())
+
+
+class GrammarMetrics:
+    """Metrics of the grammars of constrained requests."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self._hits = make.counter(
+            "worker_grammar_cache_hits",
+            "Constrained requests whose grammar this worker had compiled before.",
+        )
+        self._seconds = make.seconds(
+            "worker_grammar_compile", "Seconds of each compilation of a grammar."
+        )
+        self._before = 0
+
+    def observe(self, grammars: Grammars) -> None:
+        """Advance the metrics to the counts of the grammars."""
+        self._hits.inc(grammars.hits - self._before)
+        self._before = grammars.hits
+        while grammars.compile_times:
+            self._seconds.observe(grammars.compile_times.popleft())
 
 
 class PrefixMetrics:

@@ -81,6 +81,8 @@ def traffic(running: Running) -> Iterator[None]:
                 number += 1
                 prompt = f"Sentence {number} is about rivers, turbines and reservoirs. " * 20
                 body = {"model": running.model, "prompt": prompt, "max_tokens": 8}
+                if number % 2:  # constraints that are not known from earlier requests
+                    body["guided_choice"] = [f"river {number}", "turbine"]
                 answer = client.post("/v1/completions", json=body)
                 if answer.status_code != httpx.codes.OK:
                     failures.append(answer.text)

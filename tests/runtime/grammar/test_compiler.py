@@ -15,6 +15,7 @@ from runtime.grammar.matcher import Matcher
 from runtime.grammar.spec import (
     ANSWER,
     GrammarBounds,
+    GrammarFault,
     GrammarKind,
     GrammarSpec,
     InvalidGrammar,
@@ -153,6 +154,33 @@ def test_malformed_constraints_are_refused(kind: GrammarKind, source: str, reaso
     if reason != "no text matches it":  # the text before the constraint matches
         with pytest.raises(InvalidGrammar):
             compile_framed(kind, source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "fault"),
+    [
+        (KIND.REGEX, "a" * 70_000, GrammarFault.TOO_LARGE),
+        (KIND.REGEX, "(" * 65 + ")" * 65, GrammarFault.TOO_DEEP),
+        (KIND.JSON_SCHEMA, "[" * 30_000, GrammarFault.TOO_DEEP),
+        (KIND.JSON_SCHEMA, hostile_schemas()["product of anyOf"], GrammarFault.TOO_COMPLEX),
+        (KIND.JSON_SCHEMA, '{"not": {}}', GrammarFault.UNSUPPORTED),
+        (KIND.JSON_SCHEMA, '{"type": "string", "format": "regex"}', GrammarFault.UNSUPPORTED),
+        (KIND.JSON_SCHEMA, '{"oneOf": [{}, {}]}', GrammarFault.UNSUPPORTED),
+        (KIND.REGEX, "(?=a)", GrammarFault.UNSUPPORTED),
+        (KIND.GRAMMAR, '%declare A\nstart: "a"', GrammarFault.UNSUPPORTED),
+        (KIND.JSON_SCHEMA, "{", GrammarFault.INVALID),
+        (KIND.JSON_SCHEMA, '{"enum": []}', GrammarFault.INVALID),
+        (KIND.REGEX, "(", GrammarFault.INVALID),
+        (KIND.GRAMMAR, "start: start", GrammarFault.INVALID),
+        (KIND.CHOICE, "[]", GrammarFault.INVALID),
+    ],
+)
+def test_refused_constraints_have_a_kind_of_fault(
+    kind: GrammarKind, source: str, fault: GrammarFault
+) -> None:
+    with pytest.raises(InvalidGrammar) as refusal:
+        grammar(kind, source, SIZE)
+    assert refusal.value.fault is fault
 
 
 @pytest.mark.parametrize("name", hostile_schemas())

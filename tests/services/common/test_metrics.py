@@ -75,6 +75,8 @@ def test_every_service_reports_its_version_its_process_and_its_secrets(service: 
         ("gateway", "headrace_failovers_total", {"reason": "integrity"}),
         ("gateway", "headrace_request_stage_seconds_count", {"stage": "route"}),
         ("gateway", "headrace_request_stage_seconds_count", {"stage": "transfer"}),
+        ("gateway", "headrace_grammars_compiled_total", {"kind": "json_schema"}),
+        ("gateway", "headrace_grammars_refused_total", {"reason": "timeout"}),
         ("router", "headrace_router_placements_total", {"outcome": "queue_full"}),
         ("router", "headrace_router_workers", {"role": "decode", "state": "ready"}),
         ("worker", "headrace_kv_sent_bytes_total", {"kind": "wire"}),

@@ -114,6 +114,7 @@ async def test_required_call_of_each_family(family: Site, request: pytest.Fixtur
     assert choice["finish_reason"] == "tool_calls"
     assert allowed(family, one, two, wrong, thought + "Sunny.", "") == [True, True] + [False] * 3
     assert assembled(await events_of(family, body(tool_choice="required"))) == [choice]
+    assert family.metric("headrace_required_tool_calls_total") == 2
     single = body(tool_choice="required", parallel_tool_calls=False)
     assert await choices_of(family, single) == [choice]
     assert allowed(family, one, two) == [True, False]
@@ -157,6 +158,7 @@ async def test_strict_tool_may_be_called(family: Site, request: pytest.FixtureRe
     assert constraint_from_message(started(family)) is None
     await choices_of(family, body())
     assert constraint_from_message(started(family)) is None
+    assert family.metric("headrace_required_tool_calls_total") == 0
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3"], indirect=True)

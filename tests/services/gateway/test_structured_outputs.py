@@ -12,16 +12,17 @@ import pytest
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc, sampling_pb2
-from runtime.grammar.spec import GrammarKind, GrammarSpec
+from runtime.grammar.spec import GrammarFault, GrammarKind, GrammarSpec
 from services.common.errors import InvalidRequest
 from services.gateway.constraints import Constraint
 from services.gateway.gateway import ServedModel
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from services.gateway.keys import Tenant
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
-from tests.runtime.grammar.schemas import EXPLODING, random_schema
-from tests.services.gateway.conftest import Site
+from tests.runtime.grammar.schemas import EXPLODING, hostile_schemas, random_schema
+from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import say
 
 MUTATED = int(os.environ.get("MUTATED_SCHEMAS", "150"))
@@ -212,6 +213,32 @@ async def test_rpc_takes_and_checks_constraints(site: Site) -> None:
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_metrics_count_constraints(open_site: OpenSite) -> None:
+    site: Site = await open_site(max_grammar_bytes=20_000, max_grammar_depth=20)
+    site.worker.script = say(5)
+    deep = "(" * 21 + ")" * 21
+    schemas: list[Any] = [{"not": {}}, hostile_schemas()["product of anyOf"], SCHEMA]
+    given: list[dict[str, Any]] = [
+        *({"guided_regex": text} for text in ("a", "b", "a", "(", "(", "a" * 20_001, deep)),
+        *({"guided_json": schema} for schema in schemas),
+        {"guided_choice": ["a"]},
+        {"guided_grammar": 'start: "a"'},
+        {},
+    ]
+    for fields in given:
+        await site.http.post("/v1/completions", json={"prompt": "a", **fields})
+    compiled = {kind.value: 1.0 for kind in GrammarKind} | {"regex": 2.0}
+    for kind, count in compiled.items():
+        assert site.metric("headrace_grammars_compiled_total", kind=kind) == count
+    refused = {"too_large": 1, "too_deep": 1, "too_complex": 1, "unsupported": 1, "invalid": 2}
+    for fault in GrammarFault:
+        count = refused.get(fault.value, 0)
+        assert site.metric("headrace_grammars_refused_total", reason=fault.value) == count
+    assert site.metric("headrace_grammar_cache_hits_total") == 2, "a regex, and an invalid one"
+    ended = sum(compiled.values()) + 3  # too complex, unsupported, invalid
+    assert site.metric("headrace_grammar_compile_seconds_count") == ended
+
+
 def mutated(value: Any, random: Random) -> Any:
     """Return a copy of a schema with some parts replaced, dropped or moved."""
     if random.random() < 0.06:
@@ -229,7 +256,8 @@ def mutated(value: Any, random: Random) -> Any:
 
 @pytest.mark.slow
 async def test_mutated_schemas_are_accepted_or_refused(model: ServedModel) -> None:
-    checker = GrammarChecker(GatewaySettings.model_validate({}), model.tokenizer)
+    metrics = GatewayMetrics()
+    checker = GrammarChecker(GatewaySettings.model_validate({}), model.tokenizer, metrics.grammars)
     random, refusals = Random(5), list[str]()
     try:
         for _ in range(MUTATED):
@@ -249,7 +277,8 @@ async def test_mutated_schemas_are_accepted_or_refused(model: ServedModel) -> No
 async def test_exploding_schema_is_refused_while_others_are_served(model: ServedModel) -> None:
     """Its process is ended at the time limit, and does not delay the constraints of others."""
     settings = GatewaySettings.model_validate({"grammar_timeout_s": 3.0})
-    checker = GrammarChecker(settings, model.tokenizer)
+    metrics = GatewayMetrics()
+    checker = GrammarChecker(settings, model.tokenizer, metrics.grammars)
     fine = Constraint(GrammarSpec(GrammarKind.REGEX, "a+"), "guided_regex")
     bad = Constraint(GrammarSpec(GrammarKind.JSON_SCHEMA, EXPLODING), "guided_json")
     try:
@@ -271,6 +300,8 @@ async def test_exploding_schema_is_refused_while_others_are_served(model: Served
         with pytest.raises(InvalidRequest, match="takes more than 3 s"):
             await checker.check(bad, Tenant("a"))
         assert time.monotonic() - begin < 0.5, "the result is kept"
+        name, labels = "headrace_grammars_refused_total", {"reason": "timeout"}
+        assert metrics.registry.get_sample_value(name, labels) == 2
         await checker.check(fine, Tenant("a"))
     finally:
         await checker.close()

@@ -12,6 +12,7 @@ from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec
 from runtime.grammar.vocabulary import GrammarVocabulary
 from services.common.model_source import resolve_model
 from services.worker.grammars import Grammars
+from services.worker.metrics import WorkerMetrics
 from tests.runtime.grammar.schemas import hostile_schemas
 
 SIZE, EOS = 49_152, (0, 2)
@@ -49,6 +50,20 @@ async def test_concurrent_requests_of_a_tenant_share_a_compilation(
     assert compiled == [regex("ab")]
     await found.start(regex("ab"), b"b", ())
     assert compiled == [regex("ab")] * 2, "tenants do not share"
+    found.close()
+
+
+async def test_metrics_count_compilations_and_hits() -> None:
+    found, metrics = new(), WorkerMetrics()
+    for text in ("a", "a", "b", "a"):
+        await found.start(regex(text), b"", ())
+    with pytest.raises(InvalidRequest):
+        await found.start(regex("("), b"", ())
+    metrics.grammars.observe(found)
+    metrics.grammars.observe(found)
+    value = metrics.registry.get_sample_value
+    assert value("headrace_worker_grammar_cache_hits_total") == 2
+    assert value("headrace_worker_grammar_compile_seconds_count") == 3
     found.close()
 
 
