@@ -108,6 +108,8 @@ def compile_grammar(
         InvalidGrammar: it cannot be compiled; the message says why.
     """
     bounds.check(spec)
+    if not spec.text:
+        raise InvalidGrammar("it is empty")
     return Grammar(_source(spec), vocabulary)
 
 

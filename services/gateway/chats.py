@@ -68,6 +68,24 @@ class ChatOptions:
     requires_effort: bool = True
 
 
+def adds_generation_prompt(wanted: bool | None, *, continues: bool) -> bool:
+    """Return whether a prompt ends with the start of the assistant's message.
+
+    Args:
+        wanted: what the client sent; None: true, unless the last message is continued.
+        continues: whether the model continues the last message.
+
+    Raises:
+        InvalidRequest: both are true.
+    """
+    if wanted and continues:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    return not continues if wanted is None else wanted
+
+
 @dataclass(frozen=True)
 class ChatPlan:
     """Rendering of one chat, and parsing of its output.

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -11,11 +12,9 @@ import structlog
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc import aio
 from grpc_status import rpc_status
-from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from services.common.clients import FORWARDED_FOR, Client, ClientAddresses, split_grpc_peer
-from services.common.constraints import constraint_of
 from services.common.errors import (
     ClientGone,
     InternalFault,
@@ -28,16 +27,20 @@ from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
 from services.common.token_ids import unpack_tokens
 from services.common.tracing import NO_SPAN, Span
-from services.gateway.chats import ChatOptions
-from services.gateway.constraints import Constraint
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.prompt_logprobs import check_prompt_logprobs
-from services.gateway.request_errors import check_message_count, invalid_field
+from services.gateway.request_errors import check_message_count
 from services.gateway.requests import (
-    GenerationOptions,
     GenerationRequest,
     RequestContext,
     cache_salt,
+)
+from services.gateway.rpc_request import (
+    adds_special_tokens,
+    chat_options,
+    check_known,
+    generation_options,
+    template_input,
 )
 from services.gateway.spans import end_request, rpc_span
 
@@ -46,7 +49,6 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Inference"
 
 _DOMAIN = "headrace"
-_STRUCTURED = "structured_outputs"
 _MESSAGE_BYTES = 64
 """Memory that a message of a chat needs besides its text, bytes."""
 
@@ -229,7 +231,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _parse(
         self, message: inference_pb2.GenerateRequest, size: int, context: RequestContext
     ) -> GenerationRequest:
-        options = _options(message)
+        await self._gateway.prompts.compute(size, partial(check_known, message))
+        options = generation_options(message)
+        add_special = adds_special_tokens(message)
         await self._gateway.grammars.check(options.constraint, context.owner)
         salt = cache_salt(context.tenant, options.cache_salt)
         truncates = options.truncate_prompt_tokens is not None
@@ -238,7 +242,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt = await self._encode_chat(message.chat, size, salt, truncates=truncates)
         elif kind == "text":
             prompt = await self._gateway.prompts.encode_prompt(
-                message.text, size, salt, truncates=truncates
+                message.text, size, salt, add_special=add_special, truncates=truncates
             )
         elif kind == "tokens":
             prompt = self._gateway.builder.pack(message.tokens.ids)
@@ -251,9 +255,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _encode_chat(
         self, chat: inference_pb2.Chat, size: int, salt: bytes, *, truncates: bool
     ) -> bytes:
-        plan = self._gateway.chats.plan(ChatOptions())
+        plan = self._gateway.chats.plan(chat_options(chat))
         encoded = await self._gateway.prompts.encode_chat(
-            chat.messages, _template_input, plan, size, salt, truncates=truncates
+            chat.messages, template_input, plan, size, salt, truncates=truncates
         )
         return encoded.packed
 
@@ -276,29 +280,6 @@ def _owner(gateway: Gateway, context: Context) -> str:
     """Return the owner whose share of resources a call with a valid key uses."""
     tenant = gateway.keys.tenant(_authorization(context.invocation_metadata()))
     return tenant.name if tenant else _client(gateway.clients, context).name
-
-
-def _template_input(message: inference_pb2.ChatMessage) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
-
-
-def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
-    """Return the options with the fields that are set in the message. Names are equal in both."""
-    given = {
-        field.name: value
-        for field, value in message.ListFields()
-        if field.name in GenerationOptions.model_fields
-    }
-    try:
-        options = GenerationOptions.model_validate(given)
-    except ValidationError as error:
-        raise invalid_field(error.errors(include_url=False, include_input=False)[0]) from None
-    if not message.HasField("structured_outputs"):
-        return options
-    spec = constraint_of(message.structured_outputs)
-    if spec is None:
-        raise InvalidRequest("set one constraint in structured_outputs", param=_STRUCTURED)
-    return options.model_copy(update={"constraint": Constraint(spec, _STRUCTURED)})
 
 
 def _deadline(accepted: RequestContext, context: Context) -> float:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
-from services.gateway.chats import ChatOptions
+from services.gateway.chats import ChatOptions, adds_generation_prompt
 from services.gateway.http.body_model import Body, check_type, invalid, is_deeper
 from services.gateway.http.call_arguments import parse_arguments
 from services.gateway.http.other_fields import (
@@ -202,11 +202,7 @@ class ConversationFields(Body):
 
     @model_validator(mode="after")
     def _check_end(self) -> "ConversationFields":
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt cannot both be true",
-                param="continue_final_message",
-            )
+        self._adds_generation_prompt()
         return self
 
     @model_validator(mode="after")
@@ -228,7 +224,7 @@ class ConversationFields(Body):
             parallel: whether the message may have several calls.
             include_reasoning: whether the message has the reasoning.
         """
-        add, choice = self.add_generation_prompt, self.tool_choice
+        choice = self.tool_choice
         return ChatOptions(
             tools=() if choice == "none" else tuple(self._template_tools()),
             requires_calls=choice == "required" or isinstance(choice, NamedTool),
@@ -238,9 +234,13 @@ class ConversationFields(Body):
             include_reasoning=include_reasoning,
             reasoning_effort=self.reasoning_effort,
             template_kwargs=self.chat_template_kwargs,
-            add_generation_prompt=not self.continue_final_message if add is None else add,
+            add_generation_prompt=self._adds_generation_prompt(),
             continue_final_message=self.continue_final_message,
         )
+
+    def _adds_generation_prompt(self) -> bool:
+        wanted, continues = self.add_generation_prompt, self.continue_final_message
+        return adds_generation_prompt(wanted, continues=continues)
 
     def _template_tools(self) -> list[dict[str, Any]]:
         return [tool.as_template_input() for tool in self.tools]

@@ -140,6 +140,7 @@ def test_padding_after_the_tokenizer_is_never_allowed() -> None:
         (KIND.CHOICE, '["a", ""]', "not empty"),
         (KIND.CHOICE, '["a", 3]', "must be a string"),
         (KIND.GRAMMAR, "start: (", ""),
+        (KIND.REGEX, "", "it is empty"),
         (KIND.REGEX, "a" * 70_000, "70000 bytes, the limit is 65536"),
         (KIND.JSON_SCHEMA, '{"items":' * 65 + "{}" + "}" * 65, "nested 66 levels deep"),
         (KIND.JSON_SCHEMA, "[" * 30_000, "nested too deeply"),

@@ -7,11 +7,9 @@ import time
 from random import Random
 from typing import Any
 
-import grpc
 import pytest
 
-from headrace.v1 import inference_pb2 as pb
-from headrace.v1 import inference_pb2_grpc, sampling_pb2
+from headrace.v1 import sampling_pb2
 from runtime.grammar.spec import GrammarFault, GrammarKind, GrammarSpec
 from services.common.errors import InvalidRequest
 from services.gateway.constraints import Constraint
@@ -192,25 +190,6 @@ async def test_invalid_constraint_gets_a_400_that_names_the_field(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert len(site.worker.streams) == started
-
-
-async def test_rpc_takes_and_checks_constraints(site: Site) -> None:
-    site.worker.script = say(*site.encode("b"))
-    stub = inference_pb2_grpc.InferenceStub(site.rpc)
-    choices = sampling_pb2.StructuredOutputs(choice=sampling_pb2.Choices(texts=["a", "b"]))
-    async for _ in stub.Generate(pb.GenerateRequest(text="a", structured_outputs=choices)):
-        pass
-    assert [*site.worker.streams[-1].start.request.structured_outputs.choice.texts] == ["a", "b"]
-    for given in (
-        sampling_pb2.StructuredOutputs(),
-        sampling_pb2.StructuredOutputs(json_object=False),
-        sampling_pb2.StructuredOutputs(regex="("),
-        sampling_pb2.StructuredOutputs(choice=sampling_pb2.Choices()),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            async for _ in stub.Generate(pb.GenerateRequest(text="a", structured_outputs=given)):
-                pass
-        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_metrics_count_constraints(open_site: OpenSite) -> None:

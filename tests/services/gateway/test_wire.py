@@ -9,7 +9,7 @@ from services.gateway.wire import start_stream_message
 from tests.services.gateway.fakes import MODEL
 
 MODEL_INFO = ModelInfo.model_validate(MODEL | {"name": "m"})
-NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
+NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id", "add_special_tokens"}
 NOT_SAMPLING = {
     "echo",
     *("max_tokens", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
