@@ -28,6 +28,7 @@ TEMPLATES = {
         "{{ raise_exception('a later system message') }}{% endif %}{% endfor %}"
         f"{_TURNS}{{# <tool_call> <think> #}}"
     ),
+    "smollm3": _TURNS + "{# <tool_call> <think> #}{{ '/no_think' if enable_thinking is false }}",
     "deepseek-r1": "{% set opening = '<think>\\n' %}" + _TURNS + "{# <tool_call> #}",
     "llama3": _TURNS + "{# <|start_header_id|> #}",
     "mistral": _TURNS + "{# [TOOL_CALLS] [THINK] #}",
