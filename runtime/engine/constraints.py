@@ -40,17 +40,25 @@ class Constraints:
         ]
         if not rows:
             return NO_MASKS, []
-        matchers = [_advanced(sequences[row]) for row in rows]
+        constrained = [sequences[row] for row in rows]
+        matchers = [_matcher_of(sequence) for sequence in constrained]
         if self._writer is None:
             self._writer = MaskWriter()
+        self._writer.advance(
+            matchers,
+            [
+                sequence.tokens[sequence.request.prompt_tokens + matcher.consumed :]
+                for sequence, matcher in zip(constrained, matchers, strict=True)
+            ],
+        )
         words = self._writer.write(matchers, matchers[0].vocabulary.mask_words)
         failed = []
         allowed = words.any(axis=1).tolist()
         for at, matcher in enumerate(matchers):
             reason = matcher.error or ("" if allowed[at] else "no token is allowed")
-            reason = reason or _conflict(sequences[rows[at]], words[at])
+            reason = reason or _conflict(constrained[at], words[at])
             if reason:
-                failed.append((sequences[rows[at]], reason))
+                failed.append((constrained[at], reason))
                 words[at] = -1
         return TokenMasks(rows, words), failed
 
@@ -81,11 +89,9 @@ def _conflict(sequence: SequenceState, mask: MaskWords) -> str:
 _mask_of = lru_cache(_KEPT_MASKS)(mask_of)
 
 
-def _advanced(sequence: SequenceState) -> Matcher:
-    """Return the matcher of a sequence after all of its output tokens."""
-    request, matcher = sequence.request, sequence.matcher
-    assert request.grammar is not None
-    if matcher is None:
-        matcher = sequence.matcher = request.grammar.copy()
-    matcher.advance(sequence.tokens[request.prompt_tokens + matcher.consumed :])
-    return matcher
+def _matcher_of(sequence: SequenceState) -> Matcher:
+    """Return the matcher of a sequence, which is created at first use."""
+    if sequence.matcher is None:
+        assert sequence.request.grammar is not None
+        sequence.matcher = sequence.request.grammar.copy()
+    return sequence.matcher

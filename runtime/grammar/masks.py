@@ -34,10 +34,22 @@ class TokenMasks:
 
 
 class MaskWriter:
-    """Computes masks of several matchers in parallel, without the interpreter's lock."""
+    """Advances matchers and computes their masks in parallel, without the interpreter's lock."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._executor = LLExecutor(threads or min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+    def advance(self, matchers: Sequence[Matcher], tokens: Sequence[Sequence[int]]) -> None:
+        """Consume further output tokens of matchers; see `Matcher.advance`."""
+        pairs = []
+        for matcher, added in zip(matchers, tokens, strict=True):
+            if len(added) == 1:
+                pairs.append((matcher.inner, added[0]))
+                matcher.consumed += 1
+            else:
+                matcher.advance(added)
+        if pairs:
+            self._executor.consume_token_par(pairs)
 
     def write(self, matchers: Sequence[Matcher], words: int) -> MaskWords:
         """Return the masks of matchers, each of ``words`` words.

@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device; only `HostCopy.wait` blocks.
+"""Asynchronous copies between host and device; `HostCopy.wait` and `DeviceCopy.stage` block.
 
 On a GPU, they use pinned memory and run in CUDA stream order. On the CPU they are plain copies.
 """
@@ -25,25 +25,34 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 class DeviceCopy:
     """Buffers for repeated copies of the first rows of an array to the device.
 
-    Unlike `to_device`, a copy allocates no pinned memory, which may wait for the device.
+    Unlike `to_device`, a copy allocates no pinned memory, which may wait for the device, and the
+    copied values are always in the same place, so that a graph can read them.
 
     Args:
         shape: shape of the largest array, int32.
 
     Attributes:
-        staged: int32 array of this shape, to be written before `start`. It must not be written
-            again until the last copy has ended.
+        copied: int32 tensor of this shape on the device, initially all -1.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        staged = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._staged = staged
-        self._copied = torch.empty_like(staged, device=device)
-        self.staged: NDArray[np.int32] = staged.numpy()
+        on_device = device.type == "cuda"
+        self._staged = torch.empty(shape, dtype=torch.int32, pin_memory=on_device)
+        self._array: NDArray[np.int32] = self._staged.numpy()
+        self._ended = torch.cuda.Event() if on_device else None  # type: ignore[no-untyped-call]
+        self.copied = torch.full(shape, -1, dtype=torch.int32, device=device)
 
-    def start(self, rows: int) -> Tensor:
-        """Copy the first rows, in stream order. The next call overwrites the result."""
-        return self._copied[:rows].copy_(self._staged[:rows], non_blocking=True)
+    def stage(self) -> NDArray[np.int32]:
+        """Return the int32 array to copy, after the last copy has ended."""
+        if self._ended is not None:
+            self._ended.synchronize()
+        return self._array
+
+    def start(self, rows: int) -> None:
+        """Copy the first rows, in stream order."""
+        self.copied[:rows].copy_(self._staged[:rows], non_blocking=True)
+        if self._ended is not None:
+            self._ended.record()
 
 
 class HostCopy:

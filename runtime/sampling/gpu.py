@@ -26,19 +26,21 @@ def find_candidates(logits: Tensor, temperature: Tensor) -> Candidates:
     return Candidates(values, tokens, partials.sum(dim=-1, keepdim=True).log_())
 
 
-def mask_rows(logits: Tensor, masks: Tensor, first: int) -> Tensor:
+def mask_rows(logits: Tensor, masks: Tensor, index: Tensor, first: int) -> Tensor:
     """Return a copy of logits in which tokens that masks do not allow are `FORBIDDEN`.
 
     Args:
         logits: fp32 `[m, width]`, whose columns are contiguous.
-        masks: int32 `[m, words]`, whose columns are contiguous.
+        masks: int32 `[n, words]`, whose columns are contiguous.
+        index: int32 `[m]`, the mask of each row; -1 if all tokens are allowed.
         first: bit of a mask for the first column.
     """
     rows, width = logits.shape
     masked = torch.empty(rows, width, dtype=logits.dtype, device=logits.device)
     mask_kernel[(rows, triton.cdiv(width, _BLOCK))](
-        logits, logits.stride(0), masks, masks.stride(0), masked, width, first, BLOCK=_BLOCK
-    )
+        logits, logits.stride(0), masks, masks.stride(0), index, masked, width, first,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
     return masked
 
 

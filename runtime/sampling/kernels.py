@@ -12,7 +12,7 @@ _FORBIDDEN = tl.constexpr(FORBIDDEN)
 
 @triton.jit
 def mask_kernel(
-    logits, stride, masks, masks_stride, masked, width, first, BLOCK: tl.constexpr
+    logits, stride, masks, masks_stride, index, masked, width, first, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Copy a block of a row per program, with `FORBIDDEN` where the token's bit is 0.
 
@@ -20,7 +20,8 @@ def mask_kernel(
 
     Args:
         logits: fp32 `[m, width]`, row stride ``stride``.
-        masks: int32 `[m, words]`, row stride ``masks_stride``; 32 tokens in each word.
+        masks: int32 `[n, words]`, row stride ``masks_stride``; 32 tokens in each word.
+        index: int32 `[m]`, the mask of each row; -1 if all tokens are allowed.
         masked: fp32 `[m, width]`, contiguous, written.
         first: bit of the first column.
     """
@@ -28,7 +29,8 @@ def mask_kernel(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = i < width
     bit = first + i
-    words = tl.load(masks + row * masks_stride + bit // 32, mask=valid, other=0)
+    at = tl.load(index + row).to(tl.int64)
+    words = tl.load(masks + at * masks_stride + bit // 32, mask=valid & (at >= 0), other=-1)
     values = tl.load(logits + row * stride + i, mask=valid, other=0.0)
     allowed = ((words >> (bit % 32)) & 1) != 0
     tl.store(masked + row * width + i, tl.where(allowed, values, _FORBIDDEN), mask=valid)

@@ -10,8 +10,6 @@ from runtime.graphs.host_copy import DeviceCopy
 from runtime.sampling.reference import FORBIDDEN
 
 _BITS = 32
-_ALL = -1
-"""A word that allows all of its tokens."""
 
 
 class TokenMask:
@@ -28,40 +26,42 @@ class TokenMask:
         self._words = slice(own.start // _BITS, -(-own.stop // _BITS))
         self._first = own.start % _BITS  # bit of the first token
         self._kernels = kernels
-        count = self._words.stop - self._words.start
-        self._masks = torch.full((rows, count), _ALL, dtype=torch.int32, device=device)
-        # The first column has the numbers of the rows.
-        self._copy = DeviceCopy((rows, 1 + count), device)
+        self._masks = DeviceCopy((rows, self._words.stop - self._words.start), device)
+        # The index of the mask of each row; -1 if all tokens are allowed.
+        self._index = DeviceCopy((rows,), device)
         self._bits = torch.arange(_BITS, dtype=torch.int32, device=device)
-        self._masked: set[int] = set()  # rows whose mask may forbid tokens
+        self._masked: set[int] = set()  # rows that have a mask
 
     def allow_all(self, numbers: Iterable[int]) -> None:
         """Allow all tokens in rows."""
         for number in self._masked.intersection(numbers):
             self._masked.remove(number)
-            self._masks[number] = _ALL
+            self._index.copied[number] = -1
 
     def load(self, numbers: Sequence[int], masks: MaskWords) -> None:
-        """Set the masks of rows, given those of all token ids ``[len(numbers), words]``.
+        """Set the masks of rows, given those of all token ids, and allow all tokens in other rows.
 
-        The token masks of the previous call must have been applied.
+        Args:
+            masks: masks `[len(numbers), words]`.
         """
-        if not numbers:
-            return
-        staged = self._copy.staged[: len(numbers)]
-        staged[:, 0] = numbers
-        staged[:, 1:] = masks[:, self._words]
-        loaded = self._copy.start(len(numbers))
-        self._masks.index_copy_(0, loaded[:, 0].long(), loaded[:, 1:])
-        self._masked.update(numbers)
+        count = len(numbers)
+        index = self._index.stage()
+        index[:] = -1
+        index[list(numbers)] = range(count)
+        self._index.start(len(index))
+        self._masked = set(numbers)
+        if count:
+            self._masks.stage()[:count] = masks[:, self._words]
+            self._masks.start(count)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return logits of the first rows, fp32 `[m, own]`, with `FORBIDDEN` where it is masked."""
-        masks = self._masks[: len(logits)]
+        index = self._index.copied[: len(logits)]
         if self._kernels:
             from runtime.sampling.gpu import mask_rows  # needs Triton
 
-            return mask_rows(logits, masks, self._first)
+            return mask_rows(logits, self._masks.copied, index, self._first)
+        masks = self._masks.copied[index.clamp(min=0)]
         bits = (masks[:, :, None] >> self._bits) & 1
         allowed = bits.flatten(1)[:, self._first : self._first + logits.shape[1]]
-        return logits.masked_fill(allowed == 0, FORBIDDEN)
+        return logits.masked_fill((allowed == 0) & (index >= 0)[:, None], FORBIDDEN)

@@ -49,6 +49,11 @@ def test_device_mask_is_the_mask_of_its_tokens(own: range) -> None:
     found.allow_all([6, 4])
     assert torch.equal(found.apply(logits)[6], logits[6])
     assert not torch.equal(found.apply(logits)[1], logits[1])
+    found.load([7], masks[:1])
+    assert torch.equal(found.apply(logits)[:7], logits[:7])
+    assert torch.equal(found.apply(logits)[7] == FORBIDDEN, masked[6] == FORBIDDEN)
+    found.load([], masks[:0])
+    assert torch.equal(found.apply(logits), logits)
 
 
 @pytest.mark.triton
