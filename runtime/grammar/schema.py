@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from runtime.grammar.narrowing import narrowed
+
 _DATA = ("const", "default", "enum", "examples")
 """Keywords whose values are no schemas."""
 _FORMATS = frozenset(
@@ -14,9 +16,9 @@ _FORMATS = frozenset(
     }
 )
 """Formats of JSON Schema 2020-12."""
-_WHITESPACE = r"[ \n\r\t]{0,32}"
-"""Whitespace between the tokens of a JSON text. A bound is needed, because models may otherwise
-generate whitespace without end."""
+_WHITESPACE = "[ ]?"
+"""Whitespace between the tokens of a JSON text, as in Outlines. With more, models may generate
+whitespace until ``max_tokens``."""
 _ESCAPES = '"\\bfnrt'
 """Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one
 spelling, so that an additional property cannot have the name of a declared one."""
@@ -32,7 +34,7 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         "lenient": False,
         "coerce_one_of": one_of_is_any_of(schema),
     }
-    return {**without_unknown_formats(schema), "x-guidance": options}
+    return {**narrowed(without_unknown_formats(schema)), "x-guidance": options}
 
 
 def one_of_is_any_of(schema: Any) -> bool:

@@ -10,8 +10,6 @@ from random import Random
 import pytest
 
 from runtime.grammar.compiler import Grammar, compile_grammar
-from runtime.grammar.masks import MaskWriter, allowed_tokens
-from runtime.grammar.matcher import Matcher
 from runtime.grammar.spec import (
     ANSWER,
     GrammarBounds,
@@ -23,25 +21,20 @@ from runtime.grammar.spec import (
 from runtime.grammar.vocabulary import GrammarVocabulary
 from tests.runtime.grammar.schemas import hostile_schemas, random_schema
 from tests.runtime.grammar.validation import faults
-from tests.runtime.grammar.words import END, PAD, decode, encode, grammar, tokenizer, vocabulary
+from tests.runtime.grammar.words import (
+    END,
+    PAD,
+    SIZE,
+    allowed,
+    decode,
+    encode,
+    grammar,
+    matches,
+    tokenizer,
+    vocabulary,
+)
 
-SIZE = 600
 KIND = GrammarKind
-
-
-def allowed(matcher: Matcher) -> list[int]:
-    words = MaskWriter(1).write([matcher], matcher.vocabulary.mask_words)
-    return [int(t) for t in allowed_tokens(words[0], 0, matcher.vocabulary.size).nonzero()[0]]
-
-
-def matches(found: Grammar, text: str) -> bool:
-    """Return whether a grammar allows each token of a text, and the end after it."""
-    matcher = found.start()
-    for token in encode(text, SIZE):
-        if token not in allowed(matcher):
-            return False
-        matcher.advance([token])
-    return END in allowed(matcher)
 
 
 def answer(found: Grammar, random: Random, limit: int) -> list[int]:
@@ -136,6 +129,7 @@ def test_padding_after_the_tokenizer_is_never_allowed() -> None:
         (KIND.JSON_SCHEMA, '{"type":"string","minLength":3,"maxLength":2}', "minLength"),
         (KIND.JSON_SCHEMA, '{"x-guidance":3,"type":"nothing"}', ""),
         (KIND.REGEX, "(", "unclosed group"),
+        (KIND.REGEX, "a\ud800", "not valid Unicode"),
         (KIND.CHOICE, "[]", "at least one string"),
         (KIND.CHOICE, '["a", ""]', "not empty"),
         (KIND.CHOICE, '["a", 3]', "must be a string"),

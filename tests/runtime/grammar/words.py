@@ -5,11 +5,15 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from runtime.grammar.compiler import Grammar, compile_grammar
+from runtime.grammar.masks import MaskWriter, allowed_tokens
+from runtime.grammar.matcher import Matcher
 from runtime.grammar.spec import GrammarBounds, GrammarKind, GrammarSpec
 from runtime.grammar.vocabulary import GrammarVocabulary
 
 END, PAD = 0, 1
 """Ids of the special tokens: end of sequence, and another one."""
+SIZE = 600
+"""Number of tokens with which texts have tokens of one and of several characters."""
 _TEXT = [
     '{"name": "value", "count": 12, "items": [true, false, null]}',
     "äöü 漢字 😀",
@@ -53,3 +57,19 @@ def decode(tokens: list[int], size: int) -> str:
 def grammar(kind: GrammarKind, text: str, size: int) -> Grammar:
     """Compile a constraint for the tokenizer of this size."""
     return compile_grammar(GrammarSpec(kind, text), vocabulary(size), GrammarBounds())
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    """Return the tokens that a matcher allows next."""
+    words = MaskWriter(1).write([matcher], matcher.vocabulary.mask_words)
+    return [int(t) for t in allowed_tokens(words[0], 0, matcher.vocabulary.size).nonzero()[0]]
+
+
+def matches(found: Grammar, text: str) -> bool:
+    """Return whether a grammar allows each token of a text, and the end after it."""
+    matcher = found.start()
+    for token in encode(text, SIZE):
+        if token not in allowed(matcher):
+            return False
+        matcher.advance([token])
+    return END in allowed(matcher)

@@ -1,0 +1,73 @@
+"""Preparation of JSON schemas: what answers to them may look like."""
+
+import json
+from typing import Any
+
+import pytest
+
+from runtime.grammar.narrowing import narrowed
+from runtime.grammar.spec import GrammarKind
+from tests.runtime.grammar.words import SIZE, grammar, matches
+
+CLOSED = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
+OPEN = {"type": "object", "properties": {"a": {}}}
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    return matches(grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), SIZE), text)
+
+
+def test_json_has_at_most_one_space_between_tokens() -> None:
+    schema = {"type": "object"}
+    for text in ('{"a":[1,"  x"]}', '{"a": [1, "\\n"]}', '{ "a" : [ ] }'):
+        assert accepts(schema, text)
+    for text in ('{"a":  1}', '{\n"a": 1}', '{"a":\t1}', ' {"a":1}', '{"a":1} '):
+        assert not accepts(schema, text)
+
+
+def test_objects_have_no_undeclared_properties_by_default() -> None:
+    assert accepts(OPEN, '{"a": 1}')
+    assert not accepts(OPEN, '{"a": 1, "b": 1}')
+    assert accepts({**OPEN, "additionalProperties": True}, '{"a": 1, "b": 1}')
+    assert accepts({**OPEN, "patternProperties": {"^b": {"type": "null"}}}, '{"b": null, "c": 1}')
+    assert accepts({"type": "object"}, '{"b": 1}')
+    assert accepts({**OPEN, "required": ["b"]}, '{"b": 1}'), "it may have the required one"
+    least = {**OPEN, "required": ["a"], "minProperties": 2}
+    assert accepts(least, '{"a": 1, "b": 1}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": OPEN},
+        {"type": "array", "prefixItems": [OPEN]},
+        {"anyOf": [OPEN, {"type": "null"}]},
+        {"allOf": [OPEN]},
+        {"$ref": "#/$defs/o", "$defs": {"o": OPEN}},
+        {"type": "object", "properties": {"properties": OPEN}, "additionalProperties": OPEN},
+    ],
+)
+def test_objects_within_a_schema_are_closed(schema: dict[str, Any]) -> None:
+    expected = json.loads(json.dumps(schema).replace(json.dumps(OPEN), json.dumps(CLOSED)))
+    assert narrowed(schema) == expected != schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [OPEN, {"properties": {"b": {}}}]},
+        {**OPEN, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
+        {**OPEN, "$ref": "#/$defs/o", "$defs": {"o": {"properties": {"b": {}}}}},
+        {"properties": {"x": {"$ref": "#/$defs/o", "anyOf": [OPEN]}}, "$defs": {"o": OPEN}},
+        {"const": {"properties": {"format": "email"}}, "$defs": {"not": {"format": 3}}},
+    ],
+)
+def test_declarations_that_combine_and_data_are_left_as_they_are(schema: dict[str, Any]) -> None:
+    assert narrowed(schema) == schema
+
+
+def test_formats_with_digits_without_end_are_bounded() -> None:
+    schema = {"type": "string", "format": "date-time"}
+    assert accepts(schema, '"2024-01-31T12:00:00.123456789+01:00"')
+    assert not accepts(schema, '"2024-01-31T12:00:00.1234567890+01:00"')
+    assert accepts({**schema, "maxLength": 60}, '"2024-01-31T12:00:00.1234567890+01:00"')
