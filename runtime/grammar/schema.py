@@ -1,10 +1,12 @@
 """Preparation of JSON schemas for the compiler."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from runtime.grammar.narrowing import narrowed
+from runtime.grammar.spec import InvalidGrammar
 
 _DATA = ("const", "default", "enum", "examples")
 """Keywords whose values are no schemas."""
@@ -22,12 +24,33 @@ whitespace until ``max_tokens``."""
 _ESCAPES = '"\\bfnrt'
 """Characters after a backslash in JSON strings. Without ``u`` and ``/``, each text has one
 spelling, so that an additional property cannot have the name of a declared one."""
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON texts, or those of llguidance, have only as ``\\u`` escapes."""
+_CONTROL_ITEM = rf"""(?: {_CONTROL.pattern} | \\ (?: [av]
+    | (?: x | u00 | U000000 ) (?: 0[0-7bBeEfF] | 1[0-9a-fA-F] | 7[fF] )
+    | [xuU]\{{0* (?: [0-7bBeEfF] | 1[0-9a-fA-F] | 7[fF] ) \}} ))"""
+_PATTERN_ITEM = re.compile(
+    rf"(?P<control> {_CONTROL_ITEM} | \[{_CONTROL_ITEM}\] )"
+    r"| \\. | \[ (?: \\. | [^\]\\] )* \] | .",
+    re.DOTALL | re.VERBOSE,
+)
+"""The next item of a regular expression: a character, an escape or a class. It has the group
+``control`` if it matches only one of the characters `_CONTROL`."""
 _MAX_BRANCHES = 256
 """Maximum number of branches of a ``oneOf`` that are compared."""
 
 
 def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as llguidance compiles it, with the options for it."""
+    """Return a schema as llguidance compiles it, with the options for it.
+
+    Raises:
+        InvalidGrammar: llguidance would generate values that do not validate.
+    """
+    if _has_control_characters(schema):
+        raise InvalidGrammar(
+            "control characters other than \\b, \\f, \\n, \\r and \\t are not supported in "
+            "const, enum and pattern"
+        )
     options = {
         "whitespace_pattern": _WHITESPACE,
         "json_allowed_escapes": _ESCAPES,
@@ -73,6 +96,44 @@ def without_unknown_formats(schema: Any) -> Any:
         for name, value in schema.items()
         if name != "format" or not isinstance(value, str) or value in _FORMATS
     }
+
+
+def _has_control_characters(schema: Any) -> bool:
+    """Return whether a string or pattern of a schema has a control character without an escape.
+
+    llguidance leaves them out of texts, because `_ESCAPES` has no ``u``.
+    """
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            patterns = [value.get("pattern"), *_names(value.get("patternProperties"))]
+            if any(isinstance(each, str) and _matches_control(each) for each in patterns):
+                return True
+            data = [value[name] for name in ("const", "enum") if name in value]
+            if any(map(_CONTROL.search, _strings(data))):
+                return True
+            stack += value.values()
+    return False
+
+
+def _matches_control(pattern: str) -> bool:
+    return any(item["control"] for item in _PATTERN_ITEM.finditer(pattern))
+
+
+def _names(value: Any) -> list[str]:
+    return [*value] if isinstance(value, dict) else []
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value, without names of properties."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
 
 
 def _disjoint(branches: Sequence[Any], root: Any) -> bool:

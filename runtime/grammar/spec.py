@@ -92,7 +92,10 @@ class GrammarBounds:
 
     def check(self, spec: GrammarSpec) -> None:
         """Raise `InvalidGrammar` if a constraint exceeds a bound, or is no JSON but must be."""
-        size = len((spec.text + spec.frame).encode(errors="surrogatepass"))
+        try:
+            size = len((spec.text + spec.frame).encode())
+        except UnicodeEncodeError:
+            raise InvalidGrammar("it is not valid Unicode") from None
         if size > self.max_bytes:
             raise InvalidGrammar(
                 f"it has {size} bytes, the limit is {self.max_bytes}", GrammarFault.TOO_LARGE

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from runtime.grammar.narrowing import narrowed
-from runtime.grammar.spec import GrammarKind
+from runtime.grammar.spec import GrammarKind, InvalidGrammar
 from tests.runtime.grammar.words import SIZE, grammar, matches
 
 CLOSED = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
@@ -71,3 +71,29 @@ def test_formats_with_digits_without_end_are_bounded() -> None:
     assert accepts(schema, '"2024-01-31T12:00:00.123456789+01:00"')
     assert not accepts(schema, '"2024-01-31T12:00:00.1234567890+01:00"')
     assert accepts({**schema, "maxLength": 60}, '"2024-01-31T12:00:00.1234567890+01:00"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a\0b"},
+        {"enum": [{"x": ["\x1f"]}, 1]},
+        {"type": "string", "pattern": r"^a\x01b$"},
+        {"type": "string", "pattern": r"a[\u007f]"},
+        {"type": "string", "pattern": r"(\u{b}c)"},
+        {"type": "object", "patternProperties": {r"x\a": {}}},
+        {"type": "array", "items": {"anyOf": [{"const": "\x02"}, {"type": "null"}]}},
+    ],
+)
+def test_control_characters_of_values_are_refused(schema: dict[str, Any]) -> None:
+    """The texts of the grammar would lack them."""
+    with pytest.raises(InvalidGrammar, match="control characters"):
+        grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), SIZE)
+
+
+def test_other_escapes_of_patterns_are_accepted() -> None:
+    assert accepts({"const": "a\tb\n"}, '"a\\tb\\n"')
+    assert accepts({"type": "string", "pattern": r"^[^\x00-\x1f]\x41\n$"}, '"bA\\n"')
+    assert accepts({"type": "string", "pattern": r"^\\x01$"}, '"\\\\x01"')
+    assert not accepts({"type": "string", "pattern": r"^a[\x01\x02]?b$"}, '"b"')
+    assert accepts({"type": "string", "pattern": r"^a[\x01\x02]?b$"}, '"ab"')
