@@ -10,6 +10,7 @@ fault and the reason, or null if it is valid.
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -24,6 +25,8 @@ from runtime.grammar.vocabulary import GrammarVocabulary
 LENGTH_BYTES = 4
 _MEMORY_BYTES = 512 << 20
 """Maximum memory that a compilation may allocate, bytes."""
+_NICENESS = 5
+"""Compilations leave the processor to running streams if there are too few cores."""
 
 
 def message_of(content: Any) -> bytes:
@@ -68,6 +71,7 @@ def _limit_processor_time(limit_s: float) -> None:
 
 def main() -> None:
     """Answer the messages of the gateway until it closes the pipe."""
+    os.nice(_NICENESS)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     start = _read(source)
     vocabulary = GrammarVocabulary(start["tokenizer"], start["size"], start["eos_ids"])
