@@ -3,11 +3,20 @@
 ``python -m tests.programs.grammars`` compiles random JSON schemas for the tokenizer of SmolLM2 and
 generates random allowed tokens. ``--steps N`` also generates up to N tokens of one batch of
 schemas with the model, with and without the constraint. All times are processor times.
+
+``--answers`` instead lets the model answer a chat for each schema, with `ANSWER_TOKENS` tokens at
+most and temperature 1, the default of the API. The prompt has the names of the fields, but not
+their schemas. It prints how many answers finish, and how many of these do not validate.
+
+`tests.runtime.grammar.schemas.random_schema` generates the schemas: objects, arrays, `anyOf`, enums
+and constants, nested up to three levels; references to definitions, and in one schema of five a
+list that refers to itself; strings with a maximum length, a format or a pattern, of which some are
+unbounded; additional properties of any type, of one type or none; names and values with unicode.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -37,13 +46,20 @@ from tests.runtime.grammar.validation import faults
 console = Console()
 
 RANDOM_TOKENS = 150
+ANSWER_TOKENS = 400
+_PROGRESS = 50
+"""Number of answers after which the result so far is printed."""
 _CLOSING = (b'"', b"}", b"]")
+
+_Pair = tuple[dict[str, Any], Grammar]
+"""A schema, and its grammar."""
 
 
 def main(
     schemas: Annotated[int, typer.Option(help="number of random schemas")] = 200,
     steps: Annotated[int, typer.Option(help="tokens to generate with the model")] = 0,
     batch: Annotated[int, typer.Option(help="requests in the batch of the model")] = 16,
+    answers: Annotated[bool, typer.Option(help="answer with the model instead")] = False,
 ) -> None:
     """Print the measurements."""
     path = resolve_model("smollm2-135m")
@@ -54,10 +70,13 @@ def main(
     random = Random(41)
     written = [random_schema(random) for _ in range(schemas)]
     grammars = _compiled(written, vocabulary)
-    _generate_at_random([*zip(written, grammars, strict=True)], tokenizer, random)
+    accepted = [(s, g) for s, g in zip(written, grammars, strict=True) if g]
+    if answers:
+        _answer(path, tokenizer, accepted, batch)
+        return
+    _generate_at_random(accepted, tokenizer, random)
     if steps:
-        chosen = [(s, g) for s, g in zip(written, grammars, strict=True) if g][:batch]
-        _generate_with_model(path, tokenizer, chosen, steps)
+        _generate_with_model(path, tokenizer, accepted[:batch], steps)
 
 
 def _compiled(
@@ -79,16 +98,12 @@ def _compiled(
     return found
 
 
-def _generate_at_random(
-    pairs: Sequence[tuple[dict[str, Any], Grammar | None]], tokenizer: Tokenizer, random: Random
-) -> None:
+def _generate_at_random(pairs: Sequence[_Pair], tokenizer: Tokenizer, random: Random) -> None:
     """Generate allowed tokens; half of the time one with which answers end, if it is allowed."""
     closing = [id for id, piece in enumerate(tokenizer.pieces) if piece in _CLOSING]
     preferred = [*tokenizer.eos_ids, *closing]
     writer, times, finished, invalid = MaskWriter(1), list[float](), 0, 0
     for schema, grammar in pairs:
-        if grammar is None:
-            continue
         matcher, output = grammar.start(), list[int]()
         while len(output) < RANDOM_TOKENS:
             begin = time.process_time()
@@ -113,10 +128,7 @@ def _generate_at_random(
 
 
 def _generate_with_model(
-    path: Path,
-    tokenizer: Tokenizer,
-    pairs: Sequence[tuple[dict[str, Any], Grammar | None]],
-    steps: int,
+    path: Path, tokenizer: Tokenizer, pairs: Sequence[_Pair], steps: int
 ) -> None:
     model = build_model(load_checkpoint(path, torch.float32))
     ends = frozenset(tokenizer.eos_ids)
@@ -126,7 +138,7 @@ def _generate_with_model(
         text = tokenizer.render_chat([{"role": "user", "content": content}])
         tokens = tuple(tokenizer.encode_rendered(text)[:300])
         sampling = SamplingParams(temperature=0.7, seed=number, constrained=True)
-        state = grammar.start() if grammar else None
+        state = grammar.start()
         requests.append(
             Request(str(number), tokens, len(tokens), sampling, steps, ends, grammar=state)
         )
@@ -144,11 +156,54 @@ def _generate_with_model(
     _run("without constraints", Engine(LocalExecutor(model, EngineOptions(pages, limits))), free)
     engine = Engine(LocalExecutor(model, EngineOptions(pages, limits)))
     outputs, reasons = _run("with constraints", engine, requests)
-    finished = [name for name, reason in reasons.items() if reason is FinishReason.STOP]
+    _print_finished(tokenizer, pairs, outputs, reasons)
+
+
+def _answer(path: Path, tokenizer: Tokenizer, pairs: Sequence[_Pair], batch: int) -> None:
+    """Let the model answer a chat for each schema."""
+    model = build_model(load_checkpoint(path, torch.float32))
+    commands = []
+    for number, (schema, grammar) in enumerate(pairs):
+        fields = ", ".join(schema["properties"])
+        content = f"Write a JSON object with the fields {fields}."
+        text = tokenizer.render_chat([{"role": "user", "content": content}])
+        tokens = tuple(tokenizer.encode_rendered(text))
+        sampling = SamplingParams(temperature=1.0, seed=number, constrained=True)
+        ends = frozenset(tokenizer.eos_ids)
+        request = Request(
+            str(number), tokens, len(tokens), sampling, ANSWER_TOKENS, ends, grammar=grammar.start()
+        )
+        commands.append(Add(request))
+    pages = model.layout.plan.each(batch * (ANSWER_TOKENS + 200) // 16 + 64)
+    limits = Limits(max_running=batch, max_waiting=len(pairs), step_tokens=512)
+    engine = Engine(LocalExecutor(model, EngineOptions(pages, limits)))
+    outputs: dict[str, list[int]] = {command.request.id: [] for command in commands}
+    reasons: dict[str, FinishReason] = {}
+    done = 0
+    while commands or engine.has_work:
+        output = engine.step(commands)
+        commands = []
+        for name, token in output.tokens:
+            outputs[name].append(token.token)
+        reasons |= {name: reason for name, _, reason in output.finished}
+        before = done
+        while done < len(pairs) and str(done) in reasons:
+            done += 1
+        if done // _PROGRESS > before // _PROGRESS or done == len(pairs):
+            _print_finished(tokenizer, pairs[:done], outputs, reasons)
+
+
+def _print_finished(
+    tokenizer: Tokenizer,
+    pairs: Sequence[_Pair],
+    outputs: Mapping[str, Sequence[int]],
+    reasons: Mapping[str, FinishReason],
+) -> None:
+    finished = [at for at in range(len(pairs)) if reasons[str(at)] is FinishReason.STOP]
     invalid = [
-        name
-        for name in finished
-        if faults(json.loads(tokenizer.decode(outputs[name])), pairs[int(name)][0])
+        at
+        for at in finished
+        if faults(json.loads(tokenizer.decode(outputs[str(at)])), pairs[at][0])
     ]
     console.print(
         f"finished {len(finished)} of {len(pairs)} answers, of which invalid {len(invalid)}"
