@@ -53,7 +53,7 @@ class Constraints:
         )
         words = self._writer.write(matchers, matchers[0].vocabulary.mask_words)
         failed = []
-        allowed = words.any(axis=1).tolist()
+        allowed = np.count_nonzero(words, axis=1).tolist()
         for at, matcher in enumerate(matchers):
             reason = matcher.error or ("" if allowed[at] else "no token is allowed")
             reason = reason or _conflict(constrained[at], words[at])
