@@ -1,11 +1,11 @@
 """Fuzzed schemas beside other streams: no answer is a 5xx, and the streams keep their pace.
 
 ``python -m tests.programs.schema_fuzzing`` starts a deployment with a small random model. Rounds
-alternate: ``--quiet`` seconds in which only ``--streams`` streams run, and a share of
-``--messages`` requests with fuzzed constraints (`tests.programs.fuzzing.schemas`) beside the same
-number of streams. The streams run in a process of their own. The program prints the distribution
-of the gaps between events of the streams in both, and fails on a 5xx, on a request without an
-answer, and if a stream ends with an error.
+alternate: ``--quiet`` seconds in which only ``--streams`` streams run, a share of ``--messages``
+requests without constraints beside the same number of streams, and as many requests with fuzzed
+constraints (`tests.programs.fuzzing.schemas`). The streams run in a process of their own. The
+program prints the distribution of the gaps between events of the streams in all three, and fails on
+a 5xx, on a request without an answer, and if a stream ends with an error.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from tests.programs.fuzzing.schemas import fuzzed_pattern, fuzzed_schema
 console = Console(soft_wrap=True, highlight=False)
 
 CLIENTS = 6
-"""Number of fuzzed requests at the same time."""
+"""Number of requests at the same time."""
 PATTERNS = 0.1
 """Share of the requests that have a regular expression instead of a schema."""
 ROUNDS = 10
@@ -47,13 +47,15 @@ class Outcome:
     Attributes:
         statuses: number of answers to fuzzed requests by status; 0 without an answer.
         wrong: fuzzed requests that have a wrong answer.
-        quiet, fuzzed: gaps of streams in seconds, without and beside fuzzed requests.
+        quiet, plain, fuzzed: gaps of streams in seconds: alone, beside requests without
+            constraints, and beside fuzzed requests.
         slowest: seconds of the slowest answer to a fuzzed request.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     quiet: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
     fuzzed: list[float] = field(default_factory=list)
     slowest: float = 0.0
 
@@ -96,9 +98,13 @@ def stream_gaps(url: str, model: str, streams: int, begin: float, end: float) ->
     return [gap for gaps in asyncio.run(run()) for gap in gaps]
 
 
+def _body(model: str) -> bytes:
+    return json.dumps({"model": model, "prompt": "x", "max_tokens": 3}).encode()
+
+
 def fuzzed_body(random: Random, model: str) -> bytes:
     """Return a request with a fuzzed constraint; it may be no JSON."""
-    head = {"model": model, "prompt": "x", "max_tokens": 3}
+    head = json.loads(_body(model))
     if random.random() < PATTERNS:
         return json.dumps({**head, "guided_regex": fuzzed_pattern(random)}).encode()
     schema = fuzzed_schema(random)
@@ -117,7 +123,7 @@ def fuzzed_body(random: Random, model: str) -> bytes:
     return body.encode().replace(b'"SCHEMA"', schema)
 
 
-async def fuzz(running: Running, bodies: Sequence[bytes], outcome: Outcome) -> None:
+async def send(running: Running, bodies: Sequence[bytes], outcome: Outcome) -> None:
     """Send requests, `CLIENTS` at a time."""
     left = [*bodies]
 
@@ -157,28 +163,36 @@ def play(running: Running, messages: int, streams: int, quiet_s: float, seed: in
                 stream_gaps, running.url, running.model, streams, begin, begin + quiet_s
             )
             outcome.quiet += task.result()
-            bodies = [fuzzed_body(random, running.model) for _ in range(messages // ROUNDS)]
+            count = messages // ROUNDS
+            plain = [_body(running.model)] * count
+            fuzzed = [fuzzed_body(random, running.model) for _ in range(count)]
+            outcome.plain += asyncio.run(
+                _gaps_beside(running, plain, streams, process, control := Outcome())
+            )
+            assert control.statuses.keys() == {httpx.codes.OK}, control.statuses
+            outcome.fuzzed += asyncio.run(_gaps_beside(running, fuzzed, streams, process, outcome))
             console.print(f"round {number}: {dict(outcome.statuses)}, {len(outcome.wrong)} wrong")
-            asyncio.run(_fuzz_beside_streams(running, bodies, streams, process, outcome))
     return outcome
 
 
-async def _fuzz_beside_streams(
+async def _gaps_beside(
     running: Running,
     bodies: list[bytes],
     streams: int,
     process: ProcessPoolExecutor,
     outcome: Outcome,
-) -> None:
-    """Send requests while streams run, in parts of a few seconds each."""
+) -> list[float]:
+    """Send requests while streams run, in parts of a few seconds each; return their gaps."""
     loop = asyncio.get_running_loop()
-    fuzzing = asyncio.create_task(fuzz(running, bodies, outcome))
-    while not fuzzing.done():
+    sending = asyncio.create_task(send(running, bodies, outcome))
+    gaps = list[float]()
+    while not sending.done():
         begin = time.time() + 1.0
-        outcome.fuzzed += await loop.run_in_executor(
-            process, stream_gaps, running.url, running.model, streams, begin, begin + 8.0
+        gaps += await loop.run_in_executor(
+            process, stream_gaps, running.url, running.model, streams, begin, begin + 4.0
         )
-    await fuzzing
+    await sending
+    return gaps
 
 
 def described(gaps: Sequence[float]) -> str:
@@ -205,7 +219,8 @@ def main(
     console.print(f"{outcome.statuses.total()} requests in {seconds:.0f} s; by status {statuses}")
     console.print(f"slowest answer {outcome.slowest:.1f} s")
     console.print(f"streams alone: {described(outcome.quiet)}")
-    console.print(f"streams beside fuzzed requests: {described(outcome.fuzzed)}")
+    console.print(f"beside requests without constraints: {described(outcome.plain)}")
+    console.print(f"beside fuzzed requests: {described(outcome.fuzzed)}")
     for line in outcome.wrong[:20]:
         console.print(line, markup=False)
     raise typer.Exit(bool(outcome.wrong))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -55,7 +56,11 @@ def _join(rendezvous: str, member: int, workers: int) -> list[distributed.Proces
         member: 0 for the test's process, else the number of the worker, from 1.
     """
     distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=member, world_size=1 + workers
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=member,
+        world_size=1 + workers,
+        timeout=timedelta(seconds=LIMIT_S),
     )
     return [distributed.new_group([0, 1 + worker]) for worker in range(workers)]
 

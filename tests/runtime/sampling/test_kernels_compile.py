@@ -18,7 +18,8 @@ singles = dict.fromkeys(("logits", "largest", "values", "masked"), "*fp32")
 words = dict.fromkeys(("tokens", "best", "words", "sampled"), "*i64")
 constants = {"SPLITS": 32, "BLOCK": 1024, "WIDTH": 1024}
 constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-types = {"masks": "*i32"} | doubles | singles | words | dict.fromkeys(constants, "constexpr")
+integers = dict.fromkeys(("masks", "index"), "*i32")
+types = integers | doubles | singles | words | dict.fromkeys(constants, "constexpr")
 signature = {name: types.get(name, "i32") for name in kernel.arg_names}
 source = ASTSource(kernel, signature, constants)
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
