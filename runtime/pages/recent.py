@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Entry(Protocol):
-    """What is kept of a byte string."""
+    """A byte string with what is known of it."""
 
     @property
     def data(self) -> bytes:
