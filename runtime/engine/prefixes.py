@@ -228,7 +228,10 @@ class Prefixes:
                     pool.keep(page, content)
 
     def _copy_hashes(self, group: SequenceGroup) -> None:
-        """Give each choice a copy of the hashes of the prompt, to which its output is added."""
+        """Keep the hashes of a complete prompt for later ones, and give each choice a copy.
+
+        The output of a choice is added to its copy.
+        """
         hashes = group.sequences[0].hashes
         if self.hasher is not None and hashes is not None:
             self.hasher.remember(hashes)

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from runtime.grammar.compiler import Grammar, compile_grammar
+from runtime.grammar.masks import MaskWriter
 from runtime.grammar.spec import (
     ANSWER,
     GrammarBounds,
@@ -302,6 +303,19 @@ def test_states_of_many_threads_allow_the_same_tokens() -> None:
         states = list(pool.map(lambda _: found.start(encode("12", SIZE)), range(40)))
     assert {tuple(allowed(state)) for state in states} == {tuple(allowed(states[0]))}
     assert END in allowed(states[0])
+
+
+def test_states_are_advanced_in_parallel_as_one_by_one() -> None:
+    found = grammar(KIND.CHOICE, '["yes", "no"]', SIZE)
+    outputs = [encode(text, SIZE) for text in ("y", "no", "", "x", "n")]
+    alone, together = ([found.start() for _ in outputs] for _ in range(2))
+    for state, output in zip(alone, outputs, strict=True):
+        state.advance(output)
+    MaskWriter(2).advance(together, outputs)
+    assert [bool(state.error) for state in together] == [False, False, False, True, False]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.consumed, one.error) == (other.consumed, other.error)
+        assert one.error or allowed(one) == allowed(other)
 
 
 def test_error_of_one_state_does_not_change_others() -> None:
