@@ -4,7 +4,8 @@
 workers with a small random model. In each round, chats with random JSON schemas are answered twice
 at the same time. The second time, a decode worker is killed at a random point; the gateway
 continues its answers on the others. *Interrupted* answers are those that the gateway has continued
-(``headrace_failovers_total``). The program ends after ``--answers`` interrupted answers.
+(``headrace_failovers_total``). The program ends after ``--kills`` kills and ``--answers``
+interrupted answers.
 
 It fails if an answer has other tokens than without the kill, or if a finished answer does not
 validate against its schema.
@@ -81,10 +82,10 @@ def chat(random: Random, model: str, max_tokens: int) -> dict[str, Any]:
 
 
 async def play(running: Running, options: "Options", tally: Tally) -> None:
-    """Kill workers until enough answers were interrupted."""
+    """Kill workers until there were enough kills and interrupted answers."""
     random = Random(options.seed)
     async with client_of(running) as client:
-        while tally.interrupted < options.answers:
+        while tally.kills < options.kills or tally.interrupted < options.answers:
             bodies = [chat(random, running.model, options.max_tokens) for _ in range(options.chats)]
             expected = [StreamedAnswer() for _ in bodies]
             await answers_to(client, bodies, expected)
@@ -131,6 +132,7 @@ async def with_kill(
 class Options:
     """Arguments of the program."""
 
+    kills: int
     answers: int
     chats: int
     decode: int
@@ -139,7 +141,8 @@ class Options:
 
 
 def main(
-    answers: Annotated[int, typer.Option(help="interrupted answers")] = 300,
+    kills: Annotated[int, typer.Option(help="killed workers, at least")] = 1,
+    answers: Annotated[int, typer.Option(help="interrupted answers, at least")] = 300,
     chats: Annotated[int, typer.Option(help="answers at the same time")] = 160,
     decode: Annotated[int, typer.Option(help="decode workers, at least two")] = 2,
     max_tokens: Annotated[int, typer.Option(help="limit of each answer")] = 400,
@@ -152,7 +155,7 @@ def main(
     flags = ["--model", str(model), "--prefill", "1", "--decode", str(decode)]
     with deployed(*flags, environment=KILLED, patient=False) as running:
         running.wait_for_all_workers()
-        options = Options(answers, chats, decode, max_tokens, seed)
+        options = Options(kills, answers, chats, decode, max_tokens, seed)
         asyncio.run(play(running, options, tally))
     console.print(
         f"{tally.kills} kills, {tally.interrupted} interrupted of {tally.answers} answers; "
