@@ -5,8 +5,9 @@ planned step on the executor. The caller can therefore report the results of `pl
 computation. The engine itself uses no tensor.
 
 With replay, `compute` launches a step and then reads the tokens of the previous one. The host
-processes these tokens while the device computes. If grammars constrain tokens of the step, the host
-then also computes the masks, and launches the sampling, which follows the forward pass.
+processes these tokens while the device computes. If grammars constrain tokens of the step,
+`Engine.sample` then computes the masks, and launches the sampling, which follows the forward pass.
+The caller can therefore report the tokens of the previous step while masks are computed.
 """
 
 from collections.abc import Sequence
@@ -56,9 +57,9 @@ class _InFlightStep:
 class Engine:
     """Continuous batching of one model over the KV pages of an executor.
 
-    Call `plan` and `compute` alternately, or `step` for one of each. The engine uses no thread and
-    no clock: the same commands in the same steps give the same outputs. A step computes prompt
-    chunks and all running sequences: with replay in one forward pass, otherwise in two.
+    Call `plan`, `compute` and `sample` in turn, or `step` for one of each. The engine uses no
+    thread and no clock: the same commands in the same steps give the same outputs. A step computes
+    prompt chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
         executor: computes the steps; `Ranks` on several devices.
@@ -67,6 +68,7 @@ class Engine:
         executor: the executor that was passed to the constructor.
         scheduler: queues, batch slots and pages; callers read its numbers only.
         planned: the step that `compute` will run, or None.
+        awaits_masks: whether the launched step is constrained and `sample` was not called yet.
 
     Raises:
         ValueError: a page group has no pages.
@@ -85,6 +87,7 @@ class Engine:
             prefix_root=options.prefix_root,
         )
         self.planned: StepPlan | None = None
+        self.awaits_masks = False
         self._in_flight: _InFlightStep | None = None
         self._constraints = Constraints()
 
@@ -136,16 +139,27 @@ class Engine:
         """Run the planned step: prompt chunks and all running sequences.
 
         Without a new plan it does nothing. With replay, the step's tokens are part of the next
-        step's output.
+        step's output, and the sampling of a constrained step is left to `sample`.
         """
         output = StepOutput()
         self._compute(output)
         return output
 
+    def sample(self) -> StepOutput:
+        """Compute the masks of the launched step and sample its tokens, if `awaits_masks`.
+
+        Returns:
+            ``refused``: requests whose masks cannot be computed.
+        """
+        output = StepOutput()
+        self._sample(output)
+        return output
+
     def step(self, incoming: Sequence[Command]) -> StepOutput:
-        """Run `plan`, then `compute`, and return both outputs as one."""
+        """Run `plan`, `compute` and `sample`, and return their outputs as one."""
         output = self.plan(incoming)
         self._compute(output)
+        self._sample(output)
         return output
 
     def _compute(self, output: StepOutput) -> None:
@@ -155,11 +169,11 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         if plan.chunks or plan.decode:
             self._in_flight = self._launch(plan, output)
+            self.awaits_masks = self._in_flight.constrained
         if previous is not None:
             self._collect(previous, output)
-        if self._in_flight is not None and self._in_flight.constrained:
-            self._sample(self._in_flight, output)
         if self._in_flight is not None and not self.executor.shape.options.replay:
+            self._sample(output)
             self._collect(self._in_flight, output)
             self._in_flight = None
 
@@ -241,8 +255,12 @@ class Engine:
         sequences = self.scheduler.step_launched(plan)
         return _InFlightStep(launched, sequences, scored, constrained)
 
-    def _sample(self, step: _InFlightStep, output: StepOutput) -> None:
+    def _sample(self, output: StepOutput) -> None:
         """Sample a constrained step. Refuse requests whose masks cannot be computed."""
+        step = self._in_flight
+        if step is None or not self.awaits_masks:
+            return
+        self.awaits_masks = False
         expects = self.scheduler.expects_token
         masks, failed = self._constraints.masks(step.sequences, expects)
         step.launched.sample(masks)

@@ -275,6 +275,12 @@ class EngineThread:
         self._size = self._engine.planned.size if self._engine.planned else None
         self._report(planned)
         output = self._engine.compute()
+        if self._engine.awaits_masks:
+            # The event loop sends these tokens while masks are computed, which does not hold the
+            # interpreter's lock.
+            self.load = self._measure()
+            self._report(output)
+            output = self._engine.sample()
         now = time.perf_counter()
         self._steps += 1
         self._record_pace(now)

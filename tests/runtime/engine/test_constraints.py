@@ -100,6 +100,20 @@ def check_finished(record: Record, name: str, choice: int, schema: object) -> bo
     return True
 
 
+def test_tokens_are_reported_before_the_masks_of_the_next_step(
+    model: Model, schema: Grammar
+) -> None:
+    engine = engine_of(model, pages=200, replay=True)
+    engine.plan([Add(constrained("a", schema))])
+    for index in range(4):
+        found = [token.index for _, token in engine.compute().tokens]
+        assert found == ([index - 1] if index else [])
+        assert engine.awaits_masks
+        assert engine.sample().tokens == []
+        assert not engine.awaits_masks
+        engine.plan([])
+
+
 @BOTH
 def test_finished_answers_validate_against_their_schemas(model: Model, replay: bool) -> None:
     random, finished = Random(7), 0
