@@ -9,6 +9,17 @@ from typing import Any
 _MAX_LENGTHS = {"date-time": 35, "time": 24, "email": 254, "hostname": 253}
 """Maximum characters of values with a format: nine digits of a second, the limits of SMTP and DNS.
 A model may otherwise write digits until ``max_tokens``."""
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+"""Two digits of a multiple of four that is not zero: of a leap year, or of its century."""
+_DATE = (
+    f"^(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-[0-9]{{2}}|02-(?:[01][0-9]|2[0-8]))|"
+    f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+)
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_PATTERNS = {"date": _DATE, "date-time": f"{_DATE}[Tt]{_TIME}", "time": f"^{_TIME}"}
+"""Patterns of values with a format: dates that exist, from the year 1 on, without leap seconds. RFC
+3339 has the year 0 and leap seconds, but ``datetime`` of Python and other libraries refuse them."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _OF_OBJECTS = (
     *("properties", "required", "additionalProperties", "patternProperties"),
@@ -24,7 +35,8 @@ def narrowed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     That is the default of xgrammar. Objects with ``additionalProperties`` or
     ``patternProperties`` are left as they are, and so is the whole schema if it combines
-    declarations of objects, as with ``allOf``. Values with some formats get a maximum length.
+    declarations of objects, as with ``allOf``. Values with some formats get a maximum length or a
+    pattern.
     """
     found: dict[str, Any] = _narrowed(dict(schema), closes=not _combines_objects(schema))
     return found
@@ -44,9 +56,12 @@ def _narrowed(schema: Any, closes: bool) -> Any:
             found[name] = _narrowed(schema[name], closes)
     if closes and _is_open(schema):
         found["additionalProperties"] = False
-    length = _MAX_LENGTHS.get(str(schema.get("format")))
+    value_format = str(schema.get("format"))
+    length = _MAX_LENGTHS.get(value_format)
     if length is not None and not {"minLength", "maxLength"} & schema.keys():
         found["maxLength"] = length
+    if value_format in _PATTERNS and "pattern" not in schema:
+        found["pattern"] = _PATTERNS[value_format]
     return found
 
 

@@ -1,6 +1,8 @@
 """Preparation of JSON schemas: what answers to them may look like."""
 
 import json
+from calendar import monthrange
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,6 +73,28 @@ def test_formats_with_digits_without_end_are_bounded() -> None:
     assert accepts(schema, '"2024-01-31T12:00:00.123456789+01:00"')
     assert not accepts(schema, '"2024-01-31T12:00:00.1234567890+01:00"')
     assert accepts({**schema, "maxLength": 60}, '"2024-01-31T12:00:00.1234567890+01:00"')
+
+
+def test_dates_exist() -> None:
+    found = grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "date"}', SIZE)
+    last_days = [31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
+    years = [1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999]
+    for year, (month, day) in product(years, enumerate(last_days, 1)):
+        exists = monthrange(year, month)[1] >= day
+        assert matches(found, f'"{year:04}-{month:02}-{day:02}"') == exists
+        assert not matches(found, f'"{year:04}-{month:02}-{day + 1:02}"')
+    for absent in ("0000-01-01", "0000-02-29", "2024-00-01", "2024-13-01", "2024-01-00"):
+        assert not matches(found, f'"{absent}"')
+
+
+def test_times_exist() -> None:
+    time, both = ({"type": "string", "format": name} for name in ("time", "date-time"))
+    assert accepts(both, '"2024-02-29T23:59:59.5+01:00"')
+    assert accepts(time, '"23:59:59Z"')
+    for absent in ("2023-02-29T00:00:00Z", "2024-02-29T23:59:60Z", "0000-01-01T00:00:00Z"):
+        assert not accepts(both, f'"{absent}"')
+    assert not accepts(time, '"23:59:60Z"')
+    assert accepts({**both, "pattern": "Z$"}, '"2024-02-29T23:59:59Z"')
 
 
 @pytest.mark.parametrize(
