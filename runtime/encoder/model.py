@@ -157,7 +157,7 @@ def load_encoder(
         backbone, labels = DecoderBackbone(checkpoint, device, dtype), 0
         pooling = Pooling.LAST_TOKEN
     if labels:
-        dimension, activation = labels, _activation(read_json(folder / CONFIG), labels)
+        dimension, activation = labels, _activation(_config_of(folder), labels)
         head = classification_head(checkpoint, device, dtype)
     else:
         modules = read_modules(folder, config.hidden_size, pooling)
@@ -185,6 +185,12 @@ def _max_tokens(wanted: int | None, checkpoint: Checkpoint) -> int:
     if not 0 < wanted <= supported:
         raise CheckpointError(f"max_tokens is {wanted}: the model has positions 1 to {supported}")
     return wanted
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return ``config.json``, which a canonical checkpoint need not have."""
+    path = folder / CONFIG
+    return read_json(path) if path.is_file() else {}
 
 
 def _activation(config: dict[str, Any], labels: int) -> Activation:
