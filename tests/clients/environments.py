@@ -19,17 +19,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pip._internal.models.index import PyPI
+
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
 NODE_PACKAGES = Path(__file__).parent / "node"
 _INSTALL_S = 1800.0
 _KEY_DIGITS = 12
 _TORCH_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+_DEFAULT_INDEX = PyPI.simple_url
 _PIP_SECTIONS = ("global", "install", ":env:")
 """Sections of pip's configuration that apply to installations, by increasing precedence."""
 _UV_VARIABLES = {
-    "index-url": ("UV_DEFAULT_INDEX", " "),
-    "extra-index-url": ("UV_INDEX", " "),
     "find-links": ("UV_FIND_LINKS", ","),
     "trusted-host": ("UV_INSECURE_HOST", " "),
     "cert": ("SSL_CERT_FILE", " "),
@@ -113,13 +114,26 @@ def _sources() -> dict[str, str]:
         name, _, value = line.partition("=")
         section, _, option = name.rpartition(".")
         options[section, option] = ast.literal_eval(value)
-    # As with pip, each package comes from the source with the best match, and not from the first.
-    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
-    for section in _PIP_SECTIONS:
-        for option, (variable, separator) in _UV_VARIABLES.items():
-            if (section, option) in options:
-                variables[variable] = separator.join(options[section, option].split())
-    return variables
+    effective = {
+        option: options[section, option].split()
+        for section in _PIP_SECTIONS
+        for found, option in options
+        if found == section
+    }
+    # As with pip, the newest version of all sources counts. Of a version, uv takes the files of one
+    # source only, and the index of pip has all of them. Its default index is the last one for uv.
+    index = effective.get("index-url") or [_DEFAULT_INDEX]
+    *first, last = [*index, *effective.get("extra-index-url", [])]
+    return {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_INDEX": " ".join(first),
+        "UV_DEFAULT_INDEX": last,
+        **{
+            variable: separator.join(effective[option])
+            for option, (variable, separator) in _UV_VARIABLES.items()
+            if option in effective
+        },
+    }
 
 
 def _uv(arguments: list[str], variables: dict[str, str]) -> None:
