@@ -1,16 +1,20 @@
 """Checks of the grammars of messages: reasoning, tool calls and constrained content."""
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from runtime.grammar.spec import GrammarKind, GrammarSpec
+from runtime.grammar.spec import GrammarSpec, InvalidGrammar
 from services.common.errors import InvalidRequest
 from services.gateway.constraints import Constraint
 from services.gateway.grammars import GrammarChecker
 from services.gateway.keys import Tenant
 from services.gateway.output.lark import Marks
-from services.gateway.output.message_grammar import OBJECT, CallGrammar, MessageGrammar
+from services.gateway.output.message_grammar import (
+    OBJECT,
+    CallableTool,
+    CallGrammar,
+    MessageGrammar,
+)
 
 _TOOLS = "tools"
 
@@ -63,7 +67,10 @@ class MessageChecker:
         return await self._checked(replace(grammar, calls=calls), _TOOLS)
 
     async def _checked(self, grammar: MessageGrammar, field: str) -> GrammarSpec:
-        spec = await self.compute(lambda: grammar.spec(self.marks))
+        try:
+            spec = await self.compute(lambda: grammar.spec(self.marks))
+        except InvalidGrammar as error:
+            raise self.checker.refusal(field, error) from None
         await self.checker.check(Constraint(spec, field), self.owner)
         return spec
 
@@ -71,9 +78,8 @@ class MessageChecker:
         """Replace schemas that cannot be compiled. Raises InvalidRequest if one is strict."""
         tools = []
         for tool in calls.tools:
-            schema = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(tool.parameters))
             try:
-                await self.checker.check(Constraint(schema, tool.field), self.owner)
+                await self._check_tool(calls, tool)
             except InvalidRequest:
                 if tool.is_strict:
                     raise
@@ -81,3 +87,11 @@ class MessageChecker:
             else:
                 tools.append(tool)
         return replace(calls, tools=tuple(tools))
+
+    async def _check_tool(self, calls: CallGrammar, tool: CallableTool) -> None:
+        """Raise InvalidRequest if the schema of a function cannot be compiled."""
+        try:
+            spec = calls.format.constraint(tool.parameters)
+        except InvalidGrammar as error:
+            raise self.checker.refusal(tool.field, error) from None
+        await self.checker.check(Constraint(spec, tool.field), self.owner)

@@ -184,14 +184,15 @@ class ChatPlan:
             gap: white space after the block that is not content.
         """
         options, tool_format, reasoning = self.options, self.tool_format, self.reasoning
-        names = frozenset(tool["function"]["name"] for tool in options.tools)
-        if not names and reasoning is None:
+        functions = [tool["function"] for tool in options.tools]
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        if not schemas and reasoning is None:
             return None
 
         def new_parser() -> MessageParser:
             return MessageParser(
                 ReasoningParser(reasoning, is_open=is_reasoning, gap=gap) if reasoning else None,
-                CallParser(tool_format, names) if tool_format and names else None,
+                CallParser(tool_format, schemas) if tool_format and schemas else None,
                 include_reasoning=options.include_reasoning,
                 parallel=options.parallel_tool_calls,
                 is_named=options.called_name is not None,

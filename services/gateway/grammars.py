@@ -112,7 +112,7 @@ class GrammarChecker:
         try:
             self._bounds.check(spec)
         except InvalidGrammar as exceeded:
-            raise self._refusal(constraint, exceeded) from None
+            raise self.refusal(constraint.field, exceeded) from None
         key = hashlib.sha256(repr(spec).encode()).digest()
         checked = self._results(owner)
         if key not in checked:
@@ -126,7 +126,7 @@ class GrammarChecker:
             checked.move_to_end(key)
             self.metrics.cache_hits.inc()
         if error is not None:
-            raise self._refusal(constraint, error)
+            raise self.refusal(constraint.field, error)
 
     async def close(self) -> None:
         """End all idle processes."""
@@ -134,10 +134,14 @@ class GrammarChecker:
             await compiler.end()
         self._idle.clear()
 
-    def _refusal(self, constraint: Constraint, error: InvalidGrammar) -> InvalidRequest:
-        """Count a refused constraint, and return the error for the client."""
+    def refusal(self, field: str, error: InvalidGrammar) -> InvalidRequest:
+        """Count a refused constraint, and return the error for the client.
+
+        Args:
+            field: the client's field with the constraint.
+        """
         self.metrics.refused.labels(error.fault.value).inc()
-        return InvalidRequest(f"{constraint.field}: {error}", param=constraint.field)
+        return InvalidRequest(f"{field}: {error}", param=field)
 
     def _results(self, owner: Tenant) -> _Results:
         """Return the kept results of an owner."""

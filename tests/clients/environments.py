@@ -3,17 +3,23 @@
 They are made on first use, in the folder of the variable HEADRACE_CLIENTS or in `.clients` of the
 repository, and again when a requirements file changes. These files are the output of `pip freeze`
 after an installation of the client without pinned versions of its dependencies.
+
+uv installs the packages, several times faster than pip. It takes them from the sources that pip is
+configured to use.
 """
 
+import ast
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from pip._internal.models.index import PyPI
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -21,6 +27,15 @@ NODE_PACKAGES = Path(__file__).parent / "node"
 _INSTALL_S = 1800.0
 _KEY_DIGITS = 12
 _TORCH_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+_DEFAULT_INDEX = PyPI.simple_url
+_PIP_SECTIONS = ("global", "install", ":env:")
+"""Sections of pip's configuration that apply to installations, by increasing precedence."""
+_UV_VARIABLES = {
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+"""Variable of uv for each option of pip, and the separator of its values."""
 
 
 class InstallationFailed(Exception):
@@ -34,18 +49,22 @@ def python_of(client: str) -> Path:
         client: name of a file in `requirements`, without suffix.
 
     Raises:
-        InstallationFailed: with the output of pip.
+        InstallationFailed: with the output of uv.
     """
     requirements = REQUIREMENTS / f"{client}.txt"
     with _environment(client, requirements.read_bytes()) as (folder, is_new):
         python = folder / "bin" / "python"
         if is_new:
-            _run([sys.executable, "-m", "venv", str(folder)], folder.parent)
-            pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            for line in requirements.read_text().splitlines():
-                if line.startswith("torch=="):
-                    _install_torch(pip, line, folder)
-            _run([*pip, "--no-deps", "-r", str(requirements)], folder)
+            variables = _sources()
+            _uv(["venv", "--python", sys.executable, str(folder)], variables)
+            install = ["pip", "install", "--python", str(python), "--no-deps", "-r"]
+            try:
+                _uv([*install, str(requirements)], variables)
+            except InstallationFailed:
+                if "+cpu" not in requirements.read_text():
+                    raise
+                # The configured sources may lack the CPU build of torch.
+                _uv([*install, str(requirements), "--index", _TORCH_INDEX], variables)
     return python
 
 
@@ -85,18 +104,52 @@ def _environment(client: str, content: bytes) -> Iterator[tuple[Path, bool]]:
         done.touch()
 
 
-def _install_torch(pip: list[str], requirement: str, folder: Path) -> None:
-    """Install the CPU build of torch, from its own index if the configured one lacks it."""
-    try:
-        _run([*pip, requirement], folder)
-    except InstallationFailed:
-        _run([*pip, "--index-url", _TORCH_INDEX, requirement], folder)
+def _sources() -> dict[str, str]:
+    """Return variables with which uv uses the sources of pip, whose configuration it ignores."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    options: dict[tuple[str, str], str] = {}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        options[section, option] = ast.literal_eval(value)
+    effective = {
+        option: options[section, option].split()
+        for section in _PIP_SECTIONS
+        for found, option in options
+        if found == section
+    }
+    # As with pip, the newest version of all sources counts. Of a version, uv takes the files of one
+    # source only, and the index of pip has all of them. Its default index is the last one for uv.
+    index = effective.get("index-url") or [_DEFAULT_INDEX]
+    *first, last = [*index, *effective.get("extra-index-url", [])]
+    return {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_INDEX": " ".join(first),
+        "UV_DEFAULT_INDEX": last,
+        **{
+            variable: separator.join(effective[option])
+            for option, (variable, separator) in _UV_VARIABLES.items()
+            if option in effective
+        },
+    }
 
 
-def _run(command: list[str], folder: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def _uv(arguments: list[str], variables: dict[str, str]) -> None:
+    own = Path(sys.executable).with_name("uv")
+    _run([str(own) if own.exists() else "uv", "--quiet", *arguments], ROOT, variables)
+
+
+def _run(command: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_INSTALL_S
+        command,
+        cwd=folder,
+        env={**(variables or {}), **inherited},
+        capture_output=True,
+        text=True,
+        timeout=_INSTALL_S,
     )
     if result.returncode:
         raise InstallationFailed(f"{' '.join(command)}: {result.stdout}{result.stderr}")

@@ -9,7 +9,7 @@ are not valid JSON, and clients get them as they were written, as in OpenAI's AP
 """
 
 import json
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 Reading: TypeAlias = Generator[None, str, str]
@@ -28,8 +28,8 @@ class NotACall(Exception):
 class CallSink(Protocol):
     """Receiver of the calls that a grammar recognizes."""
 
-    tools: Collection[str]
-    """Names of the tools that may be called."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """Schemas of the arguments of the tools that may be called, by name."""
 
     def begin(self) -> None:
         """An object that may be a call begins."""

@@ -1,7 +1,8 @@
 """Separates tool calls from the text around them while the output arrives."""
 
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Mapping
 from itertools import groupby
+from typing import Any
 
 from services.gateway.output.call_grammar import NotACall
 from services.gateway.output.parts import CallArguments, CallEnd, CallStart, Content, Part
@@ -18,10 +19,11 @@ class CallParser:
     space is not content if there is nothing else before, between or after calls.
 
     Args:
-        tools: names of the tools that may be called. A call of another one is content.
+        tools: schemas of the arguments of the tools that may be called, by name. A call of another
+            tool is content.
     """
 
-    def __init__(self, format: ToolFormat, tools: Collection[str]) -> None:
+    def __init__(self, format: ToolFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
         self._format = format
         self._parts: list[Part] = []
@@ -33,7 +35,8 @@ class CallParser:
         # White space at the start of a text between calls; None after other text.
         self._blank: str | None = ""
         self._has_calls = False
-        # Whether the last object in the block is a call, and whether the block has any object.
+        # Whether the last object in the block has begun to be a call, and whether the block has any
+        # object.
         self._called = self._advanced = False
 
     def push(self, text: str) -> list[Part]:
@@ -46,7 +49,7 @@ class CallParser:
         """Return the remaining parts at the end of the output."""
         self._advance(final=True)
         while self._block is not None:
-            if self._called:  # only the end mark may be missing
+            if self._called:  # the rest can only be a part of a mark
                 self._held.clear()
             self._leave_block("")
             self._advance(final=True)
@@ -60,7 +63,7 @@ class CallParser:
     def start(self, name: str) -> None:
         self._accept()
         self._blank = ""
-        self._has_calls = True
+        self._has_calls = self._called = True
         self._parts.append(CallStart(name))
 
     def arguments(self, text: str) -> None:
@@ -69,7 +72,6 @@ class CallParser:
 
     def end(self) -> None:
         self._held.clear()
-        self._called = True
         self._parts.append(CallEnd())
 
     def reject(self) -> None:
@@ -93,7 +95,7 @@ class CallParser:
 
     def _find_block(self, final: bool) -> bool:
         """Pass on the content before the next block; return whether the block begins."""
-        text, marker = self._pending, self._format.marker
+        text, marker, other = self._pending, self._format.marker, self._format.other_marker
         if self._is_start:
             bare = text.lstrip(_SPACE)
             if not bare and not final:
@@ -103,12 +105,17 @@ class CallParser:
                 self._content(text[: len(text) - len(bare)])
                 self._enter_block([], bare)
                 return True
-        at = text.find(marker)
-        if at >= 0:
+        at, other_at = text.find(marker), text.find(other) if other else -1
+        if at >= 0 and not 0 <= other_at < at:
             self._content(text[:at])
             self._enter_block([marker], text[at + len(marker) :])
             return True
-        at = len(text) - (0 if final else overlap(text, marker))
+        if other_at >= 0:
+            self._content(text[:other_at])
+            self._enter_block([], text[other_at:])
+            return True
+        partial = max(overlap(text, marker), overlap(text, other) if other else 0)
+        at = len(text) - (0 if final else partial)
         self._content(text[:at])
         self._pending = text[at:]
         return False

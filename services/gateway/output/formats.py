@@ -6,16 +6,19 @@ from typing import Any, Literal, TypeAlias
 from services.gateway.output.hermes import Hermes
 from services.gateway.output.llama3 import Llama3
 from services.gateway.output.mistral import Mistral
+from services.gateway.output.qwen3_coder import Qwen3Coder
 from services.gateway.output.reasoning import MISTRAL, THINK, ReasoningFormat
 from services.gateway.output.smollm2 import SmolLM2
 from services.gateway.output.tool_format import ToolFormat
 from services.tokenizer.chat_template import ChatTemplate
 
-ToolParserName: TypeAlias = Literal["auto", "none", "hermes", "llama3", "mistral", "smollm2"]
+ToolParserName: TypeAlias = Literal[
+    "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "smollm2"
+]
 ReasoningParserName: TypeAlias = Literal["auto", "none", "think", "mistral"]
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    format.name: format for format in (Hermes(), Llama3(), Mistral(), SmolLM2())
+    format.name: format for format in (Hermes(), Llama3(), Mistral(), Qwen3Coder(), SmolLM2())
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {format.name: format for format in (THINK, MISTRAL)}
 

@@ -62,5 +62,10 @@ def not_beginning_with(mark: str) -> str:
     return f"~/{SPACE}*{_escaped(mark)}(?s:.*)/"
 
 
+def other_than(text: str) -> str:
+    """Return a terminal for all but one text."""
+    return f"~/{_escaped(text)}/"
+
+
 def _escaped(text: str) -> str:
     return _SYNTAX.sub(r"\\\g<0>", text)

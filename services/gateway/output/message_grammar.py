@@ -1,11 +1,9 @@
 """Grammars of messages: reasoning, then tool calls, constrained content or free content."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.grammar.schema import prepared_schema
 from runtime.grammar.spec import ANSWER, LARK, GrammarKind, GrammarSpec
 from services.common.errors import InvalidRequest
 from services.gateway.output.lark import (
@@ -98,7 +96,11 @@ class MessageGrammar:
         return self.reasoning.gap if self.reasoning and not is_free else ""
 
     def spec(self, marks: Marks) -> GrammarSpec:
-        """Return the constraint on the output."""
+        """Return the constraint on the output.
+
+        Raises:
+            InvalidGrammar: see `ToolFormat.argument_rules`.
+        """
         if self.calls is None and self.answer is not None and self.reasoning is None:
             return self.answer
         parts, rules = self._parts(marks)
@@ -124,11 +126,12 @@ class MessageGrammar:
         if self.calls is None:
             return [ANSWER], []
         names = [(tool.name, f"arguments_{n}") for n, tool in enumerate(self.calls.tools)]
-        rules = [
-            f"{rule}: %json {json.dumps(prepared_schema(tool.parameters))}"
-            for (_, rule), tool in zip(names, self.calls.tools, strict=True)
-        ]
         format = self.calls.format
+        rules = [
+            line
+            for (_, rule), tool in zip(names, self.calls.tools, strict=True)
+            for line in format.argument_rules(rule, tool.parameters)
+        ]
         rules += format.rules(names, marks, parallel=self.calls.parallel)
         mark = marks.exactly(format.marker)
         if self.calls.required:
@@ -140,6 +143,8 @@ class MessageGrammar:
     def _free(self, format: ToolFormat, marks: Marks) -> list[str]:
         """Return the rules for content without calls, and for what precedes a call."""
         conditions = [not_beginning_with("{")] if format.bare else []
+        if format.other_marker:
+            conditions.append(without(format.other_marker))
         if self.reasoning is not None and not self.is_reasoning:
             conditions.append(not_beginning_with(self.reasoning.start))
         text = " & ".join([NOT_EMPTY, without(format.marker), *conditions])

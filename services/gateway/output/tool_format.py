@@ -1,10 +1,13 @@
 """Interface of a format of tool calls. Each family of models has one."""
 
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from runtime.grammar.schema import prepared_schema
+from runtime.grammar.spec import GrammarKind, GrammarSpec
 from services.gateway.output.call_grammar import CallSink
 from services.gateway.output.lark import Marks, quoted
 from services.tokenizer.chat_template import ChatTemplate
@@ -22,6 +25,7 @@ class ToolFormat(ABC):
     Attributes:
         name: name in the setting ``tool_parser``.
         marker: text with which calls begin.
+        other_marker: text with which they begin if ``marker`` is missing; `block` reads it.
         marks: texts of the format that a tokenizer may have as special tokens.
         bare: whether an output may also begin with a call without ``marker``.
         describes_tools: whether `prepare` describes the tools, instead of the chat template.
@@ -29,6 +33,7 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     marker: ClassVar[str]
+    other_marker: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]]
     bare: ClassVar[bool] = False
     describes_tools: ClassVar[bool] = False
@@ -39,7 +44,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def block(self, sink: CallSink) -> Generator[None, str, object]:
-        """Read calls after ``marker``, with the functions of `call_grammar`."""
+        """Read calls after ``marker``, or from ``other_marker`` on."""
 
     @abstractmethod
     def rules(
@@ -54,6 +59,26 @@ class ToolFormat(ABC):
             marks: writes the marks.
             parallel: whether several calls are allowed.
         """
+
+    def argument_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
+        """Return the rule of the arguments of a function in Lark syntax, and those it uses.
+
+        Args:
+            rule: its name, which begins those of the other rules.
+            schema: schema of the arguments.
+
+        Raises:
+            InvalidGrammar: the format cannot follow the schema.
+        """
+        return [f"{rule}: %json {json.dumps(prepared_schema(schema))}"]
+
+    def constraint(self, schema: Mapping[str, Any]) -> GrammarSpec:
+        """Return a constraint that compiles if `argument_rules` do.
+
+        Raises:
+            InvalidGrammar: see `argument_rules`.
+        """
+        return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
     def new_id(self) -> str:
         """Return an id for a call."""

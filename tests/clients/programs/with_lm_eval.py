@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import call
+import gguf
 import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -18,9 +19,11 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 TASKS = Path(__file__).parents[1] / "lm_eval_tasks"
-
-
 GGUF = Path(os.environ["HEADRACE_MODEL_FILE"])
+
+# transformers reads the file for the tokenizer, the configuration and the weights, and each time
+# parses the metadata, which takes several seconds.
+gguf.GGUFReader = cache(gguf.GGUFReader)
 
 
 @cache

@@ -30,6 +30,7 @@ TEMPLATES = {
     ),
     "smollm3": _TURNS + "{# <tool_call> <think> #}{{ '/no_think' if enable_thinking is false }}",
     "deepseek-r1": "{% set opening = '<think>\\n' %}" + _TURNS + "{# <tool_call> #}",
+    "qwen3-coder": _TURNS + "{# <tool_call> <function= <parameter= #}",
     "llama3": _TURNS + "{# <|start_header_id|> #}",
     "mistral": _TURNS + "{# [TOOL_CALLS] [THINK] #}",
 }

@@ -24,7 +24,7 @@ from tests.services.gateway.conftest import OpenSite, Site, gateway_site
 from tests.services.gateway.failures import failing
 from tests.services.gateway.fakes import LENGTH
 
-FAMILIES = ("hermes", "qwen-3", "deepseek-r1", "llama3", "mistral")
+FAMILIES = ("hermes", "qwen-3", "deepseek-r1", "llama3", "mistral", "qwen3-coder")
 USER = {"role": "user", "content": "Weather in Zürich?"}
 PARAMETERS = {
     "type": "object",
@@ -61,7 +61,17 @@ def call(family: str, *calls: str) -> str:
         return "; ".join(calls).replace("arguments", "parameters")
     if family == "mistral":
         return f"[TOOL_CALLS][{', '.join(calls)}]"
+    if family == "qwen3-coder":
+        return "\n".join(map(in_tags, calls))
     return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in calls)
+
+
+def in_tags(call: str) -> str:
+    made = json.loads(call)
+    parameters = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in made["arguments"].items()
+    )
+    return f"<tool_call>\n<function={made['name']}>\n{parameters}</function>\n</tool_call>"
 
 
 @pytest.fixture
@@ -120,7 +130,7 @@ async def test_required_call_of_each_family(family: Site, request: pytest.Fixtur
     assert allowed(family, one, two) == [True, False]
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"], indirect=True)
+@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral", "qwen3-coder"], indirect=True)
 async def test_named_tool_is_called(family: Site, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["family"]
     family.worker.script = speak(family, call(name, WEATHER) + END)
@@ -161,7 +171,7 @@ async def test_strict_tool_may_be_called(family: Site, request: pytest.FixtureRe
     assert family.metric("headrace_required_tool_calls_total") == 0
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3"], indirect=True)
+@pytest.mark.parametrize("family", ["hermes", "llama3", "qwen3-coder"], indirect=True)
 async def test_schema_that_is_not_supported(family: Site, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["family"]
     family.worker.script = speak(family, call(name, OTHER) + END)
@@ -173,6 +183,20 @@ async def test_schema_that_is_not_supported(family: Site, request: pytest.Fixtur
     await choices_of(family, body(tools=tools, tool_choice="required"))
     wrong = call(name, WEATHER.replace("city", "town"))
     assert allowed(family, call(name, OTHER), call(name, WEATHER), wrong) == [True, True, False]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3-coder"], indirect=True)
+async def test_schema_with_control_characters(family: Site, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.params["family"]
+    family.worker.script = speak(family, call(name, OTHER) + END)
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "enum": [["\0"]]}}}
+    tools = [tool("f", parameters, strict=True)]
+    status, param, message = await error_of(family, body(tools=tools))
+    assert (status, param) == (400, "tools[0].function.parameters")
+    assert "control characters" in message
+    tools[0]["function"]["strict"] = False
+    await choices_of(family, body(tools=tools, tool_choice="required"))
+    assert allowed(family, call(name, OTHER)) == [True]
 
 
 async def test_invalid_requests(open_site: OpenSite) -> None:
@@ -192,7 +216,7 @@ async def test_invalid_requests(open_site: OpenSite) -> None:
         assert (await error_of(site, content))[:2] == (400, param)
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"], indirect=True)
+@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral", "qwen3-coder"], indirect=True)
 async def test_message_has_calls_or_constrained_content(
     family: Site, request: pytest.FixtureRequest
 ) -> None:

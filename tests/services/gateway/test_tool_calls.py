@@ -33,6 +33,9 @@ OUTPUTS = {
     '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
     "llama3": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; {{"name": "f"}}',
     "mistral": f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]f{{}}",
+    "qwen3-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n"
+    '<parameter=days>\n[1, {"x": "}"}]\n</parameter>\n</function>\n</tool_call>\n'
+    "<function=f>\n</function>\n</tool_call>",
 }
 OUTPUTS["qwen-3"] = f"<think>\nWell…\n</think>\n\n{OUTPUTS['hermes']}"
 OUTPUTS["deepseek-r1"] = f"Well…\n</think>\n\n{OUTPUTS['hermes']}"

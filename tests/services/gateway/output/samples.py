@@ -16,7 +16,24 @@ from services.gateway.output.parts import (
 )
 from services.gateway.output.reasoning import ReasoningParser
 
-TOOLS = {"f", "get_weather"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"type": "string"},
+        "count": {"type": "integer"},
+        "size": {"type": "number"},
+        "on": {"type": "boolean"},
+        "items": {"type": "array"},
+        "map": {"$ref": "#/$defs/map"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "either": {"type": ["string", "integer"]},
+        "level": {"enum": ["low", "high", None]},
+        "any": {},
+    },
+    "$defs": {"map": {"type": "object"}},
+}
+TOOLS = {"f": PARAMETERS, "get_weather": {}}
 
 
 @dataclass

@@ -45,6 +45,11 @@ EMPTY = {"type": "object", "additionalProperties": False}
 TOOLS = (CallableTool("get_weather", SCHEMA), CallableTool("f", EMPTY))
 CALL = '{"name": "f", "arguments": { }}'
 LLAMA_CALL = '{"name": "f", "parameters": {}}'
+QWEN_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nBâle <3\n\n</parameter>\n"
+    "<parameter=days>\n[1, 20]\n</parameter>\n<parameter=unit>\n</tool_call>\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 ANSWER = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 FORMATS = pytest.mark.parametrize("name", TOOL_FORMATS)
 MODELS = pytest.mark.parametrize("model", ["marks are special tokens", "marks are text"])
@@ -131,7 +136,7 @@ def parser(grammar: MessageGrammar, name: str) -> MessageParser:
         ReasoningParser(reasoning, is_open=grammar.is_reasoning, gap=grammar.gap)
         if reasoning
         else None,
-        CallParser(TOOL_FORMATS[name], {tool.name for tool in TOOLS}),
+        CallParser(TOOL_FORMATS[name], {tool.name: tool.parameters for tool in TOOLS}),
     )
 
 
@@ -263,6 +268,9 @@ def test_content_does_not_begin_with_the_tag_of_a_block(tokenizer: Tokenizer) ->
         ("mistral", "[TOOL_CALLS]f{}", 1),
         ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}", 2),
         ("mistral", "[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", 1),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", 1),
+        ("qwen3_coder", "<tool_call><function=f>\n</function></tool_call>", 1),
+        ("qwen3_coder", f"{QWEN_CALL}\n{QWEN_CALL}", 2),
         ("smollm2", f"<tool_call>[\n{CALL},\n{CALL}\n]</tool_call>", 2),
         ("smollm2", f"<tool_call>[{CALL}]</tool_call>", 1),
     ],

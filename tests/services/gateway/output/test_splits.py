@@ -16,6 +16,9 @@ FRAGMENTS = [
     *('{"name": "f", "arguments": {}}', '{"name":"f","parameters":{"a":[{"b":"}{"}]}}'),
     *('{"arguments": {"é": "\\u00e9"}, "name": "f"}', '{"name": "f", "arguments": "{}"}'),
     *('{"name": "unknown", "arguments": {}}', '{"name": "get_weather"}', '{"a": 1}'),
+    *("<function=f>", "<function=", "</function>", "<parameter=a>", "<parameter=count>\n"),
+    *("</parameter>", "\n</parameter>\n", "<parameter=map>", "<parameter=maybe>", "</param", "nu"),
+    "<tool_call>\n<function=f>\n<parameter=either>\n5\n</parameter>\n</function>\n</tool_call>",
     *("Hello", "日本", "👩\u200d👧", "\u2028", "\x00", "e\u0301", "\ufffd"),
 ]
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=24).map("".join)
