@@ -61,7 +61,12 @@ PROTOCOL = 5
 change of them."""
 
 
-def _same_protocol(version: int) -> int:
+def same_protocol(version: int) -> int:
+    """Return the protocol version of a worker.
+
+    Raises:
+        ValueError: it is not `PROTOCOL`.
+    """
     if version != PROTOCOL:
         raise ValueError(
             f"this router registers workers of protocol version {PROTOCOL}, and the worker has "
@@ -181,7 +186,7 @@ class Registration(Message):
         reuses_prefixes: whether prompts that start alike reuse KV on the worker.
     """
 
-    protocol: Annotated[int, AfterValidator(_same_protocol)] = Field(1, validate_default=True)
+    protocol: Annotated[int, AfterValidator(same_protocol)] = Field(1, validate_default=True)
     worker_id: WorkerId
     epoch: Epoch
     role: Role
