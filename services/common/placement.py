@@ -17,6 +17,8 @@ token>``. With mutual TLS, every connection needs a certificate.
 ``GET /metrics``, ``/health``, ``/ready``         the last two need no token
 ==========================  ====================  =============================================
 
+Calls for encoder workers are in `services.common.encoder_placement`.
+
 A placement request may have the header `services.common.prefix_hashes.HEADER` with hashes of the
 beginning of its prompt.
 
