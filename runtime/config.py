@@ -1,4 +1,4 @@
-"""The shape of a decoder model, independent of its file format."""
+"""The shape of a model, independent of its file format."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -104,3 +104,25 @@ class ModelConfig:
     def all_kv_heads(self) -> int:
         """Number of KV heads of the whole model."""
         return (self.whole or self).num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """Shape of an encoder: bidirectional attention, learned positions, post-norm layers.
+
+    ``context_length`` is the maximum number of tokens of an input, special tokens included.
+    ``num_kv_heads`` equals ``num_heads``, and there is no LM head.
+
+    Attributes:
+        token_types: number of token types (segments).
+        first_position: number of rows of the position embeddings before that of the first token:
+            0 for BERT, the id of the padding token plus 1 for RoBERTa.
+        activation: activation of the MLP: ``gelu`` with the error function, or its approximation
+            with tanh.
+        labels: outputs of the classification head; 0 for a model without one.
+    """
+
+    token_types: int
+    first_position: int = 0
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    labels: int = 0

@@ -29,7 +29,7 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return bool(names & COMPILED)
 
 
-@pytest.mark.parametrize(("package", "limit"), [("runtime", 20), ("codec", 16)])
+@pytest.mark.parametrize(("package", "limit"), [("runtime", 21), ("codec", 16)])
 def test_package_roots_stay_small(package: str, limit: int) -> None:
     entries = {path.name for path in (ROOT / package).iterdir()} - NOT_COUNTED
     assert len(entries) <= limit, sorted(entries)

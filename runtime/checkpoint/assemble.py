@@ -5,8 +5,9 @@ present a file as a `TensorSource` with the names of Hugging Face's checkpoints.
 has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``….weight``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import isfinite
 from typing import Any, Protocol
 
@@ -87,7 +88,9 @@ def assemble(
     ends: dict[str, Any] = {
         field: reader.tensor(name, shape) for field, (name, shape) in _ends(names, config).items()
     }
-    reader.refuse_unread()
+    ends.setdefault("final_norm", embedding.new_empty(0))
+    more = {name: reader.tensor(name, shape) for name, shape in family.more_tensors(config).items()}
+    reader.refuse_unread(names.ignored)
     return Checkpoint(
         config=replace(config, tied_embeddings=lm_head is embedding),
         embedding=embedding,
@@ -95,6 +98,7 @@ def assemble(
         lm_head=lm_head,
         model_hash=hashed.model_hash,
         files=hashed.files,
+        more=more,
         **ends,
     )
 
@@ -137,11 +141,13 @@ def assemble_on_demand(
     ends: dict[str, Any] = {
         field: source.read(name) for field, (name, _) in _ends(names, config).items()
     }
+    more = {name: source.read(name) for name in family.more_tensors(config)}
     return replace(
         shapes,
         embedding=embedding,
         layers=LayersOnDemand(read_layer, shapes.layers),
         lm_head=embedding if tied else source.read_rows(names.lm_head, vocabulary),
+        more=more,
         **ends,
     )
 
@@ -177,7 +183,9 @@ def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.v.weight", linear.v
             if linear.bias is not None:
                 yield f"{name}.bias", linear.bias
-    yield names.final_norm, checkpoint.final_norm
+    yield from checkpoint.more.items()
+    if names.final_norm:
+        yield names.final_norm, checkpoint.final_norm
     if checkpoint.final_norm_bias is not None:
         yield names.final_norm_bias, checkpoint.final_norm_bias
     if not config.tied_embeddings:
@@ -303,10 +311,12 @@ class _Reader:
                 parts[field] = self.tensor(prefix + vector.name, (vector.size,))
         return family.layer_type(**parts)
 
-    def refuse_unread(self) -> None:
-        """Raise if the file has unread tensors that are not RoPE buffers."""
+    def refuse_unread(self, ignored: Sequence[str]) -> None:
+        """Raise if the file has unread tensors whose names match none of the patterns."""
         unexpected = sorted(
-            name for name in self._unread if not name.endswith("rotary_emb.inv_freq")
+            name
+            for name in self._unread
+            if not any(fnmatchcase(name, pattern) for pattern in ignored)
         )
         if unexpected:
             shown = ", ".join(unexpected[:4]) + (" …" if len(unexpected) > 4 else "")

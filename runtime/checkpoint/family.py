@@ -20,6 +20,8 @@ from runtime.parallel.partition import Divided
 ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
 _BUILT_IN = (
+    "runtime.models.bert:BERT",
+    "runtime.models.bert:ROBERTA",
     "runtime.models.llama:LLAMA",
     "runtime.models.opt:OPT",
     "runtime.models.phi3:PHI3",
@@ -106,8 +108,11 @@ class TensorNames:
     Attributes:
         positions: learned position embeddings ``[context_length, hidden]``, which are added to the
             token embeddings; an empty name if the model has none.
+        final_norm, lm_head: empty names if the model has none, as encoders.
         final_norm_bias: bias of the norm before the LM head ``[hidden]``; an empty name if the norm
             has none.
+        ignored: patterns (`fnmatch`) of stored tensors that the model does not use.
+        former: former endings of names, each with the present one.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -116,6 +121,8 @@ class TensorNames:
     layer: str = "model.layers.{index}."
     positions: str = ""
     final_norm_bias: str = ""
+    ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    former: Mapping[str, str] = field(default_factory=dict)
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the tensor names of layer ``index``."""
@@ -194,6 +201,10 @@ class CheckpointFamily(ABC):
         They are names within a layer, such as ``self_attn.q_proj.bias``.
         """
         return frozenset()
+
+    def more_tensors(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return names and shapes of further tensors outside the layers (`Checkpoint.more`)."""
+        return {}
 
     def stored_parts(self, config: ModelConfig) -> StoredParts:  # noqa: ARG002
         """Return the tensors of a Hugging Face folder that hold several, such as q, k and v."""

@@ -79,6 +79,7 @@ def converted(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
         lm_head=to(checkpoint.lm_head, placed=ends),
         positions=to(checkpoint.positions, placed=ends),
         final_norm_bias=to(checkpoint.final_norm_bias, placed=ends),
+        more={name: to(tensor, placed=ends) for name, tensor in checkpoint.more.items()},
     )
 
 

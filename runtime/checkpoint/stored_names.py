@@ -21,8 +21,18 @@ def full_names(names: TensorNames, stored: Collection[str]) -> Mapping[str, str]
     """
     prefix = names.layer.partition(".")[0] + "."
     if names.embedding in stored or names.embedding.removeprefix(prefix) not in stored:
-        return {name: name for name in stored}
-    return {name if name == names.lm_head else prefix + name: name for name in stored}
+        prefix = ""
+    return {
+        _present(name if name == names.lm_head else prefix + name, names.former): name
+        for name in stored
+    }
+
+
+def _present(name: str, former: Mapping[str, str]) -> str:
+    for old, new in former.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 @dataclass(frozen=True)

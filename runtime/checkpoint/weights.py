@@ -4,8 +4,8 @@ A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b
 any layer may be either, with any rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -128,8 +128,9 @@ class Checkpoint:
         config: shape of the model.
         embedding: token embedding ``[vocab, hidden]``.
         layers: one instance of the family's ``layer_type`` per layer, see also `LayersOnDemand`.
-        final_norm: weight of the norm before the LM head, ``[hidden]``.
-        lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
+        final_norm: weight of the norm before the LM head, ``[hidden]``; empty for an encoder.
+        lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied, and
+            for an encoder.
         model_hash: hash of config and weights, see `runtime.checkpoint.hashing`. Workers that
             exchange KV must have the same one.
         keep: fraction of the linears' parameters that factorization kept; 1.0 if dense.
@@ -139,6 +140,7 @@ class Checkpoint:
         files: the files that were hashed; empty if the checkpoint was not read from files.
         positions: learned position embeddings ``[context_length, hidden]``, or None.
         final_norm_bias: bias of the norm before the LM head, ``[hidden]``, or None.
+        more: other tensors outside the layers by name, see `CheckpointFamily.more_tensors`.
     """
 
     config: ModelConfig
@@ -153,6 +155,7 @@ class Checkpoint:
     files: tuple[FileIdentity, ...] = ()
     positions: Tensor | None = None
     final_norm_bias: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def hashed(self) -> HashedFiles:
@@ -162,10 +165,10 @@ class Checkpoint:
 
 def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
     """Yield the linears of a layer with their field names, in the order of the fields."""
-    for field in fields(layer):
-        value = getattr(layer, field.name)
+    for each in fields(layer):
+        value = getattr(layer, each.name)
         if isinstance(value, Dense | FactorPair):
-            yield field.name, value
+            yield each.name, value
 
 
 def layer_shapes(checkpoint: Checkpoint) -> Sequence[Any]:
@@ -199,7 +202,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return tuple(mapped(item, function) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    values = {field.name: getattr(value, field.name) for field in fields(value)}
+    values = {each.name: getattr(value, each.name) for each in fields(value)}
     return replace(value, **{name: mapped(item, function) for name, item in values.items()})
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.checkpoint.assemble import nbytes, step_weight_bytes
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, LayersOnDemand, layer_shapes, moved
+from runtime.errors import CheckpointError
 from runtime.kv.format import KVFormat
 from runtime.kv.registry import format_of
 from runtime.layers.embedding import embedding_op
@@ -49,6 +50,7 @@ def build_model(
             of keeping all of them there.
 
     Raises:
+        CheckpointError: the model is an encoder.
         KVFormatError: the KV format is unknown or does not support the model.
         ValueError: attention on a GPU does not support the model.
     """
@@ -57,7 +59,6 @@ def build_model(
     chosen = format_of(kv_format, checkpoint, device, dtype)
     placed: dict[int, Tensor] = {}
     placing = partial(moved, device=device, dtype=dtype, placed=placed)
-    final_norm = _final_norm(checkpoint, placing)
     lm_head = linear_op(placing(checkpoint.lm_head))
     embed, embed_positions = _embeddings(checkpoint, placing, lm_head)
     placed.clear()  # frees tensors that were copied into packed ones
@@ -69,11 +70,11 @@ def build_model(
         device=device,
         dtype=dtype,
         page_size=page_size,
+        final_norm=_final_norm(checkpoint, placing),
         embed=vocabulary.embedding(embed),
         layers=_streamed(checkpoint, device, dtype, chosen)
         if streamed
         else _layers(checkpoint, device, dtype, group, chosen, residual),
-        final_norm=final_norm,
         lm_head=lm_head,
         vocabulary=vocabulary,
         matmul=_matmul(checkpoint.partition, device, dtype),
@@ -88,9 +89,12 @@ def build_model(
 def _final_norm(
     checkpoint: Checkpoint, placing: Callable[[Any], Any]
 ) -> Callable[[Tensor], Tensor]:
-    weight, bias = placing(checkpoint.final_norm), placing(checkpoint.final_norm_bias)
     config = checkpoint.config
-    return model_family(config).norm.for_serving(weight, config.rms_norm_eps, bias)
+    family = model_family(config)
+    if family.encoder:
+        raise CheckpointError(f"{config.architecture} is an encoder, which cannot generate text")
+    weight, bias = placing(checkpoint.final_norm), placing(checkpoint.final_norm_bias)
+    return family.norm.for_serving(weight, config.rms_norm_eps, bias)
 
 
 def _embeddings(

