@@ -58,13 +58,20 @@ class EncoderTask(StrEnum):
     CLASSIFY = "classify"
 
 
+class Activation(StrEnum):
+    """Function from the logits of a cross encoder to its scores."""
+
+    IDENTITY = "identity"
+    SIGMOID = "sigmoid"
+
+
 class EncoderModel(Message):
     """The encoder that a worker serves. The worker that loads it determines all values.
 
     Attributes:
         dimension: numbers in the output for one input: of an embedding, or number of labels.
         max_tokens: maximum tokens of an input, special tokens included.
-        normalized: whether embeddings have the length 1.
+        activation: function from the logits to the scores that clients get.
         tokenizer_hash: `TokenizerIdentity.hash`; empty if the model's files have no tokenizer.
     """
 
@@ -73,7 +80,7 @@ class EncoderModel(Message):
     dimension: Annotated[int, Field(ge=1, le=MAX_DIMENSION)]
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
-    normalized: bool = False
+    activation: Activation = Activation.IDENTITY
     model_hash: Label
     tokenizer_hash: Label = ""
 
