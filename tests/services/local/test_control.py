@@ -150,6 +150,7 @@ def test_status_prints_whole_rows_to_stdout_and_errors_to_stderr(
     answers: dict[str, object] = {
         "/v1/workers": {"workers": [worker]},
         "/v1/readiness": {"models": []},
+        "/v1/encoders": {"workers": [{"worker_id": "encoder-0", "state": "ready"}], "models": []},
     }
 
     class Router(BaseHTTPRequestHandler):
@@ -170,6 +171,8 @@ def test_status_prints_whole_rows_to_stdout_and_errors_to_stderr(
     assert f"headrace on port {FIRST}: small, KV format fp8" in shown.out
     (row,) = [line for line in shown.out.splitlines() if "decode-0" in line]
     assert reason in row
+    (row,) = [line for line in shown.out.splitlines() if "encoder-0" in line]
+    assert " encoder " in row
     assert shown.err == ""
     assert control.status(FIRST) == 1  # the router has ended
     shown = capsys.readouterr()
