@@ -218,6 +218,28 @@ class Gateway:
                 f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {served}", param="model"
             )
 
+    def has_no_embeddings(self) -> WrongModel:
+        """Return the error of a request for embeddings of a cross encoder."""
+        name = self.encoder.name if self.encoder else None
+        return WrongModel(
+            f"the model {name!r} is a cross encoder, which has no embeddings: use /v1/rerank or "
+            "/v1/score"
+        )
+
+    @property
+    def models(self) -> list[tuple[str, int, int | None]]:
+        """Name, time of loading and maximum tokens of each served model, if they are known.
+
+        The first one is the model that generates text, if there is one.
+        """
+        found: list[tuple[str, int, int | None]] = []
+        if self.model.generates:
+            found.append((self.model.name, self.model.created, self.limits.context_length))
+        if self.encoder is not None:
+            longest = self.encoder.facts.max_tokens if self.encoder.facts else None
+            found.append((self.encoder.name, self.encoder.created, longest))
+        return found
+
     async def encode(self, request: EncodingRequest) -> list[bytes]:
         """Return the output of each input: little-endian float32.
 

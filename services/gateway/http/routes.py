@@ -327,7 +327,7 @@ class _Routes:
                     add_special=body.add_special_tokens,
                     parse_special=body.parse_special,
                 )
-        limit = self._gateway.limits.context_length
+        _, _, limit = self._gateway.models[0]
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
@@ -373,13 +373,6 @@ class _Routes:
 
     def _describe(self) -> list[dict[str, Any]]:
         """Return the served models: the one that generates text, and the encoder."""
-        model, encoder = self._gateway.model, self._gateway.encoder
-        entries: list[tuple[str, int, int | None]] = []
-        if model.generates:
-            entries.append((model.name, model.created, self._gateway.limits.context_length))
-        if encoder is not None:
-            longest = encoder.facts.max_tokens if encoder.facts else None
-            entries.append((encoder.name, encoder.created, longest))
         return [
             {
                 "id": name,
@@ -388,7 +381,7 @@ class _Routes:
                 "owned_by": "headrace",
                 "max_model_len": longest,
             }
-            for name, created, longest in entries
+            for name, created, longest in self._gateway.models
         ]
 
     def _respond(

@@ -90,7 +90,8 @@ class EncoderRoutes:
         context = self._reader.accept(request)
         async with self._reader.read(request, context, EmbeddingsBody) as (body, size):
             builder = self._builder(body)
-            _require(builder, EncoderTask.EMBED, "/v1/embeddings")
+            if builder.facts.task is not EncoderTask.EMBED:
+                raise self._gateway.has_no_embeddings()
             check_dimensions(body.dimensions, builder.facts)
             prepare = partial(self._inputs, body, builder)
             inputs = await self._gateway.prompts.tokenize(size, prepare)
@@ -227,11 +228,3 @@ class EncoderRoutes:
         limit = self._gateway.settings.max_inputs
         if not 1 <= count <= limit:
             raise InvalidRequest(f"{param} must have 1 to {limit} entries", param=param)
-
-
-def _require(builder: InputBuilder, task: EncoderTask, path: str) -> None:
-    if builder.facts.task is not task:
-        raise WrongModel(
-            f"the model {builder.encoder.name!r} is a cross encoder, which has no embeddings for "
-            f"{path}: use /v1/rerank or /v1/score"
-        )
