@@ -142,17 +142,7 @@ class Gateway:
             model=model.name,
             queue_wait_s=settings.queue_wait_s,
         )
-        self._generator = Generator(
-            settings,
-            model=model.name,
-            tokenizer=model.tokenizer,
-            identity=model.identity,
-            placer=self._placer,
-            sessions=self._sessions,
-            metrics=self.metrics,
-            recent=self.recent,
-        )
-
+        self._generator = self._new_generator()
         self._links = EncoderLinks(settings)
         self._encoding = EncodingRunner(
             settings,
@@ -160,6 +150,18 @@ class Gateway:
             placer=self._placer,
             links=self._links,
             metrics=self.metrics,
+        )
+
+    def _new_generator(self) -> Generator:
+        return Generator(
+            self.settings,
+            model=self.model.name,
+            tokenizer=self.model.tokenizer,
+            identity=self.model.identity,
+            placer=self._placer,
+            sessions=self._sessions,
+            metrics=self.metrics,
+            recent=self.recent,
         )
 
     def accept(

@@ -15,11 +15,13 @@ import torch
 from runtime.encoder.model import EncoderInput
 from services.common.errors import ModelNotFound
 from services.gateway.gateway import Gateway
+from services.gateway.http.other_fields import IN_EMBEDDINGS, IN_RERANK, IN_SCORE
 from services.gateway.keys import ApiKeys
 from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.encoder.samples import CLS, MAX_TOKENS, SEP
 from tests.services.gateway.encoding.conftest import EncoderSite, OpenSite, embeddings_of
+from tests.services.gateway.field_tables import expected_rows, table_rows
 from tests.services.workers import until
 
 TEXTS = ("abc", "hello world", "a b c d e f g h i j k l m n o p")
@@ -257,3 +259,16 @@ def block(site: EncoderSite, monkeypatch: Any) -> None:
         return encode(inputs)
 
     monkeypatch.setattr(site.loaded.encoder, "encode", slow)
+
+
+def test_table_of_ignored_fields_follows_from_the_declarations() -> None:
+    common = {name: IN_EMBEDDINGS[name] for name in IN_EMBEDDINGS if name in IN_SCORE}
+    places = {"": common} | {
+        place: {name: other for name, other in others.items() if name not in common}
+        for place, others in (
+            ("embeddings.", IN_EMBEDDINGS),
+            ("rerank.", IN_RERANK),
+            ("score.", IN_SCORE),
+        )
+    }
+    assert table_rows("EMBEDDINGS.md", "| ignored values") == expected_rows(places)
