@@ -144,13 +144,7 @@ class Gateway:
         )
         self._generator = self._new_generator()
         self._links = EncoderLinks(settings)
-        self._encoding = EncodingRunner(
-            settings,
-            identity=encoder.identity if encoder else model.identity,
-            placer=self._placer,
-            links=self._links,
-            metrics=self.metrics,
-        )
+        self._encoding = self._new_encoding()
 
     def _new_generator(self) -> Generator:
         return Generator(
@@ -162,6 +156,16 @@ class Gateway:
             sessions=self._sessions,
             metrics=self.metrics,
             recent=self.recent,
+        )
+
+    def _new_encoding(self) -> EncodingRunner:
+        encoder = self.encoder or self.model
+        return EncodingRunner(
+            self.settings,
+            identity=encoder.identity,
+            placer=self._placer,
+            links=self._links,
+            metrics=self.metrics,
         )
 
     def accept(
