@@ -289,7 +289,7 @@ def compress(
     ],
     model: Model = "smollm2-135m",
     method: Annotated[
-        str, typer.Option(help="method: fisher, svd-llm, svd-llm-v2 or basis-sharing")
+        str, typer.Option(help="method: fisher, svd-llm, svd-llm-v2, basis-sharing, fwsvd or svd")
     ] = "fisher",
     ranks: Annotated[
         str | None,

@@ -1,6 +1,5 @@
 """The transformer of BERT and RoBERTa over ragged batches, and their classification head."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +19,6 @@ from runtime.layers.linear import SharedOps, linear_op
 from runtime.models.bert import EncoderFamily, EncoderParts, activation_of, encoder_config
 from runtime.models.decoder import ServingBuilder
 from runtime.models.registry import model_family
-
-Backbone = Callable[[RaggedBatch], Tensor]
-"""From a batch to the hidden states of its tokens, `[n, hidden]`."""
 
 
 class EncoderLayer:
@@ -85,6 +81,10 @@ class BertBackbone:
         up, down = build.linear("up"), build.residual("down")
         ffn = feed_forward(up, activation_of(self.config), down)
         return EncoderLayer(family, replace(family.parts(build), ffn=ffn), self.attention)
+
+    @property
+    def name(self) -> str:
+        return self.attention.name
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         hidden = self._tokens(batch.tokens)

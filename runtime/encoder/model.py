@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from runtime.checkpoint.safetensors_file import read_json
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import EncoderConfig, ModelConfig
 from runtime.encoder.batch import EncoderInput, RaggedBatch
-from runtime.encoder.bert import Backbone, BertBackbone, classification_head
-from runtime.encoder.modules import read_modules
+from runtime.encoder.bert import BertBackbone, classification_head
+from runtime.encoder.decoder import DecoderBackbone
+from runtime.encoder.modules import Pooling, read_modules
 from runtime.encoder.pooling import Head, embedding_head
 from runtime.errors import CheckpointError, InvalidRequest
 
@@ -38,6 +39,21 @@ class Activation(StrEnum):
 
     def __call__(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits) if self is Activation.SIGMOID else logits
+
+
+class Backbone(Protocol):
+    """The transformer of an encoder.
+
+    Attributes:
+        name: identity of the attention kernels.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        """Return the hidden states of all tokens, `[n, hidden]`."""
+        ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -119,10 +135,12 @@ def load_encoder(
     Args:
         path: folder of Hugging Face or sentence-transformers with safetensors, or a canonical
             checkpoint. Its ``modules.json`` names pooling and normalization; without one, the mean
-            of the tokens is the embedding. A model with a classification head is a cross encoder.
+            of the tokens is the embedding, or the last token of a decoder. A model with a
+            classification head is a cross encoder.
         dtype: dtype of the computation. Pooling and what follows it are computed in fp32.
         max_tokens: maximum tokens of an input; by default, as many as the model supports.
-        backend: attention kernels: ``compiled`` (CPU), ``reference``, or ``auto``.
+        backend: attention kernels: ``compiled`` (CPU), ``reference``, or ``auto``. Decoders use
+            those that serve them.
 
     Raises:
         CheckpointError: the folder is malformed, or something in it is not supported.
@@ -131,28 +149,30 @@ def load_encoder(
     folder, device = Path(path), torch.device(device)
     checkpoint = load_checkpoint(folder, None)
     config = checkpoint.config
-    if not isinstance(config, EncoderConfig):
-        raise CheckpointError(f"{config.architecture} in {folder} is not an encoder")
-    backbone = BertBackbone(checkpoint, device, dtype, backend)
-    if config.labels:
-        task, dimension = EncoderTask.CLASSIFY, config.labels
-        head = classification_head(checkpoint, device, dtype)
-        activation = _activation(read_json(folder / CONFIG), config.labels)
+    backbone: Backbone
+    if isinstance(config, EncoderConfig):
+        backbone, labels = BertBackbone(checkpoint, device, dtype, backend), config.labels
+        pooling = Pooling.MEAN
     else:
-        modules = read_modules(folder, config.hidden_size)
-        task, dimension = EncoderTask.EMBED, modules.dimension(config.hidden_size)
+        backbone, labels = DecoderBackbone(checkpoint, device, dtype), 0
+        pooling = Pooling.LAST_TOKEN
+    if labels:
+        dimension, activation = labels, _activation(_config_of(folder), labels)
+        head = classification_head(checkpoint, device, dtype)
+    else:
+        modules = read_modules(folder, config.hidden_size, pooling)
+        dimension, activation = modules.dimension(config.hidden_size), Activation.IDENTITY
         head = embedding_head(modules, device)
-        activation = Activation.IDENTITY
     return Encoder(
         config=config,
         device=device,
         dtype=dtype,
         dimension=dimension,
         max_tokens=_max_tokens(max_tokens, checkpoint),
-        task=task,
+        task=EncoderTask.CLASSIFY if labels else EncoderTask.EMBED,
         activation=activation,
         model_hash=checkpoint.model_hash,
-        backend=backbone.attention.name,
+        backend=backbone.name,
         backbone=backbone,
         head=head,
     )
@@ -165,6 +185,12 @@ def _max_tokens(wanted: int | None, checkpoint: Checkpoint) -> int:
     if not 0 < wanted <= supported:
         raise CheckpointError(f"max_tokens is {wanted}: the model has positions 1 to {supported}")
     return wanted
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return ``config.json``, which a canonical checkpoint need not have."""
+    path = folder / CONFIG
+    return read_json(path) if path.is_file() else {}
 
 
 def _activation(config: dict[str, Any], labels: int) -> Activation:

@@ -1,8 +1,8 @@
 """The modules after the transformer of a sentence-transformers folder.
 
 ``modules.json`` lists them: a Transformer, a Pooling with a folder for its ``config.json``, and
-optionally Dense and Normalize modules. A folder without that file has mean pooling, as in
-sentence-transformers.
+optionally Dense and Normalize modules. As in sentence-transformers, a folder without that file has
+mean pooling, or last-token pooling if the model is a decoder.
 """
 
 import json
@@ -75,7 +75,7 @@ class EmbeddingModules:
         steps: modules after the pooling, in order.
     """
 
-    pooling: tuple[Pooling, ...] = (Pooling.MEAN,)
+    pooling: tuple[Pooling, ...]
     steps: tuple[DenseModule | Normalize, ...] = ()
 
     def dimension(self, hidden: int) -> int:
@@ -84,17 +84,18 @@ class EmbeddingModules:
         return len(dense[-1].weight) if dense else len(self.pooling) * hidden
 
 
-def read_modules(folder: Path, hidden: int) -> EmbeddingModules:
+def read_modules(folder: Path, hidden: int, default: Pooling) -> EmbeddingModules:
     """Return the modules of a folder.
 
     Args:
         hidden: hidden size of the transformer.
+        default: pooling of a folder without ``modules.json``.
 
     Raises:
         CheckpointError: a file is malformed, or a module or an option is not supported.
     """
     if not (folder / MODULES).is_file():
-        return EmbeddingModules()
+        return EmbeddingModules((default,))
     kinds = [(_kind(entry), folder / str(entry.get("path", ""))) for entry in _entries(folder)]
     names = [kind for kind, _ in kinds]
     if names[:2] != ["Transformer", "Pooling"]:

@@ -21,7 +21,7 @@ from runtime.checkpoint.family import (
     VectorTensor,
 )
 from runtime.checkpoint.huggingface_config import NEUTRAL, architecture_of
-from runtime.checkpoint.weights import Linear
+from runtime.checkpoint.weights import Checkpoint, Linear
 from runtime.config import EncoderConfig, ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
 from runtime.models.family import LAYER_NORM, LayerBuilder, LayerParts, ModelFamily
@@ -223,6 +223,19 @@ class EncoderFamily(ModelFamily[EncoderParts]):
             ffn=lambda x: down(activation(up(x)), x),
             output_norm=build.norm("output_norm", "output_norm_bias"),
         )
+
+    def embedded(self, checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
+        """See `ModelFamily`. All tokens have type 0."""
+        types, weight, bias = (
+            checkpoint.more[name].to(hidden.dtype)
+            for name in (
+                self.token_types,
+                f"{self.embedding_norm}.weight",
+                f"{self.embedding_norm}.bias",
+            )
+        )
+        norm = self.norm.plain(weight, checkpoint.config.rms_norm_eps, bias)
+        return norm(hidden + types[0])
 
     def before_attention(
         self,

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from runtime.attention.base import Batch
 from runtime.checkpoint.family import CheckpointFamily
+from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
@@ -181,6 +182,14 @@ class ModelFamily(CheckpointFamily, Generic[Parts]):
     @abstractmethod
     def parts(self, build: LayerBuilder) -> Parts:
         """Return the callables of one layer, built with ``build``."""
+
+    def embedded(self, checkpoint: Checkpoint, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the input of the first layer.
+
+        Args:
+            hidden: sum of the token and position embeddings, ``[..., hidden]``.
+        """
+        return hidden
 
     @abstractmethod
     def before_attention(self, parts: Parts, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

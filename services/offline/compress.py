@@ -14,13 +14,16 @@ from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.checkpoint.assemble import nbytes
+from runtime.config import EncoderConfig
 from runtime.models.build import build_model
 from runtime.offline import compress as factorization
-from runtime.offline.compress import Allocation, Method, WorkFolder, artifact_key
+from runtime.offline.compress import Allocation, Method
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import results
 from services.offline.chats import ChatFidelity, answer, as_text, compare_chats, questions
+from services.offline.compress_encoder import compress_encoder
+from services.offline.factorize import factorize, print_costs, progress_callback
 from services.offline.output import refuse_existing, write_model
 from services.offline.real_kv import load_model
 from services.tokenizer.loading import load_tokenizer
@@ -58,6 +61,8 @@ def compress(
     Finished layers are kept in a folder beside ``out``: after an interruption, a call with the same
     arguments continues from them.
 
+    An encoder is calibrated on documentation only, and its embeddings are compared.
+
     Args:
         model: name or path of a checkpoint.
         keep: fraction of the parameters of the linear layers to keep.
@@ -79,8 +84,11 @@ def compress(
     console = Console(stderr=True)
     source = resolve_model(model)
     with console.status(f"reading {source.name}"):
-        tokenizer = load_tokenizer(source)
         dense = load_checkpoint(source, dtype=None)
+    if isinstance(dense.config, EncoderConfig):
+        compress_encoder(source, dense, keep, out, *choice, rows, on)
+        return
+    tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         chats = held_out_chats = 0
     elif chats + held_out_chats and is_larger_than(on, dense):
@@ -89,7 +97,15 @@ def compress(
     with _reported_shortage("use --chats 0 or --device cpu"), console.status("answering questions"):
         calibration, held_out = _texts(source, tokenizer, rows, chats, on)
     with _reported_shortage("use --device cpu"):
-        factorized, report = _factorize(dense, calibration, keep, *choice, on, out, tokenizer)
+        factorized, report = factorize(
+            dense,
+            calibration,
+            keep,
+            *choice,
+            on,
+            out,
+            lambda made: write_model(made, tokenizer, out),
+        )
         before, after = _perplexities(dense, factorized, held_out, on, console)
     _print_report(report, held_out, before, after)
     if held_out_chats:
@@ -104,38 +120,6 @@ def is_larger_than(device: torch.device, model: Checkpoint) -> bool:
         return False
     _, total = torch.cuda.mem_get_info(device)
     return nbytes(model, torch.bfloat16) > total
-
-
-def _factorize(
-    dense: Checkpoint,
-    calibration: Tensor,
-    keep: float,
-    method: Method,
-    allocation: Allocation | None,
-    on: torch.device,
-    out: Path,
-    tokenizer: Tokenizer,
-) -> tuple[Checkpoint, "factorization.CompressionReport"]:
-    """Factorize and write a model, using layers that an interrupted call has finished."""
-    console = Console(stderr=True)
-    key = artifact_key(dense.model_hash, keep, calibration, method, allocation)
-    with WorkFolder(work_folder(out), key) as work:
-        if work.finished():
-            console.print(f"continuing from the finished layers in {work_folder(out)}")
-        with Progress(console=console) as progress:
-            factorized, report = factorization.compress(
-                dense,
-                calibration,
-                keep,
-                _progress_callback(progress, f"factorizing at keep {keep:g}"),
-                method=method,
-                allocation=allocation,
-                device=on,
-                work=work,
-            )
-        write_model(factorized, tokenizer, out)
-        work.remove()
-    return factorized, report
 
 
 def _texts(
@@ -168,7 +152,7 @@ def _perplexities(
     with Progress(console=console) as progress:
         before, after = (
             factorization.perplexity(
-                checkpoint, tokens, _progress_callback(progress, f"perplexity, {name}"), on
+                checkpoint, tokens, progress_callback(progress, f"perplexity, {name}"), on
             )
             for name, checkpoint in (("dense", dense), ("factorized", factorized))
         )
@@ -181,11 +165,6 @@ def _compared_chats(
     dense, factorized = (load_model(path, on, build=build_model) for path in (source, out))
     made = answer(dense, tokenizer, questions()[1][:chats], HELD_OUT_ANSWER_TOKENS)
     return compare_chats(dense, factorized, made, HELD_OUT_ANSWER_TOKENS)
-
-
-def work_folder(out: Path) -> Path:
-    """Return the folder that keeps the finished layers of an unfinished checkpoint ``out``."""
-    return out.with_name(f"{out.name}.work")
 
 
 @contextmanager
@@ -213,15 +192,6 @@ def parse_choice(choices: type[Choice], name: str) -> Choice:
         raise SettingsError(f"{name!r} is unknown: choose one of {', '.join(choices)}") from None
 
 
-def _progress_callback(progress: Progress, label: str) -> "factorization.Progress":
-    task = progress.add_task(label, total=1.0)
-
-    def update(stage: str, fraction: float) -> None:
-        progress.update(task, description=f"{label}: {stage}", completed=fraction)
-
-    return update
-
-
 def _print_report(
     report: "factorization.CompressionReport", held_out: Tensor, before: float, after: float
 ) -> None:
@@ -234,13 +204,8 @@ def _print_report(
         f"{before:.2f}",
         f"{after / before - 1:+.1%}",
     )
-    console = results()
-    console.print(table)
-    console.print(f"on {held_out.numel()} held-out tokens; factorized in {report.seconds:.0f} s")
-    parts = (f"{name} {seconds:.0f} s" for name, seconds in report.seconds_by_part.items())
-    console.print(", ".join(parts))
-    if report.peak_device_bytes:
-        console.print(f"peak GPU memory of tensors: {report.peak_device_bytes / 1e9:.1f} GB")
+    results().print(table)
+    print_costs(report, held_out)
 
 
 def _print_fidelity(fidelity: ChatFidelity) -> None:

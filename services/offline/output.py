@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,14 @@ from rich.console import Console
 from rich.progress import FileSizeColumn, Progress, SpinnerColumn, TextColumn
 
 from runtime.checkpoint import Checkpoint, write_checkpoint
+from runtime.checkpoint.canonical import METADATA
+from runtime.checkpoint.safetensors_file import INDEX
 from services.common.errors import SettingsError
 from services.common.file_errors import naming
 from services.tokenizer.tokenizer import Tokenizer
+
+_COPIED = (".json", ".txt", ".model")
+"""Suffixes of the files of a tokenizer and of sentence-transformers."""
 
 
 @contextmanager
@@ -55,13 +60,42 @@ def write_model(
         CheckpointError, OSError: if they cannot be written, or if ``out`` exists and is not an
             empty folder.
     """
+    _write(checkpoint, out, dtype, tokenizer.save)
+
+
+def write_encoder(
+    checkpoint: Checkpoint, source: Path, out: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write an encoder to the folder ``out``, with the files beside the weights in ``source``.
+
+    These are those of the tokenizer and of sentence-transformers. Other arguments and errors are
+    those of `write_model`.
+    """
+    _write(checkpoint, out, dtype, partial(_copy_beside, source))
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copy the files of a model that are not weights, and the folders of its modules."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in _COPIED and path.name not in (INDEX, METADATA):
+            shutil.copyfile(path, folder / path.name)
+        elif path.is_dir() and (path / "config.json").is_file():
+            shutil.copytree(path, folder / path.name)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: torch.dtype | None,
+    write_others: Callable[[Path], None],
+) -> None:
     draft = _draft_of(out)
     columns = SpinnerColumn(), TextColumn("{task.description}"), FileSizeColumn()
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(f"writing {out}", total=None)
             write_checkpoint(checkpoint, draft, dtype, partial(progress.advance, task))
-        tokenizer.save(draft)
+        write_others(draft)
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Factorize checkpoints and measure their perplexity."""
+"""Factorize checkpoints, and measure their perplexity or the similarity of their embeddings."""
 
 from runtime.checkpoint.weights import parameters_kept
 from runtime.offline.compress.decomposed import DecomposedModel, decompose_model
@@ -10,6 +10,7 @@ from runtime.offline.compress.factorize import (
 )
 from runtime.offline.compress.methods import Allocation, Method
 from runtime.offline.compress.perplexity import Progress, perplexity
+from runtime.offline.compress.similarity import embeddings, similarity
 from runtime.offline.compress.text import cut_rows, documentation
 from runtime.offline.compress.work import WorkFolder
 
@@ -25,7 +26,9 @@ __all__ = [
     "cut_rows",
     "decompose_model",
     "documentation",
+    "embeddings",
     "parameters_kept",
     "perplexity",
+    "similarity",
     "truncate_model",
 ]

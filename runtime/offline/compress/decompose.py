@@ -66,26 +66,30 @@ def largest_rank(out: int, inner: int) -> int:
 
 
 def decompose(
-    weight: Tensor, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
+    weight: Tensor,
+    inputs: Tensor | None,
+    gradients: Tensor | None,
+    damping: float = INPUT_DAMPING,
 ) -> Decomposition:
     """Decompose the weight ``[out, in]`` of a dense linear.
 
     Args:
-        inputs: moment C ``[in, in]``.
-        gradients: moment G ``[out, out]``, or None to use the identity.
+        inputs: moment C ``[in, in]``, or None to use the identity.
+        gradients: moment G ``[out, out]``, its diagonal ``[out]``, which is not damped, or None to
+            use the identity.
         damping: relative damping of C.
 
     Raises:
         CompressionError: weights or moments are not finite.
     """
     W = weight.double()
-    known = [W, inputs] if gradients is None else [W, inputs, gradients]
+    known = [matrix for matrix in (W, inputs, gradients) if matrix is not None]
     if not all(bool(matrix.isfinite().all()) for matrix in known):
         raise CompressionError("a linear's weights or activations are not finite")
-    L = _root(inputs, damping)
-    R = None if gradients is None else _root(gradients, GRADIENT_DAMPING)
+    L = None if inputs is None else _root(inputs, damping)
+    R = None if gradients is None else _gradient_root(gradients)
     left = W if R is None else R.t() @ W
-    M = left @ L
+    M = left if L is None else left @ L
     rank = largest_rank(*W.shape)
     if W.shape[0] <= W.shape[1]:
         loss, vectors = _leading_eigenvectors(M @ M.t())
@@ -95,11 +99,20 @@ def decompose(
     else:
         loss, vectors = _leading_eigenvectors(M.t() @ M)
         Q = vectors[:, :rank]
-        u = W @ (L @ Q)
-        v = torch.linalg.solve_triangular(L.t(), Q, upper=True).t()
+        u = W @ (Q if L is None else L @ Q)
+        v = (Q if L is None else torch.linalg.solve_triangular(L.t(), Q, upper=True)).t()
     scale = _balance(u, v)
     dtype = weight.dtype
     return Decomposition((u * scale).to(dtype), (v / scale[:, None]).to(dtype), loss)
+
+
+def _gradient_root(gradients: Tensor) -> Tensor:
+    """Return the root of a moment G, or of one given by its diagonal."""
+    if gradients.ndim == 2:
+        return _root(gradients, GRADIENT_DAMPING)
+    # Rows without importance would make the root singular.
+    importance = gradients.double()
+    return importance.clamp_min(_MIN_DAMPING * importance.mean().clamp_min(1e-30)).sqrt().diag()
 
 
 def _root(moment: Tensor, damping: float) -> Tensor:

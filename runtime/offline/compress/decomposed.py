@@ -159,7 +159,9 @@ def _calibrate(
     def report_forward(fraction: float) -> None:
         report("calibrating", _FORWARD_SHARE * fraction)
 
-    return backward_moments(model, tokens, layers, _SEED, carry, report_forward)
+    return backward_moments(
+        model, tokens, layers, _SEED, carry, report_forward, by_row=method.by_row
+    )
 
 
 def _decomposition(
@@ -171,6 +173,8 @@ def _decomposition(
 ) -> Decomposition:
     """Decompose the stacked weights of linears, using the sum of their input moments.
 
+    Without input moments, all inputs count alike.
+
     Factors are rounded to bf16, so that kernels can store them in bf16 without loss. They are
     returned in host memory, in fp32 if ``dtype`` is fp32, and else in bf16.
     """
@@ -181,13 +185,17 @@ def _decomposition(
     weights = [getattr(calibrated.weights[layer - first], field).weight for layer, _ in members]
     found = decompose(
         weights[0] if len(weights) == 1 else torch.cat(weights),
-        inputs[0] if len(inputs) == 1 else torch.stack(inputs).sum(0),
+        _summed(inputs) if method.uses_inputs else None,
         moments[0].gradients[field] if method.uses_gradients else None,
         method.input_damping,
     )
     stored = dtype if dtype == torch.float32 else torch.bfloat16
     u, v = (factor.bfloat16().cpu().to(stored).contiguous() for factor in (found.u, found.v))
     return Decomposition(u, v, found.loss.cpu())
+
+
+def _summed(matrices: list[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.stack(matrices).sum(0)
 
 
 def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:

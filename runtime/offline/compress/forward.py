@@ -96,7 +96,7 @@ def forward_layer(
     observe: Observer | None = None,
     observe_heads: HeadObserver | None = None,
 ) -> Tensor:
-    """Compute one decoder layer, causal from position 0.
+    """Compute one layer. Attention is causal from position 0, or bidirectional in encoders.
 
     Args:
         layer: weights, an instance of the family's ``layer_type``.
@@ -111,7 +111,8 @@ def forward_layer(
     family = model_family(config)
     parts: LayerParts = family.parts(PlainBuilder(family, config, layer, observe))
     x, carried = family.before_attention(parts, hidden)
-    attended = _attend(config, parts, parts.qkv(x), rope, observe_heads)
+    causal = not family.encoder
+    attended = _attend(config, parts, parts.qkv(x), rope, observe_heads, causal=causal)
     return family.after_attention(parts, attended, *carried)
 
 
@@ -137,11 +138,11 @@ def embed(checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype | None = No
     hidden = functional.embedding(tokens, checkpoint.embedding)
     hidden = hidden.to(dtype or hidden.dtype)
     positions, length = checkpoint.positions, tokens.shape[-1]
-    if positions is None:
-        return hidden
-    if length > len(positions):
-        raise CheckpointError(f"{length} tokens exceed the model's {len(positions)} positions")
-    return hidden + positions[:length].to(hidden.dtype)
+    if positions is not None:
+        if length > len(positions):
+            raise CheckpointError(f"{length} tokens exceed the model's {len(positions)} positions")
+        hidden = hidden + positions[:length].to(hidden.dtype)
+    return model_family(checkpoint.config).embedded(checkpoint, hidden)
 
 
 def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
@@ -151,6 +152,14 @@ def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
         checkpoint.final_norm, config.rms_norm_eps, checkpoint.final_norm_bias
     )
     return functional.linear(norm(hidden), checkpoint.lm_head)
+
+
+def mean_embedding(hidden: Tensor) -> Tensor:
+    """Return the mean of each row's hidden states ``[..., length, hidden]``, with norm 1.
+
+    It represents the output of an encoder of any pooling.
+    """
+    return functional.normalize(hidden.mean(-2), dim=-1)
 
 
 def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,8 +181,10 @@ def _attend(
     qkv: Sequence[Tensor],
     rope: tuple[Tensor, Tensor],
     observe: HeadObserver | None,
+    *,
+    causal: bool,
 ) -> Tensor:
-    """Return causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
+    """Return attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
 
     Args:
         qkv: q, k and v, or one tensor with all three concatenated.
@@ -185,10 +196,11 @@ def _attend(
     if parts.head_norms is not None:
         norm_q, norm_k = parts.head_norms
         q, k = norm_q(q), norm_k(k)
-    q, k = _rotate(q, rope), _rotate(k, rope)
+    if config.rope.scaling != "none":
+        q, k = _rotate(q, rope), _rotate(k, rope)
     if observe is not None:
         observe(q, k, v)
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return attended.transpose(1, 2).flatten(-2)
 
 

@@ -18,6 +18,7 @@ from runtime.offline.compress.forward import (
     embed,
     forward_layer,
     logits,
+    mean_embedding,
     rope_rows,
 )
 from runtime.offline.compress.stopwatch import Stopwatch
@@ -125,6 +126,16 @@ class LayerwiseModel:
             with self.watch.measure("head"):  # includes what the caller computes from the logits
                 x = self._on_device(row[None]).requires_grad_(torch.is_grad_enabled())
                 yield x, logits(head, x)[0]
+
+    def embeddings(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``(x, embedding)`` for each row of an encoder's last layer, as `logits` does.
+
+        The embeddings are `mean_embedding`, ``[hidden]``.
+        """
+        for row in hidden:
+            with self.watch.measure("head"):
+                x = self._on_device(row[None]).requires_grad_(torch.is_grad_enabled())
+                yield x, mean_embedding(x)[0]
 
     def _batches(self, activations: Tensor) -> Iterator[slice]:
         count, length, _ = activations.shape

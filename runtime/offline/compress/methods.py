@@ -26,6 +26,8 @@ class _Properties:
     Attributes:
         gradients: whether errors are weighted by output gradients.
         layers: number of layers that share a V.
+        inputs: whether errors are weighted by inputs.
+        by_row: whether the weights of output gradients are the importance of each row.
     """
 
     version: int
@@ -33,11 +35,16 @@ class _Properties:
     input_damping: float
     gradients: bool
     layers: int
+    inputs: bool = True
+    by_row: bool = False
 
 
 class Method(StrEnum):
     """Factorization methods.
 
+    - `SVD`: the truncated SVD of the weight.
+    - `FWSVD` (arXiv 2207.00112): errors of a row of the weight are weighted by the row's Fisher
+      information.
     - `FISHER`, developed here: errors are weighted by inputs and by output gradients.
     - `SVD_LLM` (arXiv 2403.07378): errors are weighted by inputs.
     - `SVD_LLM_V2` (arXiv 2503.12340): as `SVD_LLM`, with another square root of the same moment.
@@ -46,6 +53,8 @@ class Method(StrEnum):
       layer, except for linears that write to the residual stream.
     """
 
+    SVD = "svd"
+    FWSVD = "fwsvd"
     FISHER = "fisher"
     SVD_LLM = "svd-llm"
     SVD_LLM_V2 = "svd-llm-v2"
@@ -59,6 +68,15 @@ class Method(StrEnum):
     @property
     def uses_gradients(self) -> bool:
         return _PROPERTIES[self].gradients
+
+    @property
+    def uses_inputs(self) -> bool:
+        return _PROPERTIES[self].inputs
+
+    @property
+    def by_row(self) -> bool:
+        """Whether output gradients are used as the importance of each row."""
+        return _PROPERTIES[self].by_row
 
     @property
     def input_damping(self) -> float:
@@ -89,6 +107,8 @@ class Method(StrEnum):
 
 
 _PROPERTIES = {
+    Method.SVD: _Properties(1, Allocation.UNIFORM, 0.0, False, 1, inputs=False),
+    Method.FWSVD: _Properties(1, Allocation.UNIFORM, 0.0, True, 1, inputs=False, by_row=True),
     Method.FISHER: _Properties(2, Allocation.LOSS, 1e-3, True, 1),
     Method.SVD_LLM: _Properties(1, Allocation.UNIFORM, 0.0, False, 1),
     Method.SVD_LLM_V2: _Properties(1, Allocation.LOG_LOSS, 0.0, False, 1),

@@ -4,7 +4,9 @@ For a linear ``y = W x``, ``C = E[x xᵀ]`` measures its inputs (SVD-LLM's white
 ``G = E[g gᵀ]``, with g the gradient of the loss with respect to y, measures its outputs. A change
 ``ΔW`` changes the loss by about ``½ tr(G ΔW C ΔWᵀ)`` per token: the Kronecker-factored Fisher
 approximation (K-FAC, arXiv 1503.05671, section 3). The loss is that of tokens drawn from the
-model's own distribution, as in the definition of the Fisher information, not that of the text.
+model's own distribution, as in the definition of the Fisher information, not that of the text. For
+an encoder, that distribution is normal around the embedding e: the gradient is that of ``e · ε``
+with a random normal ε, so that the moments are those of the Gauss-Newton matrix.
 
 Moments are collected one layer at a time. Input moments need one pass forward, which keeps the
 input of one layer: ``4 · tokens · hidden`` bytes of host memory. Gradients need a pass forward that
@@ -34,7 +36,8 @@ class LayerMoments:
     Attributes:
         inputs: ``[in, in]`` for each distinct input, by the first linear that reads it
             (`LayerLayout.input_of`).
-        gradients: ``[out, out]`` by linear; empty unless requested.
+        gradients: by linear, ``[out, out]`` or, for FWSVD, the importance of each row ``[out]``;
+            empty unless requested.
     """
 
     inputs: dict[str, Tensor]
@@ -92,6 +95,8 @@ def backward_moments(
     seed: int,
     carry: Tensor | None = None,
     progress: Callable[[float], None] = lambda _: None,
+    *,
+    by_row: bool = False,
 ) -> Iterator[CalibratedLayers]:
     """Yield the moments of inputs and gradients of ``layers``, from the last to the first.
 
@@ -102,6 +107,9 @@ def backward_moments(
         carry: `CalibratedLayers.carry` of the layer after ``layers``; None if ``layers`` are all
             layers. It is modified.
         progress: called with the fraction of the forward pass that is done.
+        by_row: whether the gradients are the importance of each row: the sum over its weights of
+            their squared gradients, each summed over the tokens of a text (FWSVD, arXiv
+            2207.00112, section 4).
     """
     if not layers:
         return
@@ -116,7 +124,8 @@ def backward_moments(
     for index in reversed(layers):
         layer = model.layer(index)
         found = LayerMoments({}, {})
-        model.backward(layer, inputs.pop(), gradients, _accumulate(found, layout))
+        observe = _accumulate(found, layout, by_row=by_row)
+        model.backward(layer, inputs.pop(), gradients, observe)
         block = range(index, index + 1)
         yield CalibratedLayers(block, (layer,), (_mean(found, tokens),), gradients)
         del layer, found  # free the device before the next layer
@@ -126,9 +135,14 @@ def backward_moments(
 def _loss_gradients(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:
     """Replace the output of the last layer by the gradient of the loss, and return it."""
     generator = torch.Generator().manual_seed(seed)
-    for row, (x, scores) in zip(hidden, model.logits(hidden), strict=True):
-        drawn = _draw(scores.detach(), generator)
-        loss = functional.cross_entropy(scores, drawn, reduction="sum")
+    encoder = model_family(model.checkpoint.config).encoder
+    outputs = model.embeddings(hidden) if encoder else model.logits(hidden)
+    for row, (x, scores) in zip(hidden, outputs, strict=True):
+        if encoder:
+            loss = scores @ torch.randn(len(scores), generator=generator).to(scores.device)
+        else:
+            drawn = _draw(scores.detach(), generator)
+            loss = functional.cross_entropy(scores, drawn, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, x)
         row.copy_(gradient[0], non_blocking=True)
     return hidden
@@ -151,13 +165,16 @@ def _layout(model: LayerwiseModel) -> LayerLayout:
     return model_family(config).layout(config)
 
 
-def _accumulate(layer: LayerMoments, layout: LayerLayout) -> Observer:
+def _accumulate(layer: LayerMoments, layout: LayerLayout, *, by_row: bool = False) -> Observer:
     """Return an observer that adds the inputs and output gradients of a layer to its moments."""
 
     def observe(linear: str, x: Tensor, y: Tensor) -> None:
         if layout.input_of(linear) == linear:
             _add(layer.inputs, linear, x.detach())
-        if y.requires_grad:
+        if y.requires_grad and by_row:
+            add_rows = partial(_add_rows, layer.gradients, linear, x.detach())
+            y.register_hook(add_rows)  # type: ignore[no-untyped-call]
+        elif y.requires_grad:
             add: Callable[[Tensor], None] = partial(_add, layer.gradients, linear)
             y.register_hook(add)  # type: ignore[no-untyped-call]
 
@@ -170,6 +187,16 @@ def _add(sums: dict[str, Tensor], name: str, vectors: Tensor) -> None:
     if name not in sums:
         sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
     sums[name].addmm_(rows.t(), rows)
+
+
+def _add_rows(sums: dict[str, Tensor], name: str, x: Tensor, gradient: Tensor) -> None:
+    """Add the importance of each row of a weight to ``sums[name]``.
+
+    Args:
+        x, gradient: input and output gradient of the linear, ``[batch, length, dim]``.
+    """
+    importance = (gradient.transpose(1, 2) @ x).square().sum((0, 2))
+    sums[name] = sums[name] + importance if name in sums else importance
 
 
 def _mean(sums: LayerMoments, tokens: Tensor) -> LayerMoments:

@@ -7,15 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.assemble import named_tensors
+from runtime.encoder import load_encoder
 from runtime.errors import CheckpointError
 from runtime.offline import compress as factorization
 from services.common.errors import SettingsError
-from services.offline.compress import compress, is_larger_than, work_folder
+from services.offline.compress import compress, is_larger_than
 from services.offline.convert import convert
+from services.offline.factorize import work_folder
+from tests.runtime.encoder.folders import (
+    VOCABULARY,
+    random_inputs,
+    write_encoder,
+    write_modules,
+)
 from tests.runtime.offline.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
 from tests.runtime.tiny import tiny_checkpoint
 from tests.services.tiny_model import save_tiny_model, save_tokenizer
@@ -92,6 +101,41 @@ def test_model_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     memory -= 1
     assert is_larger_than(torch.device("cuda"), checkpoint)
     assert not is_larger_than(torch.device("cpu"), checkpoint)
+
+
+def test_compressed_encoder_is_served_from_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "dense", tmp_path / "out"
+    write_encoder(source, "BertModel")
+    write_modules(source, {"pooling_mode": "cls"}, normalize=True)
+    save_word_tokenizer(source)
+    compress(str(source), 0.7, out, "svd-llm", rows=2, device="cpu")
+    assert "cosine similarity" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "out"}
+    assert (out / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
+    dense, factorized = load_encoder(source), load_encoder(out)
+    assert load_checkpoint(out).keep == 0.7
+    found, expected = (each.encode(random_inputs()) for each in (factorized, dense))
+    # Both have the pooling and the normalization of modules.json.
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
+    assert 0.3 < torch.cosine_similarity(found, expected).mean() < 1.0
+
+
+def test_encoder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_encoder(tmp_path / "dense", "BertModel")
+    with pytest.raises(SettingsError, match=r"tokenizer\.json"):
+        compress(str(tmp_path / "dense"), 0.7, tmp_path / "out", rows=2, device="cpu")
+
+
+def save_word_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of single characters with ``[CLS]`` and ``[SEP]``."""
+    names = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *map(chr, range(33, 33 + VOCABULARY - 4))]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.mark.gpu

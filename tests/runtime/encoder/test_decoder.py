@@ -1,0 +1,87 @@
+"""Decoders as embedders, against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from runtime.encoder import Encoder, EncoderTask, load_encoder
+from runtime.errors import InvalidRequest
+from tests.runtime.encoder.folders import (
+    VOCABULARY,
+    peer_inputs,
+    random_inputs,
+    write_modules,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model of the shape of Qwen3-Embedding."""
+    made = tmp_path_factory.mktemp("qwen3-embedding")
+    transformers.set_seed(0)
+    transformers.logging.disable_progress_bar()
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).base_model.save_pretrained(made)
+    # The config of Qwen3-Embedding names the architecture with a head, which its files lack.
+    path = made / "config.json"
+    saved = {**json.loads(path.read_text()), "architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(saved))
+    write_modules(made, {"pooling_mode_lasttoken": True}, normalize=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(folder)
+
+
+def test_embeddings_equal_those_of_transformers(folder: Path, encoder: Encoder) -> None:
+    peer: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+    rows = []
+    for each in random_inputs():
+        arguments = peer_inputs(each)
+        del arguments["token_type_ids"]
+        with torch.inference_mode():
+            rows.append(peer(**arguments).last_hidden_state[0, -1])
+    expected = functional.normalize(torch.stack(rows))
+    found = encoder.encode(random_inputs())
+    assert encoder.task is EncoderTask.EMBED
+    assert encoder.backend == "paged"
+    # Decoders round K and V to bf16.
+    assert (1 - torch.cosine_similarity(found, expected)).max() < 1e-4
+
+
+def test_embeddings_are_bitwise_equal_in_any_batch(encoder: Encoder) -> None:
+    inputs = random_inputs()
+    together = encoder.encode(inputs)
+    assert torch.equal(torch.cat([encoder.encode([each]) for each in inputs]), together)
+    assert torch.equal(encoder.encode(inputs[::-1]).flip(0), together)
+
+
+def test_last_token_is_the_default_pooling(folder: Path, encoder: Encoder, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    found = functional.normalize(load_encoder(tmp_path).encode(random_inputs()))
+    torch.testing.assert_close(found, encoder.encode(random_inputs()))
+
+
+def test_token_types_are_refused(encoder: Encoder) -> None:
+    with pytest.raises(InvalidRequest, match="token types"):
+        encoder.encode(random_inputs([4], typed=True))
