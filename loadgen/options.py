@@ -32,7 +32,7 @@ def _target_options(
     texts: Annotated[
         int,
         typer.Option(
-            min=1, max=4096, help="texts of each request for embeddings: rotations of a prompt"
+            min=1, max=4096, help="texts of each request for embeddings: a prompt in several orders"
         ),
     ] = 1,
     api_key: Annotated[

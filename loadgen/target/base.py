@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from random import Random
 from typing import Any, Protocol, TypeVar
 
 from loadgen.clock import Clock
-from loadgen.errors import UsageError
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.workload.base import Dialogue, Message, Role, Text
@@ -56,7 +56,8 @@ class Options:
         keep_answers: whether to store text and token ids in the records.
         token_ids: whether answers must have token ids. Over HTTP they are requested with the field
             ``return_token_ids``, as in vLLM.
-        texts: number of texts in each request for embeddings: the prompt, and rotations of it.
+        texts: number of texts in each request for embeddings: the prompt, and its words in other
+            orders.
         extra: additional fields of HTTP request bodies, such as ``{"top_k": 5}``.
     """
 
@@ -103,22 +104,16 @@ def joined(prompt: Text | Dialogue) -> Text:
     return prompt.joined if isinstance(prompt, Dialogue) else prompt
 
 
-def rotations(prompt: Text | Dialogue, count: int) -> list[str] | list[list[int]]:
-    """Return different texts of the same length: a prompt, rotated by 0, 1, … words or tokens.
-
-    Raises:
-        UsageError: if there are fewer rotations than ``count``.
-    """
+def shuffles(prompt: Text | Dialogue, count: int) -> list[str] | list[list[int]]:
+    """Return texts of about the same length: a prompt, and its words or tokens in other orders."""
     text = joined(prompt)
     if isinstance(text, str):
-        return [" ".join(words) for words in _rotated(text.split(" "), count)]
-    return _rotated(list(text), count)
+        return [" ".join(words) for words in _shuffled(text.split(" "), count)]
+    return _shuffled(list(text), count)
 
 
-def _rotated(parts: list[P], count: int) -> list[list[P]]:
-    if count > len(parts):
-        raise UsageError(f"prompts of {len(parts)} words have no {count} different rotations")
-    return [parts[at:] + parts[:at] for at in range(count)]
+def _shuffled(parts: list[P], count: int) -> list[list[P]]:
+    return [parts, *(Random(seed).sample(parts, len(parts)) for seed in range(1, count))]
 
 
 def messages(prompt: Text | Dialogue) -> list[tuple[Role, str]]:

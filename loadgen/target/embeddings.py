@@ -6,7 +6,7 @@ import orjson
 
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import Options, RequestFailed, add_chunk, rotations
+from loadgen.target.base import Options, RequestFailed, add_chunk, shuffles
 from loadgen.workload.base import Dialogue, Text
 
 _MAX_DETAIL = 300
@@ -14,14 +14,10 @@ _MAX_DETAIL = 300
 
 
 def embeddings_body(prompt: Text | Dialogue, options: Options) -> dict[str, Any]:
-    """Return the body of a request. Answers have the embeddings in base64, as OpenAI's client asks.
-
-    Raises:
-        UsageError: if the prompt is too short for the number of texts.
-    """
+    """Return the body of a request. Embeddings are sent in base64, as for OpenAI's client."""
     body: dict[str, Any] = {
         "model": options.model,
-        "input": rotations(prompt, options.texts),
+        "input": shuffles(prompt, options.texts),
         "encoding_format": "base64",
     }
     return body | options.extra

@@ -133,8 +133,9 @@ def _warm_up(encoder: Encoder, batch_tokens: int) -> None:
     """
     vocab_size = encoder.config.vocab_size
     short = self_test_input(encoder.max_tokens, vocab_size)
-    long = EncoderInput(tuple(token % vocab_size for token in range(encoder.max_tokens)))
-    full = [long] * max(1, batch_tokens // encoder.max_tokens)
+    longest = min(encoder.max_tokens, batch_tokens)
+    long = EncoderInput(tuple(token % vocab_size for token in range(longest)))
+    full = [long] * (batch_tokens // longest)
     for name, inputs in (("one input", [short]), ("full batch", full)):
         began = time.perf_counter()
         output = encoder.encode(inputs)
