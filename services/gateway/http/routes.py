@@ -24,7 +24,7 @@ from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
 from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.conversation import Message
-from services.gateway.http.encoder_api.routes import EncoderRoutes
+from services.gateway.http.encoder_routes import EncoderRoutes
 from services.gateway.http.formatting import CompletionFormat, ResponseInfo
 from services.gateway.http.messages import Messages
 from services.gateway.http.messages_api.answer import MessagesFormat

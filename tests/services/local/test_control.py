@@ -136,6 +136,7 @@ def test_status_without_a_port_shows_all_deployments(
         "router_port": FIRST + 2,
         "model": "small",
         "kv_format": "fp8",
+        "encoder": "",
         "processes": {"router": supervisors[FIRST].pid},
         "ranks": {},
     }

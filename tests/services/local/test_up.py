@@ -187,7 +187,8 @@ def test_ready_line_is_on_stdout_and_names_the_kv_format(
 def test_usage_shows_how_to_call_the_encoder(
     model: str, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    artifacts = replace(ARTIFACTS, encoder=Path("minilm"), encoder_name="minilm")
+    served = "minilm" if model == "none" else "small"
+    artifacts = Artifacts(Path("m"), Path("m"), None, served, Path("minilm"), "minilm")
     up_module._print_usage(UpOptions(model=model, encoder="minilm"), artifacts)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == first
