@@ -208,6 +208,7 @@ class RunConfig:
             ``/v1`` may be missing.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
+        texts: number of texts in each request for embeddings.
         concurrency: number of requests, or of chats, in flight at all times in a closed loop, which
             has no arrival process; None for an open loop.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
@@ -238,6 +239,7 @@ class RunConfig:
     concurrency: int | None = None
     model: str | None = None
     endpoint: Endpoint = Endpoint.COMPLETIONS
+    texts: int = 1
     api_key: str | None = None
     tokenizer: Path | None = None
     tokenizer_url: str | None = None
@@ -283,6 +285,11 @@ class RunConfig:
         """Raise `UsageError` if the target does not support the prompts."""
         if self.workload.token_ids and self.endpoint is Endpoint.CHAT:
             raise UsageError("--endpoint chat needs prompts of text: omit --token-ids")
+        is_embedding = self.endpoint is Endpoint.EMBEDDINGS
+        if self.texts > 1 and not is_embedding:
+            raise UsageError("--texts needs --endpoint embeddings")
+        if is_embedding and self.workload.turns is not None:
+            raise UsageError("--endpoint embeddings has no chats: omit --turns")
         if self.workload.turns is not None and self.cancellations.fraction:
             raise UsageError("--cancel is not supported with --turns")
 

@@ -29,11 +29,23 @@ def _target_options(
     ],
     model: Annotated[str | None, typer.Option(help="default: the first model listed")] = None,
     endpoint: Annotated[Endpoint, typer.Option(help="HTTP endpoint")] = Endpoint.COMPLETIONS,
+    texts: Annotated[
+        int,
+        typer.Option(
+            min=1, max=4096, help="texts of each request for embeddings: a prompt in several orders"
+        ),
+    ] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="HEADRACE_LOADGEN_API_KEY", help="bearer token")
     ] = None,
 ) -> dict[str, Any]:
-    return {"target": target, "model": model, "endpoint": endpoint, "api_key": api_key}
+    return {
+        "target": target,
+        "model": model,
+        "endpoint": endpoint,
+        "texts": texts,
+        "api_key": api_key,
+    }
 
 
 def _arrival_options(

@@ -88,6 +88,7 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
             ignore_eos=config.ignore_eos,
             keep_answers=config.reference is not None or config.workload.turns is not None,
             token_ids=config.workload.token_ids and config.workload.turns is not None,
+            texts=config.texts,
             extra=config.extra,
         )
         if config.concurrency is not None:

@@ -13,11 +13,13 @@ from services.cli_options import (
     AnyPort,
     Codec,
     Device,
+    Encoder,
     GrpcPort,
     Keep,
     KVEviction,
     KVFormat,
     Model,
+    ModelOrNone,
     Port,
     Ranks,
     RanksOfRole,
@@ -96,7 +98,9 @@ def up(
     colocated: Annotated[
         bool, typer.Option(help="start no prefill workers; decode workers also prefill")
     ] = False,
-    model: Model = "smollm2-135m",
+    model: ModelOrNone = "smollm2-135m",
+    encoder: Encoder = None,
+    encoders: Annotated[int, typer.Option(min=1, max=64, help="number of encoder workers")] = 1,
     keep: Keep = None,
     dense_meanwhile: Annotated[
         bool,
@@ -127,6 +131,8 @@ def up(
         decode_tp=decode_tp or tp,
         colocated=colocated,
         model=model,
+        encoder=encoder,
+        encoders=encoders,
         keep=keep,
         dense_meanwhile=dense_meanwhile,
         codec=codec,

@@ -41,6 +41,19 @@ RanksOfWorkers = Annotated[
 Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]
+ModelOrNone = Annotated[
+    str,
+    typer.Option(
+        help="smollm2-135m, or path of a GGUF file or checkpoint folder; none: only --encoder"
+    ),
+]
+Encoder = Annotated[
+    str | None,
+    typer.Option(
+        help="encoder for embeddings and scores: all-minilm-l6-v2, or path of a checkpoint folder; "
+        "beside the model, or alone with --model none"
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="device to compute on: auto (a GPU if there is one), cpu or cuda")
 ]

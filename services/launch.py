@@ -19,6 +19,7 @@ SERVICES = {
     "router": "RouterSettings",
     "prefill": "PrefillSettings",
     "decode": "DecodeSettings",
+    "encoder": "EncoderSettings",
 }
 """The services, each with the class of its settings."""
 

@@ -11,7 +11,7 @@ from loadgen.http_client import http_client
 
 RPC = "grpc://"
 _VERSION = "/v1"
-_ENDPOINTS = ("/chat/completions", "/completions", "/models", "/responses")
+_ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
 _NO_ACCESS = (401, 403)
 
 

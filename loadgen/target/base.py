@@ -5,19 +5,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from random import Random
+from typing import Any, Protocol, TypeVar
 
 from loadgen.clock import Clock
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.workload.base import Dialogue, Message, Role, Text
 
+P = TypeVar("P")
+
 
 class Endpoint(StrEnum):
-    """Generation endpoint of OpenAI's API."""
+    """Endpoint of OpenAI's API.
+
+    Attributes:
+        EMBEDDINGS: answers are not streamed. Each embedding counts as one output token.
+    """
 
     COMPLETIONS = "completions"
     CHAT = "chat"
+    EMBEDDINGS = "embeddings"
 
 
 class Target(Protocol):
@@ -48,6 +56,8 @@ class Options:
         keep_answers: whether to store text and token ids in the records.
         token_ids: whether answers must have token ids. Over HTTP they are requested with the field
             ``return_token_ids``, as in vLLM.
+        texts: number of texts in each request for embeddings: the prompt, and its words in other
+            orders.
         extra: additional fields of HTTP request bodies, such as ``{"top_k": 5}``.
     """
 
@@ -57,6 +67,7 @@ class Options:
     ignore_eos: bool = False
     keep_answers: bool = False
     token_ids: bool = False
+    texts: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,6 +102,18 @@ async def until_cancelled(scheduled: ScheduledRequest) -> AsyncIterator[None]:
 def joined(prompt: Text | Dialogue) -> Text:
     """Return a prompt for an endpoint without messages."""
     return prompt.joined if isinstance(prompt, Dialogue) else prompt
+
+
+def shuffles(prompt: Text | Dialogue, count: int) -> list[str] | list[list[int]]:
+    """Return texts of about the same length: a prompt, and its words or tokens in other orders."""
+    text = joined(prompt)
+    if isinstance(text, str):
+        return [" ".join(words) for words in _shuffled(text.split(" "), count)]
+    return _shuffled(list(text), count)
+
+
+def _shuffled(parts: list[P], count: int) -> list[list[P]]:
+    return [parts, *(Random(seed).sample(parts, len(parts)) for seed in range(1, count))]
 
 
 def messages(prompt: Text | Dialogue) -> list[tuple[Role, str]]:

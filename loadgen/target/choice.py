@@ -1,5 +1,6 @@
 """Opening a target by its URL, and finding its metrics."""
 
+from loadgen.errors import UsageError
 from loadgen.target.api import RPC, is_rpc
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.http import HttpTarget
@@ -27,6 +28,8 @@ def open_target(
     if len(urls := url.split(",")) > 1:
         return Replicas([open_target(one, options, endpoint, key) for one in urls])
     if is_rpc(url):
+        if endpoint is Endpoint.EMBEDDINGS:
+            raise UsageError("--endpoint embeddings needs an HTTP target")
         return RpcTarget(url.removeprefix(RPC), options, endpoint=endpoint, api_key=key)
     return HttpTarget(url, options, endpoint=endpoint, api_key=key)
 

@@ -24,6 +24,7 @@ from loadgen.target.base import (
     messages,
     until_cancelled,
 )
+from loadgen.target.embeddings import embeddings_body, take_embeddings
 from loadgen.target.events import EventError, Events
 from loadgen.target.text import text_of, unknown_fields
 
@@ -41,7 +42,11 @@ _NO_TOKEN_IDS = (
     "0.10.2 on"
 )
 
-_PATHS = {Endpoint.COMPLETIONS: "/completions", Endpoint.CHAT: "/chat/completions"}
+_PATHS = {
+    Endpoint.COMPLETIONS: "/completions",
+    Endpoint.CHAT: "/chat/completions",
+    Endpoint.EMBEDDINGS: "/embeddings",
+}
 
 
 class HttpTarget:
@@ -127,6 +132,10 @@ class HttpTarget:
         record: Record,
         clock: Clock,
     ) -> None:
+        if self._endpoint is Endpoint.EMBEDDINGS:
+            body = await response.read()
+            take_embeddings(body, scheduled, record, self._options, clock())
+            return
         answer = _Answer(scheduled, record, self._options)
         events = Events()
         async for received in response.content.iter_any():
@@ -137,6 +146,8 @@ class HttpTarget:
 
     def _body(self, scheduled: ScheduledRequest) -> dict[str, Any]:
         prompt, options = scheduled.spec.prompt, self._options
+        if self._endpoint is Endpoint.EMBEDDINGS:
+            return embeddings_body(prompt, options)
         body: dict[str, Any] = {
             "model": options.model,
             "max_tokens": scheduled.spec.output_tokens,

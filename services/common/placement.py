@@ -17,6 +17,8 @@ token>``. With mutual TLS, every connection needs a certificate.
 ``GET /metrics``, ``/health``, ``/ready``         the last two need no token
 ==========================  ====================  =============================================
 
+Calls for encoder workers are in `services.common.encoder_placement`.
+
 A placement request may have the header `services.common.prefix_hashes.HEADER` with hashes of the
 beginning of its prompt.
 
@@ -61,7 +63,12 @@ PROTOCOL = 5
 change of them."""
 
 
-def _same_protocol(version: int) -> int:
+def same_protocol(version: int) -> int:
+    """Return the protocol version of a worker.
+
+    Raises:
+        ValueError: it is not `PROTOCOL`.
+    """
     if version != PROTOCOL:
         raise ValueError(
             f"this router registers workers of protocol version {PROTOCOL}, and the worker has "
@@ -181,7 +188,7 @@ class Registration(Message):
         reuses_prefixes: whether prompts that start alike reuse KV on the worker.
     """
 
-    protocol: Annotated[int, AfterValidator(_same_protocol)] = Field(1, validate_default=True)
+    protocol: Annotated[int, AfterValidator(same_protocol)] = Field(1, validate_default=True)
     worker_id: WorkerId
     epoch: Epoch
     role: Role

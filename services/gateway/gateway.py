@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -15,16 +14,20 @@ from services.common.clients import Client, ClientAddresses
 from services.common.errors import (
     DeadlineExceeded,
     InternalFault,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServiceError,
     Unavailable,
 )
 from services.common.listings import ModelReadiness
-from services.common.model_source import model_name, resolve_model
 from services.common.tracing import NO_SPAN, Span
 from services.gateway.buffers import Buffers
 from services.gateway.chats import ChatPlanner
+from services.gateway.encoding.links import EncoderLinks
+from services.gateway.encoding.models import ServedEncoder
+from services.gateway.encoding.request import EncodingRequest
+from services.gateway.encoding.runner import EncodingRunner
 from services.gateway.generation import Generator
 from services.gateway.grammars import GrammarChecker
 from services.gateway.keys import ApiKeys
@@ -36,12 +39,10 @@ from services.gateway.recent import RecentRequests
 from services.gateway.request_builder import RequestBuilder
 from services.gateway.requests import GenerationRequest, RequestContext
 from services.gateway.router_client import RouterClient
+from services.gateway.served import ServedModel
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextDelta
-from services.tokenizer.identity import TokenizerIdentity
-from services.tokenizer.loading import load_tokenizer
-from services.tokenizer.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -55,37 +56,26 @@ _MERGE_QUEUE_SIZE = 32
 _DRAIN_RETRY_AFTER_S = 5.0
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """The model that a gateway serves. ``created`` is in seconds since 1970."""
+class WrongModel(InvalidRequest):
+    """The model is served, but does not compute what the request asks for."""
 
-    name: str
-    tokenizer: Tokenizer
-    identity: TokenizerIdentity
-    created: int
+    code = "model_not_supported"
 
-    @classmethod
-    def load(cls, settings: GatewaySettings) -> "ServedModel":
-        """Read the tokenizer of the model in the settings.
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model")
 
-        Raises:
-            SettingsError: if the model is missing or its tokenizer is not supported.
-        """
-        path = resolve_model(settings.model)
-        tokenizer = load_tokenizer(path)
-        if tokenizer.chat_template is not None and tokenizer.chat_template.problem:
-            log.warning("chats will be refused", reason=tokenizer.chat_template.problem)
-        tokenizer.encode_rendered("")  # builds what would otherwise delay the first chat
-        name = settings.served_model_name or model_name(path)
-        identity = TokenizerIdentity.of(tokenizer)
-        return cls(name, tokenizer, identity, int(time.time()))
+
+class _Full(Overloaded):
+    """The gateway has too many requests in progress."""
 
 
 class Gateway:
     """State that both public interfaces share. Must be created inside a running event loop.
 
     Attributes:
-        running: number of prompts in progress.
+        model: the model; without a model that generates text, the encoder.
+        encoder: the encoder; None if none is served.
+        running: number of prompts, and of requests for the encoder, in progress.
         draining: whether new requests are refused.
         keys: API keys and their tenants.
         router: client of the routers.
@@ -105,9 +95,11 @@ class Gateway:
         model: ServedModel,
         keys: ApiKeys,
         router: RouterClient | None = None,
+        encoder: ServedEncoder | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
+        self.encoder = encoder
         self.limits = ModelLimits(settings)
         self.metrics = GatewayMetrics()
         self.metrics.running.set_function(lambda: self.running)
@@ -120,6 +112,7 @@ class Gateway:
         self._asking = asyncio.Lock()
         self._not_ready: str | None = None
         self._ready_until = 0.0
+        self._was_ready = False
         self.router = router or RouterClient(
             settings.routers,
             token=settings.token,
@@ -149,15 +142,30 @@ class Gateway:
             model=model.name,
             queue_wait_s=settings.queue_wait_s,
         )
-        self._generator = Generator(
-            settings,
-            model=model.name,
-            tokenizer=model.tokenizer,
-            identity=model.identity,
+        self._generator = self._new_generator()
+        self._links = EncoderLinks(settings)
+        self._encoding = self._new_encoding()
+
+    def _new_generator(self) -> Generator:
+        return Generator(
+            self.settings,
+            model=self.model.name,
+            tokenizer=self.model.tokenizer,
+            identity=self.model.identity,
             placer=self._placer,
             sessions=self._sessions,
             metrics=self.metrics,
             recent=self.recent,
+        )
+
+    def _new_encoding(self) -> EncodingRunner:
+        encoder = self.encoder or self.model
+        return EncodingRunner(
+            self.settings,
+            identity=encoder.identity,
+            placer=self._placer,
+            links=self._links,
+            metrics=self.metrics,
         )
 
     def accept(
@@ -177,12 +185,75 @@ class Gateway:
         return RequestContext(request_id, tenant, now, deadline, span, client.name)
 
     def require_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` unless ``name`` is empty or the served model."""
-        if name and name != self.model.name:
-            raise ModelNotFound(
-                f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {self.model.name!r}",
-                param="model",
+        """Check that ``name`` is empty or the model that generates text.
+
+        Raises:
+            ModelNotFound: it is another one, or there is none.
+            WrongModel: it is the encoder.
+        """
+        encoder = self.encoder.name if self.encoder else None
+        if not self.model.generates and not name:
+            raise ModelNotFound(f"no model generates text here, only {encoder!r} is served")
+        if name and name == encoder:
+            raise WrongModel(
+                f"the model {name!r} is an encoder: it serves /v1/embeddings, /v1/rerank and "
+                "/v1/score"
             )
+        self._check_name(name, self.model.name if self.model.generates else None)
+
+    def require_encoder(self, name: str | None) -> ServedEncoder:
+        """Return the encoder if ``name`` is empty or its name.
+
+        Raises:
+            ModelNotFound: it is another one, or there is none.
+            WrongModel: it is the model that generates text.
+        """
+        if self.encoder is None and not name:
+            raise ModelNotFound("no encoder is served here", param="model")
+        if name and self.model.generates and name == self.model.name:
+            raise WrongModel(f"the model {name!r} generates text and is not an encoder")
+        self._check_name(name, self.encoder.name if self.encoder else None)
+        assert self.encoder is not None, "the name of a missing encoder was found"
+        return self.encoder
+
+    def _check_name(self, name: str | None, expected: str | None) -> None:
+        if name and name != expected:
+            names = [self.model.name, *([self.encoder.name] if self.encoder else [])]
+            served = " and ".join(map(repr, dict.fromkeys(names)))
+            raise ModelNotFound(
+                f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {served}", param="model"
+            )
+
+    def has_no_embeddings(self) -> WrongModel:
+        """Return the error of a request for embeddings of a cross encoder."""
+        name = self.encoder.name if self.encoder else None
+        return WrongModel(
+            f"the model {name!r} is a cross encoder, which has no embeddings: use /v1/rerank or "
+            "/v1/score"
+        )
+
+    @property
+    def models(self) -> list[tuple[str, int, int | None]]:
+        """Name, time of loading and maximum tokens of each served model, if they are known.
+
+        The first one is the model that generates text, if there is one.
+        """
+        found: list[tuple[str, int, int | None]] = []
+        if self.model.generates:
+            found.append((self.model.name, self.model.created, self.limits.context_length))
+        if self.encoder is not None:
+            longest = self.encoder.facts.max_tokens if self.encoder.facts else None
+            found.append((self.encoder.name, self.encoder.created, longest))
+        return found
+
+    async def encode(self, request: EncodingRequest) -> list[bytes]:
+        """Return the output of each input: little-endian float32.
+
+        Raises:
+            ServiceError: if the request cannot be completed.
+        """
+        with self._count(1):
+            return await self._encoding.run(request)
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -214,11 +285,28 @@ class Gateway:
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() >= self._ready_until:
-                found = await self.router.readiness(self.model.name)
-                self.limits.update(found)
-                self._not_ready = found.reason or self._unfit(found)
+                self._not_ready = await self._ask_readiness()
                 self._ready_until = loop.time() + _READY_CACHE_S
         return self._not_ready
+
+    async def _ask_readiness(self) -> str | None:
+        """Return why no request can be served, or None.
+
+        At the start, each model must be ready once. Later, one of them suffices, so that a gateway
+        still serves one while the other has no workers.
+        """
+        reasons = []
+        if self.model.generates:
+            found = await self.router.readiness(self.model.name)
+            self.limits.update(found)
+            reasons.append(found.reason or self._unfit(found))
+        if self.encoder is not None:
+            self.encoder.update(await self.router.encoders())
+            reasons.append(self.encoder.not_ready)
+        self._was_ready = self._was_ready or not any(reasons)
+        if self._was_ready and not all(reasons):
+            return None
+        return next(filter(None, reasons), None)
 
     def _unfit(self, found: ModelReadiness) -> str | None:
         """Return why the tokenizer does not fit the model of ready workers, or None."""
@@ -236,23 +324,36 @@ class Gateway:
         except TimeoutError:
             self._placer.stop(_shutting_down())
             self._sessions.fail_all(_shutting_down())
+            self._encoding.fail_all(_shutting_down())
 
     async def close(self) -> None:
         """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
+        await self._links.close()
         await self.router.close()
         self.prompts.close()
         await self.grammars.close()
 
     @contextmanager
     def _admit(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
-        count = len(requests)
-        limit = self.settings.max_concurrent
-        if self.running + count > limit:
-            full = Overloaded(f"{self.running} prompts are in progress, the limit is {limit}")
+        try:
+            with self._count(len(requests)):
+                yield
+        except _Full as full:
             for request in requests:
                 self.recent.refuse(request, full)
-            raise full
+            raise
+
+    @contextmanager
+    def _count(self, count: int) -> Iterator[None]:
+        """Count requests as running in the ``with`` block.
+
+        Raises:
+            _Full: if there are too many.
+        """
+        limit = self.settings.max_concurrent
+        if self.running + count > limit:
+            raise _Full(f"{self.running} prompts are in progress, the limit is {limit}")
         self.running += count
         self._idle.clear()
         try:

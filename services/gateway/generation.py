@@ -14,7 +14,7 @@ import structlog
 
 from headrace.v1 import decode_pb2, sampling_pb2
 from services.common.error_codes import Cause
-from services.common.errors import Overloaded, Unavailable
+from services.common.errors import Unavailable
 from services.common.placement import Outcome, Placement
 from services.common.tracing import Span
 from services.gateway.metrics import GatewayMetrics
@@ -22,7 +22,7 @@ from services.gateway.placer import Placer, Siblings
 from services.gateway.progress import Progress
 from services.gateway.recent import RecentRequests
 from services.gateway.requests import GenerationRequest
-from services.gateway.retries import Retries, backoff_s
+from services.gateway.retries import Retries, backoff_s, final_error
 from services.gateway.router_client import RoutedPlacement
 from services.gateway.sessions import SessionPool, WorkerStream
 from services.gateway.settings import GatewaySettings
@@ -175,20 +175,19 @@ class Generator:
             started=progress.started,
             error=failure.message[:300],
         )
-        if failure.verdict.error is not None:
-            raise failure.verdict.error(failure.message)
-        if progress.started and len(progress.delivered) > 1:
-            raise Unavailable(
+        error = final_error(
+            failure,
+            retries,
+            max_attempts=self._settings.max_attempts,
+            max_lost_workers=self._settings.max_lost_workers,
+        )
+        several = progress.started and len(progress.delivered) > 1
+        if several and failure.verdict.error is None:
+            error = Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
             )
-        lost = len(retries.lost)
-        failures = retries.failures
-        if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
-            raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
-        if failures >= self._settings.max_attempts:
-            refused = failure.verdict.cause is Cause.REFUSAL
-            error = Overloaded if refused else Unavailable
-            raise error(f"after {failures} attempts: {failure.message}")
+        if error is not None:
+            raise error
         self._metrics.failovers.labels(failure.reason).inc()
 
 

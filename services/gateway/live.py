@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
 
+from services.common.encoder_placement import EncoderList
 from services.common.listings import WorkerList, WorkerView
 from services.common.metrics import service_version
 from services.common.placement import Role
+from services.gateway.encoding.models import ServedEncoder
 from services.gateway.gateway import Gateway
 from services.gateway.keys import Tenant
 
@@ -124,8 +126,15 @@ class LiveState:
         model = self._gateway.model
         not_ready = await self._gateway.not_ready()
         listed = await self._gateway.router.workers()
+        encoder = self._gateway.encoder
+        encoders = await self._gateway.router.encoders() if encoder else None
         return {
-            "model": {"name": model.name, "context_length": self._gateway.limits.context_length},
+            "model": {
+                "name": model.name,
+                "context_length": self._gateway.limits.context_length,
+                "generates": model.generates,
+            },
+            "encoder": None if encoder is None else _describe_encoder(encoder, encoders),
             "not_ready": not_ready,
             "router": None if listed is None else {"waiting": listed.waiting},
             **self._describe_workers(listed or WorkerList(workers=[])),
@@ -145,6 +154,32 @@ class LiveState:
             "queue_tokens": sum(worker["queue_tokens"] for worker in described),
             "kv": _describe_kv(workers, rates),
         }
+
+
+def _describe_encoder(encoder: ServedEncoder, listed: EncoderList | None) -> dict[str, Any]:
+    """Return what the page shows of the encoder and its workers, those that are not ready first."""
+    workers = sorted(
+        (w for w in (listed.workers if listed else ()) if w.model.name == encoder.name),
+        key=lambda worker: (worker.state == "ready", worker.worker_id),
+    )
+    described = [
+        {
+            "name": worker.worker_id,
+            "state": worker.state,
+            "queue_tokens": worker.queue_tokens,
+            "tokens_s": round(worker.tokens_per_s),
+            "running": worker.running,
+            "waiting": worker.waiting,
+        }
+        for worker in workers
+    ]
+    return {
+        "name": encoder.name,
+        "max_tokens": encoder.facts.max_tokens if encoder.facts else None,
+        "router_waiting": listed.waiting if listed else 0,
+        "workers": sorted(described[:MAX_WORKERS], key=lambda worker: str(worker["name"])),
+        "workers_total": len(workers),
+    }
 
 
 def _describe_kv(workers: Sequence[WorkerView], rates: Sequence[TransferredKV]) -> dict[str, Any]:

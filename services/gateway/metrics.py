@@ -8,7 +8,7 @@ from services.gateway.worker_failure import failure_reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_STAGES = ("route", *(field.name for field in decode_pb2.StageTimes.DESCRIPTOR.fields))
+_STAGES = ("route", "encode", *(field.name for field in decode_pb2.StageTimes.DESCRIPTOR.fields))
 
 
 class GatewayMetrics:
@@ -48,6 +48,11 @@ class GatewayMetrics:
         )
         for stage in _STAGES:
             self.stages.labels(stage)
+        self.encode_latency = make.seconds(
+            "encode_request_latency",
+            "Seconds from the arrival of a request for embeddings or scores to its last output.",
+            buckets=_SECONDS,
+        )
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = make.counter(
             "cached_prompt_tokens",

@@ -2,18 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from services.common.encoder_placement import EncodePlaceRequest
 from services.common.errors import Overloaded, ServiceError, TooLarge, Unavailable
 from services.common.placement import PlaceRequest
 from services.common.tracing import Kind, Span
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import GenerationRequest
+from services.gateway.requests import GenerationRequest, RequestContext
 from services.gateway.retries import Retries, backoff_s
 from services.gateway.router_answers import ExceedsWorkers, NoRouter
-from services.gateway.router_client import RoutedPlacement, RouterClient
+from services.gateway.router_client import RoutedEncode, RoutedPlacement, RouterClient
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -75,66 +79,93 @@ class Placer:
         Raises:
             ServiceError: if the request cannot be placed, or `stop` was called.
         """
-        if self._shutdown is not None:
-            raise self._shutdown
         with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:
+
+            def call(wait_s: float) -> Awaitable[RoutedPlacement]:
+                message = self._message(request, siblings.admitted, retries, replayed, wait_s)
+                return self._router.place(message, span.headers, request.prefix)
+
             try:
-                async with asyncio.timeout(None) as scope:
-                    self._placing.add(scope)
-                    # A retry was admitted with its first attempt, and does not wait for the others.
-                    async with nullcontext() if retries.number else siblings.turn:
-                        routed = await self._place(
-                            request, siblings.admitted, retries, replayed, span.headers
-                        )
-                        siblings.admitted = True
-                        return routed
-            except TimeoutError:
-                if self._shutdown is None or not scope.expired():
-                    raise
-                raise self._shutdown from None
+                return await self._in_turn(call, siblings, retries, request.context.deadline)
             except ExceedsWorkers:
                 if request.required_tokens is None or replayed < request.required_tokens:
                     raise
                 return None
-            finally:
-                self._placing.discard(scope)
 
-    async def _place(
+    async def place_inputs(
         self,
-        request: GenerationRequest,
-        admitted: bool,
+        context: RequestContext,
+        message: EncodePlaceRequest,
+        siblings: Siblings,
         retries: Retries,
-        replayed: int,
-        trace: Mapping[str, str],
-    ) -> RoutedPlacement:
+        parent: Span,
+    ) -> RoutedEncode:
+        """Place an attempt at encoding inputs, as `place`.
+
+        Args:
+            message: the placement request, without what depends on the attempt.
+        """
+        with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:
+
+            def call(wait_s: float) -> Awaitable[RoutedEncode]:
+                of_attempt = message.model_copy(
+                    update={
+                        "admitted": siblings.admitted,
+                        "attempt": retries.number,
+                        "exclude": sorted(retries.excluded),
+                        "wait_s": wait_s,
+                    }
+                )
+                return self._router.place_inputs(of_attempt, span.headers)
+
+            return await self._in_turn(call, siblings, retries, context.deadline)
+
+    async def _in_turn(
+        self,
+        call: Callable[[float], Awaitable[R]],
+        siblings: Siblings,
+        retries: Retries,
+        deadline: float,
+    ) -> R:
+        """Place an attempt when it is its turn among its siblings.
+
+        Args:
+            call: calls the routers, given the maximum time in a queue in seconds.
+
+        Raises:
+            ServiceError: as `place`.
+        """
+        if self._shutdown is not None:
+            raise self._shutdown
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._placing.add(scope)
+                # A retry was admitted with its first attempt, and does not wait for the others.
+                async with nullcontext() if retries.number else siblings.turn:
+                    routed = await self._repeat(call, retries, deadline)
+                    siblings.admitted = True
+                    return routed
+        except TimeoutError:
+            if self._shutdown is None or not scope.expired():
+                raise
+            raise self._shutdown from None
+        finally:
+            self._placing.discard(scope)
+
+    async def _repeat(
+        self, call: Callable[[float], Awaitable[R]], retries: Retries, deadline: float
+    ) -> R:
         """Place an attempt. Workers that failed this request are used only as a last resort.
 
         A request waits while no router is reachable, and while workers register with a router that
         has just started. If a worker has already begun it, it also waits for workers to be ready.
         """
         began = time.monotonic()
-        context, required = request.context, request.required_tokens
-        until = min(began + self._queue_wait_s, context.deadline)
+        until = min(began + self._queue_wait_s, deadline)
         tries = 0
         while True:
-            call = PlaceRequest(
-                request_id=context.request_id,
-                admitted=admitted,
-                attempt=retries.number,
-                model=self._model,
-                prompt_tokens=request.prompt_tokens + replayed,
-                replayed_tokens=replayed,
-                max_tokens=request.max_tokens - replayed,
-                required_tokens=required and max(1, required - replayed),
-                choices=request.options.n,
-                tenant=context.tenant.id if context.tenant else None,
-                weight=context.tenant.weight if context.tenant else 1,
-                priority=-request.priority,  # routers place larger values first
-                exclude=sorted(retries.excluded),
-                wait_s=max(0.0, until - time.monotonic()),
-            )
             try:
-                routed = await self._router.place(call, trace, request.prefix)
+                routed = await call(max(0.0, until - time.monotonic()))
             except (Overloaded, TooLarge, Unavailable) as error:
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()
@@ -146,6 +177,32 @@ class Placer:
             else:
                 self._metrics.stages.labels("route").observe(time.monotonic() - began)
                 return routed
+
+    def _message(
+        self,
+        request: GenerationRequest,
+        admitted: bool,
+        retries: Retries,
+        replayed: int,
+        wait_s: float,
+    ) -> PlaceRequest:
+        context, required = request.context, request.required_tokens
+        return PlaceRequest(
+            request_id=context.request_id,
+            admitted=admitted,
+            attempt=retries.number,
+            model=self._model,
+            prompt_tokens=request.prompt_tokens + replayed,
+            replayed_tokens=replayed,
+            max_tokens=request.max_tokens - replayed,
+            required_tokens=required and max(1, required - replayed),
+            choices=request.options.n,
+            tenant=context.tenant.id if context.tenant else None,
+            weight=context.tenant.weight if context.tenant else 1,
+            priority=-request.priority,  # routers place larger values first
+            exclude=sorted(retries.excluded),
+            wait_s=wait_s,
+        )
 
 
 def _waits(refusal: ServiceError, retries: Retries) -> bool:

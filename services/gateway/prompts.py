@@ -82,6 +82,10 @@ class PromptTokenizer:
         """Return the result of ``work``; call it in a thread if the request is large."""
         return await self._run(self._python, size, work)
 
+    async def tokenize(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return the result of ``work``, which mostly tokenizes; otherwise as `compute`."""
+        return await self._run(self._encoding, size, work)
+
     async def encode_prompt(
         self,
         text: str,

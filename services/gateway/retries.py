@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from headrace.v1 import error_pb2
 from services.common.error_codes import Cause
+from services.common.errors import Overloaded, ServiceError, Unavailable
 from services.common.placement import WorkerAddress
 from services.gateway.worker_failure import WorkerFailure
 
@@ -49,3 +50,19 @@ def backoff_s(failures: int) -> float:
     It is random, so that the requests of a lost worker do not all retry at the same time.
     """
     return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))
+
+
+def final_error(
+    failure: WorkerFailure, retries: Retries, *, max_attempts: int, max_lost_workers: int
+) -> ServiceError | None:
+    """Return the error with which a failure ends its request; None if the request is retried."""
+    if failure.verdict.error is not None:
+        return failure.verdict.error(failure.message)
+    lost = len(retries.lost)
+    if lost >= max_lost_workers:  # the request itself may be what crashes them
+        return Unavailable(f"{lost} workers were lost during this request: {failure.message}")
+    if retries.failures >= max_attempts:
+        refused = failure.verdict.cause is Cause.REFUSAL
+        error = Overloaded if refused else Unavailable
+        return error(f"after {retries.failures} attempts: {failure.message}")
+    return None

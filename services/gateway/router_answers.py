@@ -1,10 +1,12 @@
 """Answers of routers to the call that places a request."""
 
 from http import HTTPStatus
+from typing import TypeVar
 
 import aiohttp
 from pydantic import ValidationError
 
+from services.common.encoder_placement import EncodePlacement
 from services.common.errors import (
     InternalFault,
     Overloaded,
@@ -37,10 +39,16 @@ class NoRouter(Unavailable):
     """No router takes calls now: each is unreachable, shuts down or waits for its workers."""
 
 
+P = TypeVar("P", Placement, EncodePlacement)
+
+
 def parse_answer(
-    response: aiohttp.ClientResponse, body: bytes, placement_id: str
-) -> Placement | ServiceError:
+    response: aiohttp.ClientResponse, body: bytes, placement_id: str, answer: type[P]
+) -> P | ServiceError:
     """Return the placement, or the refusal as the error of the request.
+
+    Args:
+        answer: class of the placement.
 
     Raises:
         ServiceError: if the answer is not that of a router. The request may have been placed.
@@ -48,7 +56,7 @@ def parse_answer(
     try:
         if response.status != HTTPStatus.OK:
             return _refusal(response, RouterError.model_validate_json(body))
-        placement = Placement.model_validate_json(body)
+        placement = answer.model_validate_json(body)
     except ValidationError as error:
         if response.status != HTTPStatus.OK:
             raise Unavailable(f"a router answered with HTTP status {response.status}") from None

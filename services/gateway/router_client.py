@@ -6,14 +6,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import aiohttp
 import structlog
 from pydantic import ValidationError
 
+from services.common.encoder_placement import EncodePlacement, EncodePlaceRequest, EncoderList
 from services.common.errors import ServiceError, Unavailable
 from services.common.listings import ModelReadiness, ReadinessList, WorkerList
+from services.common.messages import Message
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, new_placement_id
 from services.common.prefix_hashes import HEADER, encode_hashes
 from services.common.tls import MutualTls
@@ -23,6 +25,7 @@ from services.gateway.router_connections import RouterConnector
 log = structlog.get_logger()
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 _RELEASE_ATTEMPTS = 3
 PROBE_PERIOD_S = 1.0
@@ -33,21 +36,36 @@ _MAX_NAMED = 4
 _JSON = {"Content-Type": "application/json"}
 
 
+P = TypeVar("P", Placement, EncodePlacement)
+
+
+@dataclass(frozen=True)
+class _Kind(Generic[P]):
+    """Calls for one kind of placements: the beginning of their paths, and the answer's class."""
+
+    path: str
+    answer: type[P]
+
+
+_GENERATION = _Kind("/v1", Placement)
+_ENCODING = _Kind("/v1/encoders", EncodePlacement)
+
+
 @dataclass(eq=False)
-class RoutedPlacement:
+class Routed(Generic[P]):
     """A placement and the URL of the router that made it. The end of a ``with`` block releases it.
 
     Attributes:
         outcome, blame: result that the release reports; see `Release`.
     """
 
-    placement: Placement
+    placement: P
     router: str
     release: Callable[[str, Release], None]
     outcome: Outcome = Outcome.CANCELLED
     blame: str | None = None
 
-    def __enter__(self) -> "RoutedPlacement":
+    def __enter__(self) -> "Routed[P]":
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -56,6 +74,10 @@ class RoutedPlacement:
             self.router,
             Release(placement_id=placement_id, outcome=self.outcome, blame=self.blame),
         )
+
+
+RoutedPlacement = Routed[Placement]
+RoutedEncode = Routed[EncodePlacement]
 
 
 class RouterClient:
@@ -119,13 +141,24 @@ class RouterClient:
         headers = dict(trace or {})
         if prefix:
             headers[HEADER] = encode_hashes(prefix)
+        return await self._route(_GENERATION, request, headers)
+
+    async def place_inputs(
+        self, request: EncodePlaceRequest, trace: Mapping[str, str] | None = None
+    ) -> RoutedEncode:
+        """Place inputs on an encoder worker; otherwise as `place`."""
+        return await self._route(_ENCODING, request, dict(trace or {}))
+
+    async def _route(
+        self, kind: _Kind[P], request: PlaceRequest | EncodePlaceRequest, headers: dict[str, str]
+    ) -> Routed[P]:
         until = _now() + request.wait_s
         refusal: ServiceError = NoRouter("no router is reachable")
         for router in tuple(self._routers):
             left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
                 call = request.model_copy(update={"wait_s": left_s})
-                placement = await _twice(partial(self._place, router, call, headers))
+                placement = await _twice(partial(self._place, router, kind, call, headers))
             except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
@@ -133,7 +166,7 @@ class RouterClient:
                     refusal = error
             else:
                 self._prefer(router)
-                return RoutedPlacement(placement, router, self._release)
+                return Routed(placement, router, partial(self._release, kind.path))
         raise refusal
 
     async def readiness(self, model: str) -> ModelReadiness:
@@ -165,15 +198,22 @@ class RouterClient:
 
     async def workers(self) -> WorkerList | None:
         """Return the workers as the preferred router sees them, or None if no router answers."""
+        return await self._list("/v1/workers", WorkerList)
+
+    async def encoders(self) -> EncoderList | None:
+        """Return the encoder workers and their models, as `workers` does."""
+        return await self._list("/v1/encoders", EncoderList)
+
+    async def _list(self, path: str, listing: type[M]) -> M | None:
         for router in tuple(self._routers):
             try:
                 response, body = await self._request(
-                    "GET", f"{router}/v1/workers", timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S)
+                    "GET", f"{router}{path}", timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S)
                 )
                 response.raise_for_status()
-                return WorkerList.model_validate_json(body)
+                return listing.model_validate_json(body)
             except (aiohttp.ClientError, ValidationError) as error:
-                log.debug("router does not list workers", router=router, error=repr(error))
+                log.debug("router does not list", path=path, router=router, error=repr(error))
         return None
 
     async def close(self) -> None:
@@ -189,14 +229,14 @@ class RouterClient:
             self._routers.remove(router)
             self._routers.insert(0, router)
 
-    def _release(self, router: str, message: Release) -> None:
+    def _release(self, path: str, router: str, message: Release) -> None:
         """Report the end of a placed request, in the background."""
-        task = asyncio.create_task(self._post_release(router, message.model_dump_json().encode()))
+        url = f"{router}{path}/release"
+        task = asyncio.create_task(self._post_release(url, message.model_dump_json().encode()))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _post_release(self, router: str, body: bytes) -> None:
-        url = f"{router}/v1/release"
+    async def _post_release(self, url: str, body: bytes) -> None:
         call = partial(self._request, "POST", url, body, timeout_s=self._timeout_s)
         for attempt in range(_RELEASE_ATTEMPTS):
             try:
@@ -205,14 +245,18 @@ class RouterClient:
             except aiohttp.ClientError as error:
                 # A lost release only makes the router's load less accurate until the placement
                 # expires.
-                log.warning("release failed", router=router, error=repr(error))
+                log.warning("release failed", url=url, error=repr(error))
                 await asyncio.sleep(0.1 * 2**attempt)
             else:
                 return
 
     async def _place(
-        self, router: str, request: PlaceRequest, headers: Mapping[str, str]
-    ) -> Placement:
+        self,
+        router: str,
+        kind: _Kind[P],
+        request: PlaceRequest | EncodePlaceRequest,
+        headers: Mapping[str, str],
+    ) -> P:
         """Call one router, under a new placement id.
 
         Raises:
@@ -223,7 +267,7 @@ class RouterClient:
         answering = asyncio.create_task(
             self._request(
                 "POST",
-                f"{router}/v1/place",
+                f"{router}{kind.path}/place",
                 request.model_dump_json().encode(),
                 timeout_s=self._timeout_s + request.wait_s,
                 headers=headers,
@@ -234,11 +278,11 @@ class RouterClient:
                 await self._probe(router)
             response, answer = answering.result()
             self._answered[router] = _now()
-            placed = parse_answer(response, answer, request.placement_id)
+            placed = parse_answer(response, answer, request.placement_id, kind.answer)
         except BaseException:
             if _was_sent(answering):
                 unused = Release(placement_id=request.placement_id, outcome=Outcome.CANCELLED)
-                self._release(router, unused)
+                self._release(kind.path, router, unused)
             answering.cancel()
             raise
         if isinstance(placed, ServiceError):

@@ -35,6 +35,7 @@ from services.gateway.requests import (
     RequestContext,
     cache_salt,
 )
+from services.gateway.rpc_embed import embed
 from services.gateway.rpc_request import (
     adds_special_tokens,
     chat_options,
@@ -133,12 +134,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # noqa: N802 - named by the schema
         self, _request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Return the served model."""
+        """Return the served models."""
         async with self.guard("ListModels", context):
             self._accept(valid_request_id(None), context)
-            length = self._gateway.limits.context_length or 0
-            listed = inference_pb2.Model(id=self._gateway.model.name, context_length=length)
-            return inference_pb2.ListModelsResponse(models=[listed])
+            encoder = self._gateway.encoder and self._gateway.encoder.name
+            models = [
+                inference_pb2.Model(id=name, context_length=length or 0, is_encoder=name == encoder)
+                for name, _, length in self._gateway.models
+            ]
+            return inference_pb2.ListModelsResponse(models=models)
+
+    async def Embed(  # noqa: N802 - named by the schema
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        """Return the embeddings of texts or token ids."""
+        request_id = valid_request_id(request.request_id)
+        span = rpc_span(f"{SERVICE}/Embed", context.invocation_metadata(), request_id)
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
+            async with self.guard("Embed", context, span):
+                accepted = self._accept(request_id, context, span)
+                async with enforce_deadline(_deadline(accepted, context)):
+                    return await embed(self._gateway, request, accepted)
 
     @asynccontextmanager
     async def guard(

@@ -16,11 +16,12 @@ from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading
 from services.common.signals import stop_on_signals
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
 from services.gateway.rpc import build_rpc_server
+from services.gateway.served import Served
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger()
@@ -42,14 +43,14 @@ async def serve(settings: GatewaySettings) -> None:
     """
     check_file_limit(settings.max_connections)
     keys = ApiKeys.load(settings.api_keys_file)
-    model = await asyncio.to_thread(ServedModel.load, settings)
+    served = await asyncio.to_thread(Served.load, settings)
     listener = listen_for_clients(
         settings.host,
         settings.port,
         write_timeout_s=settings.write_timeout_s,
         reuse_port=settings.reuse_port,
     )
-    gateway = Gateway(settings, model, keys)
+    gateway = Gateway(settings, served.model, keys, encoder=served.encoder)
     secret_files = [*settings.secret_files, *([keys] if keys.required else [])]
     gateway.metrics.secrets.observe(secret_files, settings.token_check)
     try:
@@ -69,7 +70,8 @@ async def serve(settings: GatewaySettings) -> None:
     health = asyncio.create_task(_update_health(gateway, rpc))
     port = listener.getsockname()[1]
     ports = {"port": port, "grpc_port": rpc.port, "metrics_port": port, **operation.ports}
-    log.info("listening", model=model.name, **ports)
+    encoder = served.encoder.name if served.encoder else None
+    log.info("listening", model=served.model.name, encoder=encoder, **ports)
     try:
         stopping = asyncio.create_task(stop.wait())
         async with reloading(secret_files):

@@ -194,7 +194,7 @@ class WorkerSession:
         ) as channel:
             try:
                 async with asyncio.timeout(settings.connect_timeout_s):
-                    await _connected(channel)
+                    await connected(channel)
                 self._connected = True
                 stub = decode_pb2_grpc.DecodeStub(channel)
                 call = stub.Session(self._commands(), metadata=credentials(settings.token))
@@ -238,7 +238,7 @@ class WorkerSession:
             yield command
 
 
-async def _connected(channel: aio.Channel) -> None:
+async def connected(channel: aio.Channel) -> None:
     """Wait until a channel is connected.
 
     Raises:

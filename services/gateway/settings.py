@@ -19,6 +19,8 @@ from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 from services.gateway.output.formats import ReasoningParserName, ToolParserName
 
+NO_MODEL = "none"
+"""Value of ``model`` of a gateway that serves only an encoder."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\*|[^/*\s]+))$"
 
 
@@ -50,13 +52,27 @@ class GatewaySettings(ServiceSettings):
         description="base URLs of the routers, any of which can place a request; repeat the flag",
     )
     model: str = Field(
-        DEFAULT_MODEL, description="smollm2-135m, or path of a model; only its tokenizer is read"
+        DEFAULT_MODEL,
+        description="smollm2-135m, or path of a model; only its tokenizer is read; none: text is "
+        "not generated, only `encoder_model` is served",
     )
     served_model_name: str | None = Field(
         None,
         min_length=1,
         max_length=256,
         description="model name that clients use; default: derived from the model's path",
+    )
+    encoder_model: str | None = Field(
+        None,
+        min_length=1,
+        description="all-minilm-l6-v2, or path of an encoder, for embeddings and scores; only its "
+        "tokenizer is read; default: none is served",
+    )
+    served_encoder_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="name of the encoder that clients use; default: derived from its path",
     )
     context_length: int | None = Field(
         None,
@@ -159,6 +175,19 @@ class GatewaySettings(ServiceSettings):
         32, ge=4, le=512, description="maximum nesting depth of a JSON body"
     )
     max_prompts: int = Field(32, ge=1, le=1024, description="maximum prompts in one request")
+    max_inputs: int = Field(
+        2048,
+        ge=1,
+        le=1 << 16,
+        description="maximum texts or pairs in one request for embeddings or scores",
+    )
+    encode_part_tokens: int = Field(
+        4096,
+        ge=1,
+        le=1 << 20,
+        description="tokens of the inputs that are sent to an encoder worker together; larger "
+        "requests are cut, and spread over several workers",
+    )
     max_choices: int = Field(8, ge=1, le=128, description="maximum n, the choices for one prompt")
     max_logprobs: int = Field(
         20,
@@ -288,6 +317,12 @@ class GatewaySettings(ServiceSettings):
     def _check_proxies(cls, proxies: list[str]) -> list[str]:
         ClientAddresses(proxies)
         return proxies
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        if self.model == NO_MODEL and self.encoder_model is None:
+            raise ValueError("without a model, encoder_model must be set")
+        return self
 
     @model_validator(mode="after")
     def _check_buffers(self) -> Self:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -40,13 +40,17 @@ class Artifacts:
         checkpoint: model that workers load.
         tokenizer: model file or folder from which the gateway loads the tokenizer.
         codebooks: codebooks of the codec, or None if KV is sent raw.
-        served_name: model name that clients use.
+        served_name: model name that clients use; without a model, that of the encoder.
+        encoder: folder of the encoder, or None.
+        encoder_name: name of the encoder that clients use; empty without one.
     """
 
     checkpoint: Path
     tokenizer: Path
     codebooks: Path | None
     served_name: str
+    encoder: Path | None = None
+    encoder_name: str = ""
 
 
 def artifact_folder(source: Path, keep: float | None) -> Path:
@@ -69,7 +73,7 @@ def is_factorized(options: UpOptions) -> bool:
     Raises:
         SettingsError: if the model does not exist.
     """
-    if options.keep is None or options.keep == 1.0:
+    if not options.generates or options.keep is None or options.keep == 1.0:
         return True
     folder = artifact_folder(resolve_model(options.model), options.keep)
     return is_intact(folder / _CHECKPOINT)
@@ -79,8 +83,19 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
     """Make the artifacts that are missing or damaged, each in a separate process.
 
     Raises:
-        SettingsError: if the model does not exist or an artifact cannot be made.
+        SettingsError: if a model does not exist or an artifact cannot be made.
     """
+    if options.encoder is None:
+        return _prepare(options, console)
+    encoder = resolve_model(options.encoder)
+    name = model_name(encoder)
+    if not options.generates:
+        return Artifacts(encoder, encoder, None, name, encoder, name)
+    return replace(_prepare(options, console), encoder=encoder, encoder_name=name)
+
+
+def _prepare(options: UpOptions, console: Console) -> Artifacts:
+    """Make the artifacts of the model that generates text."""
     source = resolve_model(options.model)
     factorized = options.keep is not None and options.keep < 1.0
     name = model_name(source)

@@ -105,15 +105,18 @@ def _show(port: int, *, as_json: bool) -> int:
         diagnostics().print(f"a deployment on port {port} is starting{process}")
         return 1
     if as_json:
-        names = ("port", "grpc_port", "router_port", "model", "kv_format")
+        names = ("port", "grpc_port", "router_port", "model", "kv_format", "encoder")
         described = {name: getattr(deployment, name) for name in names}
         ranks = {name: [rank.pid for rank in _ranks(pid)] for name, pid in deployment.pids.items()}
         others = {name: pids for name, pids in ranks.items() if pids}
         print(json.dumps(described | {"processes": deployment.pids, "ranks": others}))  # noqa: T201
         return 0
     console = results()
-    model = f": {deployment.model}, KV format {deployment.kv_format}" if deployment.model else ""
-    console.print(f"headrace on port {port}{model}", markup=False, soft_wrap=True)
+    model = f"{deployment.model}, KV format {deployment.kv_format}" if deployment.model else ""
+    encoder = f"encoder {deployment.encoder}" if deployment.encoder else ""
+    served = ", ".join(filter(None, (model, encoder)))
+    title = f"headrace on port {port}" + (f": {served}" if served else "")
+    console.print(title, markup=False, soft_wrap=True)
     console.print(_processes(deployment))
     try:
         console.print(_workers(deployment))
@@ -180,7 +183,10 @@ def _workers(deployment: Deployment) -> Table:
     answer = _ask_router(deployment, "workers")
     columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "reason")
     table = Table("worker", *(name.replace("_", " ") for name in columns[1:]), title="router")
-    for worker in answer["workers"]:
+    encoders = [
+        each | {"role": "encoder"} for each in _ask_router(deployment, "encoders")["workers"]
+    ]
+    for worker in answer["workers"] + encoders:
         table.add_row(*(escape(_text(worker.get(column))) for column in columns))
     return table
 
@@ -198,7 +204,10 @@ def _not_ready(deployment: Deployment) -> list[str]:
     Raises:
         httpx.HTTPError, ValueError: as `_workers`.
     """
-    models = _ask_router(deployment, "readiness")["models"]
+    models = [
+        *_ask_router(deployment, "readiness")["models"],
+        *_ask_router(deployment, "encoders")["models"],
+    ]
     if not models:
         return ["not ready: no worker is registered"]
     return [

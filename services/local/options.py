@@ -7,6 +7,8 @@ from runtime.kv.names import check_name
 from services.common.errors import SettingsError
 
 MAX_PORT = 65535
+NO_MODEL = "none"
+"""Value of ``model`` of a deployment that serves only an encoder."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class WorkerOptions:
 
     Attributes:
         name: unique name within the deployment.
-        role: prefill or decode.
+        role: prefill, decode or encoder.
         ranks: number of its ranks; on GPUs, each has one of its own.
     """
 
@@ -40,7 +42,9 @@ class UpOptions:
         prefill_tp: number of ranks of each prefill worker (tensor parallelism).
         decode_tp: number of ranks of each decode worker.
         colocated: whether decode workers also prefill; then there are no prefill workers.
-        model: name or path of a checkpoint.
+        model: name or path of a checkpoint; none: no text is generated, only the encoder is served.
+        encoder: name or path of an encoder, for embeddings and scores; None for none.
+        encoders: number of encoder workers.
         keep: fraction of the parameters to keep in a factorized model; None serves the model
             unchanged.
         dense_meanwhile: whether to serve the unchanged model while the factorized one is made. The
@@ -66,6 +70,8 @@ class UpOptions:
     decode_tp: int = 1
     colocated: bool = False
     model: str = "smollm2-135m"
+    encoder: str | None = None
+    encoders: int = 1
     keep: float | None = None
     dense_meanwhile: bool = False
     codec: str = "auto"
@@ -80,14 +86,20 @@ class UpOptions:
         return [self.router_port + number for number in range(self.routers)]
 
     @property
+    def generates(self) -> bool:
+        """Whether a model that generates text is served."""
+        return self.model != NO_MODEL
+
+    @property
     def workers(self) -> list[WorkerOptions]:
-        """Options of each worker, prefill workers first."""
-        prefill = 0 if self.colocated else self.prefill
+        """Options of each worker: prefill, decode, then encoder workers."""
+        prefill = 0 if self.colocated or not self.generates else self.prefill
         return [
             WorkerOptions(f"{role}-{number}", role, ranks)
             for role, count, ranks in (
                 ("prefill", prefill, self.prefill_tp),
-                ("decode", self.decode, self.decode_tp),
+                ("decode", self.decode if self.generates else 0, self.decode_tp),
+                ("encoder", self.encoders if self.encoder else 0, 1),
             )
             for number in range(count)
         ]
@@ -95,7 +107,7 @@ class UpOptions:
     @property
     def wire_codec(self) -> str:
         """Encoding of KV transfers: ``codec``, but raw if there are no transfers."""
-        return "raw" if self.colocated else self.codec
+        return "raw" if self.colocated or not self.generates else self.codec
 
     @property
     def ports(self) -> list[tuple[str, int]]:
@@ -114,6 +126,10 @@ class UpOptions:
             raise SettingsError(f"--codec {self.codec}: must be auto, raw or splitzip")
         if self.device not in ("auto", "cpu", "cuda"):
             raise SettingsError(f"--device {self.device}: must be auto, cpu or cuda")
+        if not self.generates and self.encoder is None:
+            raise SettingsError(f"--model {NO_MODEL} needs --encoder: nothing would be served")
+        if not self.generates and self.keep is not None:
+            raise SettingsError(f"--keep needs a model, not --model {NO_MODEL}")
         if not self.colocated and self.prefill < 1:
             raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
         for flag, port in self.ports:

@@ -53,7 +53,7 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
     assigned = assign_gpus(visible_gpus(options.device), [worker.ranks for worker in workers])
     for worker, gpus in zip(workers, assigned, strict=True):
         arguments = _worker(options, artifacts, routers, worker)
-        if options.colocated:
+        if options.colocated and worker.role == "decode":
             arguments += ("--colocated",)
         environment = common | _free_health_port(worker.role) | _gpus(worker.role, gpus)
         specs.append(ProcessSpec(worker.name, worker.role, arguments, environment))
@@ -74,6 +74,8 @@ def _gpus(role: str, gpus: WorkerGpus) -> dict[str, str]:
     """Return the environment that limits a worker to its GPUs and their memory."""
     if not gpus.names:
         return {}
+    if role == "encoder":  # it allocates what it needs
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.names)}
     share = f"HEADRACE_{role.upper()}_GPU_MEMORY_UTILIZATION"
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus.names),
@@ -105,22 +107,30 @@ def _gateway(options: UpOptions, artifacts: Artifacts, routers: list[str]) -> tu
         *("--port", str(options.port)),
         *("--grpc-port", str(options.grpc_port)),
         *(part for url in routers for part in ("--routers", url)),
-        *("--model", str(artifacts.tokenizer)),
-        *("--served-model-name", artifacts.served_name),
+        *("--model", str(artifacts.tokenizer) if options.generates else options.model),
+        *(("--served-model-name", artifacts.served_name) if options.generates else ()),
+        *(("--encoder-model", str(artifacts.encoder)) if artifacts.encoder else ()),
+        *(("--served-encoder-name", artifacts.encoder_name) if artifacts.encoder else ()),
     )
 
 
 def _worker(
     options: UpOptions, artifacts: Artifacts, routers: list[str], worker: WorkerOptions
 ) -> tuple[str, ...]:
-    arguments: tuple[str, ...] = (
+    process: tuple[str, ...] = (
         *("--host", options.host),
         *("--worker-id", worker.name),
-        *("--tp", str(worker.ranks)),
         *(part for url in routers for part in ("--routers", url)),
+        *("--device", options.device),
+    )
+    if worker.role == "encoder":
+        names = ("--model", str(artifacts.encoder), "--served-model-name", artifacts.encoder_name)
+        return process + names
+    arguments: tuple[str, ...] = (
+        *process,
+        *("--tp", str(worker.ranks)),
         *("--model", str(artifacts.checkpoint)),
         *("--served-model-name", artifacts.served_name),
-        *("--device", options.device),
         *("--codec", options.wire_codec),
         *("--kv-format", options.kv_format),
         *("--kv-eviction", str(options.kv_eviction)),

@@ -64,6 +64,7 @@ class Deployment:
         tls_dir: folder with the certificate, key and CA of mutual TLS, or None.
         model: name of the served model; empty if an earlier version wrote the state.
         kv_format: KV format of the workers; empty if an earlier version wrote the state.
+        encoder: name of the served encoder; empty for none.
     """
 
     host: str
@@ -78,6 +79,7 @@ class Deployment:
     tls_dir: str | None = None
     model: str = ""
     kv_format: str = ""
+    encoder: str = ""
 
     @staticmethod
     def folder(port: int) -> Path:
@@ -188,6 +190,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "routers": (int, NoneType),
     "model": (str, NoneType),
     "kv_format": (str, NoneType),
+    "encoder": (str, NoneType),
 }
 
 

@@ -46,6 +46,8 @@ from services.local.supervisor import (
 
 console = diagnostics()
 
+_WORKERS = ("prefill", "decode", "encoder")
+
 
 def up(options: UpOptions, *, detach: bool) -> int:
     """Start a deployment and return the exit code.
@@ -133,7 +135,7 @@ async def _serve(options: UpOptions, artifacts: Artifacts, later: UpOptions | No
         if ready.done() and not stop.is_set():
             ready.result()
             supervisor.mark_ready()
-            _print_usage(options, artifacts.served_name)
+            _print_usage(options, artifacts)
             if later is not None:
                 factorizing = asyncio.create_task(_factorize(later, logs / "prepare.log"))
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,8 +163,9 @@ def _state(options: UpOptions, artifacts: Artifacts, token: str) -> Deployment:
         supervisor_started=me.started,
         cluster_token=token,
         tls_dir=str(options.tls_dir) if options.tls_dir else None,
-        model=artifacts.served_name,
-        kv_format=options.kv_format,
+        model=artifacts.served_name if options.generates else "",
+        kv_format=options.kv_format if options.generates else "",
+        encoder=artifacts.encoder_name,
         pids={},
     )
 
@@ -209,7 +212,7 @@ async def _show_start(
 ) -> None:
     """Print the stages of the workers' start until one of the tasks has ended."""
     with console.status(f"starting {len(specs)} processes, logs in {logs}") as status:
-        workers = [spec.name for spec in specs if spec.service in ("prefill", "decode")]
+        workers = [spec.name for spec in specs if spec.service in _WORKERS]
         log_files = {name: logs / f"{name}.log" for name in workers}
         progress = StartProgress(log_files, console, status)
         following = asyncio.create_task(poll_periodically(progress.poll))
@@ -282,17 +285,27 @@ async def _wait_until_ready(options: UpOptions) -> None:
     )
 
 
-def _print_usage(options: UpOptions, model: str) -> None:
+def _print_usage(options: UpOptions, artifacts: Artifacts) -> None:
     """Print how to use the service, in one write: it is the only output to stdout."""
     url = f"http://{bracketed(options.host)}:{options.port}"
-    messages = '[{"role":"user","content":"What is the capital of France?"}]'
-    body = f'{{"model":"{model}","messages":{messages},"temperature":0}}'
+    model, encoder = artifacts.served_name, artifacts.encoder_name
+    served = f"{model} and {encoder}" if options.generates and encoder else model
+    kv_format = f", KV format {options.kv_format}" if options.generates else ""
     grpc_address = f"{bracketed(options.host)}:{options.grpc_port}"
+    lines = [f"ready: {served} at {url}/v1, gRPC at {grpc_address}{kv_format}"]
+    if options.generates:
+        messages = '[{"role":"user","content":"What is the capital of France?"}]'
+        body = f'{{"model":"{model}","messages":{messages},"temperature":0}}'
+        lines.append(_curl(f"{url}/v1/chat/completions", body))
+    if encoder:
+        lines.append(_curl(f"{url}/v1/embeddings", f'{{"model":"{encoder}","input":"Hello"}}'))
     interrupt = "Ctrl-C or " if sys.stderr.isatty() else ""  # --detach has no terminal
-    lines = (
-        f"ready: {model} at {url}/v1, gRPC at {grpc_address}, KV format {options.kv_format}",
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+    lines += [
         f"  live page at {url}/, API description at {url}/openapi.json, metrics at {url}/metrics",
         f"  {interrupt}`headrace down --port {options.port}` stops it",
-    )
+    ]
     results().print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _curl(url: str, body: str) -> str:
+    return f"  curl {url} -H 'content-type: application/json' -d '{body}'"

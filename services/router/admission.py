@@ -8,17 +8,36 @@ the first second of a queue after the workers were idle.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from services.common.fair_queue import FairQueue, Queued
 from services.common.rate import Rate
 from services.common.router_errors import ErrorCode
 from services.router.errors import Refusal
-from services.router.queue import PendingPlacement, PlacementQueue
 
 _MEMORY_S = 10.0
 _KNOWN_AFTER_S = 1.0
 _AVERAGED = 32
 """Number of requests over which the time on workers is averaged."""
 _MAX_RETRY_AFTER_S = 60
+
+
+class Waiting(Queued, Protocol):
+    """A queued call. Times are in seconds of a monotonic clock.
+
+    Attributes:
+        admitted: whether the request was admitted before, so that it may wait until its deadline.
+    """
+
+    @property
+    def arrived(self) -> float: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def admitted(self) -> bool: ...
+
+
+W = TypeVar("W", bound=Waiting)
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class Admission:
         """
         return max(self._limits.shed_after_s, self._limits.shed_ratio * self._request_s)
 
-    def elapse(self, queue: PlacementQueue, now: float) -> None:
+    def elapse(self, queue: FairQueue[W], now: float) -> None:
         """Advance the time. Call this before every change of the queue."""
         if len(queue):
             self._placed.add(0.0, now - self._now)
@@ -59,16 +78,16 @@ class Admission:
         """Forget the rate. Call it when no worker has work: what made the rate slow is over."""
         self._placed.reset()
 
-    def placed(self, call: PendingPlacement) -> None:
+    def placed(self, call: Waiting) -> None:
         """Record that a call left the queue because it was placed."""
-        self._placed.add(call.demand.cost, 0.0)
+        self._placed.add(call.cost, 0.0)
 
     def ended(self, request_s: float) -> None:
         """Record the time from the placement of a request to its success."""
         self._ended = min(self._ended + 1, _AVERAGED)
         self._request_s += (request_s - self._request_s) / self._ended
 
-    def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> Refusal | None:
+    def refusal(self, queue: FairQueue[W], call: W) -> Refusal | None:
         """Return the refusal of a queued call that would wait too long, or None if it may wait.
 
         Requests that were admitted before may wait until their deadline.
@@ -78,7 +97,7 @@ class Admission:
             return self.queue_full_error(
                 queue, call, "no worker has capacity, and the request has no time left to wait"
             )
-        if call.request.admitted or self._wait_s(queue, call) <= min(self.limit_s, left_s):
+        if call.admitted or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None
         tokens = queue.cost_before(call)
         return self.queue_full_error(
@@ -87,14 +106,12 @@ class Admission:
             f"the request would wait too long: {tokens:.0f} tokens are ahead of it in the queue",
         )
 
-    def queue_full_error(
-        self, queue: PlacementQueue, call: PendingPlacement, reason: str
-    ) -> Refusal:
+    def queue_full_error(self, queue: FairQueue[W], call: W, reason: str) -> Refusal:
         """Return the refusal of a queued call, with the predicted wait as ``Retry-After``."""
         wait_s = min(self._wait_s(queue, call), _MAX_RETRY_AFTER_S)
         return Refusal(ErrorCode.QUEUE_FULL, reason, retry_after_s=math.ceil(wait_s) or None)
 
-    def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
+    def _wait_s(self, queue: FairQueue[W], call: W) -> float:
         """Return the predicted wait of a call, in seconds.
 
         It is at least the time that calls of the same tenant ahead of it have waited already.

@@ -32,6 +32,9 @@ from services.router.admission import Admission
 from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
 from services.router.calls import Call, Disconnected, JsonCalls
 from services.router.dispatcher import Dispatcher
+from services.router.encoders.calls import add_encoder_calls, listing
+from services.router.encoders.dispatcher import EncoderDispatcher
+from services.router.encoders.fleet import EncoderFleet
 from services.router.errors import Refusal
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
@@ -52,6 +55,20 @@ def build_dispatcher(settings: RouterSettings, now: float) -> Dispatcher:
         output_reserve=settings.output_reserve,
         max_wait_s=settings.max_wait_s,
         admission=Admission(settings.admission),
+        settled_at=now + settings.gone_after_s,
+    )
+
+
+def build_encoder_dispatcher(settings: RouterSettings, now: float) -> EncoderDispatcher:
+    """Return a dispatcher of encoder workers; the router starts ``now``."""
+    return EncoderDispatcher(
+        EncoderFleet(settings.fleet),
+        settings.policy,
+        Random(settings.seed),
+        Admission(settings.admission),
+        max_waiting=settings.max_waiting,
+        max_wait_s=settings.max_wait_s,
+        backlog_s=settings.prompt_backlog_s,
         settled_at=now + settings.gone_after_s,
     )
 
@@ -88,16 +105,19 @@ class _App(Quart):
 def create_app(
     settings: RouterSettings,
     dispatcher: Dispatcher | None = None,
+    encoders: EncoderDispatcher | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Quart:
     """Return the app. While it serves, it advances the dispatcher every ``tick_s`` seconds.
 
     Args:
-        dispatcher: dispatcher to use. By default, a new one is created from the settings.
+        dispatcher, encoders: dispatchers to use. By default, new ones are created from the
+            settings.
         clock: monotonic clock, in seconds.
     """
     router = dispatcher or build_dispatcher(settings, clock())
+    encoders = encoders or build_encoder_dispatcher(settings, clock())
     metrics = RouterMetrics()
     access = Access(settings)
     metrics.secrets.observe(settings.secret_files, settings.token_check)
@@ -109,11 +129,13 @@ def create_app(
     )
     _add_calls_of_workers(calls, router, clock)
     _add_calls_of_gateways(calls, router, metrics, clock)
+    add_encoder_calls(calls, encoders, metrics, clock)
     app = _App(calls, settings.retry_after_s)
     app.url_map.merge_slashes = False  # no redirects
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    _add_listings(app, router, clock)
-    _add_probes(app, router, metrics, clock, settings.retry_after_s)
+    _add_listings(app, router, encoders, clock)
+    _add_probes(app, router, settings.retry_after_s)
+    _add_metrics(app, router, encoders, metrics, clock)
 
     @app.before_request
     async def check() -> None:
@@ -128,7 +150,9 @@ def create_app(
 
     @app.while_serving
     async def tick() -> AsyncGenerator[None, None]:
-        ticking = asyncio.create_task(_advance_periodically(router, settings.tick_s, clock))
+        ticking = asyncio.create_task(
+            _advance_periodically(router, encoders, settings.tick_s, clock)
+        )
         yield
         ticking.cancel()
         with suppress(asyncio.CancelledError):
@@ -138,11 +162,14 @@ def create_app(
 
 
 async def _advance_periodically(
-    router: Dispatcher, tick_s: float, clock: Callable[[], float]
+    router: Dispatcher,
+    encoders: EncoderDispatcher,
+    tick_s: float,
+    clock: Callable[[], float],
 ) -> None:
     while True:
         try:
-            for gone in router.advance(clock()):
+            for gone in (*router.advance(clock()), *encoders.advance(clock())):
                 log.warning("worker removed", worker=gone.worker_id, epoch=gone.epoch)
             router.failure = None
         except Exception as error:
@@ -220,7 +247,13 @@ def _add_calls_of_gateways(
         router.release(body, clock())
 
 
-def _add_listings(app: Quart, router: Dispatcher, clock: Callable[[], float]) -> None:
+def _add_listings(
+    app: Quart, router: Dispatcher, encoders: EncoderDispatcher, clock: Callable[[], float]
+) -> None:
+    @app.get("/v1/encoders")
+    async def encoder_workers() -> Response:
+        return _response(answer(listing(encoders, clock())))
+
     @app.get("/v1/workers")
     async def workers() -> Response:
         views = router.fleet.views(clock())
@@ -274,13 +307,7 @@ async def failure(router: Dispatcher) -> str | None:
     return router.failure
 
 
-def _add_probes(
-    app: Quart,
-    router: Dispatcher,
-    metrics: RouterMetrics,
-    clock: Callable[[], float],
-    retry_after_s: int,
-) -> None:
+def _add_probes(app: Quart, router: Dispatcher, retry_after_s: int) -> None:
     @app.get("/health")
     async def health() -> Response:
         status, body = health_answer(await failure(router))
@@ -292,9 +319,19 @@ def _add_probes(
         wait_s = retry_after_s if status != 200 else None
         return _response(Answer(json.dumps(body), status, wait_s))
 
+
+def _add_metrics(
+    app: Quart,
+    router: Dispatcher,
+    encoders: EncoderDispatcher,
+    metrics: RouterMetrics,
+    clock: Callable[[], float],
+) -> None:
     @app.get("/metrics")
     async def expose() -> Response:
-        text = metrics.render(router.fleet.views(clock()), len(router.queue))
+        now = clock()
+        views, encoding = router.fleet.views(now), listing(encoders, now)
+        text = metrics.render(views, len(router.queue), encoding)
         return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
 

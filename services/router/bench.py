@@ -24,12 +24,12 @@ from statistics import fmean, quantiles
 
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.common.prefix_hashes import ENDS, HASH_BYTES, MAX_BLOCKS
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.http_bench import WORKERS, HttpCost
 from services.router.http_bench import measure as measure_http
 from services.router.load_bench import GOAL, LOADS, Cost, Load, LoadBench
-from services.router.policy import PolicyName
 from services.router.queue import PlacementQueue
 from services.router.simulated_workers import heartbeat, registration
 from services.router.simulation import FDC_TABLE_6, Simulation, alone_s, draw_jobs

@@ -21,9 +21,10 @@ from services.common.placement import (
 from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import Demand
+from services.router.choice import PolicyName
 from services.router.errors import Refusal
 from services.router.fleet import Fleet
-from services.router.policy import Pair, PolicyName, place
+from services.router.policy import Pair, place
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.roster import Claim, Reason, Roster
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
-from typing import TypeVar
 
 from services.common.listings import WorkerView
 from services.common.placement import (
@@ -33,6 +32,7 @@ from services.common.placement import (
 )
 from services.common.router_errors import ErrorCode
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.router.epochs import Epochs, remember
 from services.router.errors import Refusal
 from services.router.matching import unmatched
 from services.router.policy import Pair
@@ -41,13 +41,8 @@ from services.router.roster import Roster
 from services.router.speed import slowdown
 from services.router.tracked_worker import TrackedWorker
 
-MAX_RETIRED = 4096
-"""Maximum number of ended epochs, and of releases of unknown placements, that are remembered."""
 MAX_COMPARED = 64
 """Maximum number of other workers with which the speed of a worker is compared."""
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,7 @@ class Fleet:
     def __init__(self, limits: FleetLimits) -> None:
         self._limits = limits
         self._workers: dict[str, TrackedWorker] = {}
-        self._epochs: OrderedDict[str, str] = OrderedDict()  # the newest epoch of each worker
-        self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._epochs = Epochs()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
         # Ids of placements that were unknown when they were released.
         self._released: OrderedDict[str, None] = OrderedDict()
@@ -121,7 +115,7 @@ class Fleet:
                 f"heartbeat_s is {registration.heartbeat_s:g}, but at most half of suspect_after_s "
                 f"({self._limits.suspect_after_s:g}) of this router is allowed",
             )
-        self._refuse_retired(registration.worker_id, registration.epoch)
+        self._epochs.check(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
         known = self._find(worker_id, epoch)
         if known and known.registration.compatibility == registration.compatibility:
@@ -137,10 +131,7 @@ class Fleet:
                 ErrorCode.QUEUE_FULL,
                 f"{self._limits.max_workers} workers are registered, the limit is max_workers",
             )
-        last = self._epochs.get(worker_id, epoch)
-        if last != epoch:
-            _store(self._retired, (worker_id, last), None)
-        _store(self._epochs, worker_id, epoch)
+        self._epochs.begin(worker_id, epoch)
         plan, pages = registration.compatibility.page_plan, registration.page_count
         blocks = self._limits.remembered_blocks if registration.reuses_prefixes else 0
         prefixes = PrefixMemory(blocks, plan.max_tokens(pages))
@@ -154,7 +145,7 @@ class Fleet:
             Refusal: if the epoch has ended or was replaced, or if the heartbeat does not have the
                 page groups of the registration.
         """
-        self._refuse_retired(beat.worker_id, beat.epoch)
+        self._epochs.check(beat.worker_id, beat.epoch)
         worker = self._find(beat.worker_id, beat.epoch)
         if worker is None:
             return False
@@ -174,7 +165,7 @@ class Fleet:
 
     def deregister(self, worker_id: str, epoch: str) -> None:
         """Remove a worker. Its epoch is rejected from now on, even if it was never registered."""
-        _store(self._retired, (worker_id, epoch), None)
+        self._epochs.end(worker_id, epoch)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
             self._registrations_changed(worker_id)
@@ -235,7 +226,7 @@ class Fleet:
         """
         record = self._records.pop(release.placement_id, None)
         if record is None:  # the release may have arrived before the call to place
-            _store(self._released, release.placement_id, None)
+            remember(self._released, release.placement_id, None)
             return None
         self._forget_promises(record)
         for address in record.addresses:
@@ -304,10 +295,6 @@ class Fleet:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.registration.epoch == epoch else None
 
-    def _refuse_retired(self, worker_id: str, epoch: str) -> None:
-        if (worker_id, epoch) in self._retired:
-            raise Refusal(ErrorCode.STALE_EPOCH, f"epoch {epoch} of worker {worker_id} has ended")
-
     def _forget_promises(self, record: _PlacementRecord) -> None:
         self._expiries.pop(record.placement.placement_id, None)
         for address in record.addresses:
@@ -371,10 +358,3 @@ class Fleet:
             limits = self._limits
             return worker.take_snapshot(health, unmatched, limits.backlog, limits.prompt_backlog_s)
         return worker.snapshot
-
-
-def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    if len(memory) > MAX_RETIRED:
-        memory.popitem(last=False)

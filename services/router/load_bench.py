@@ -21,9 +21,10 @@ from services.common.memory import freeze_loaded
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import Demand
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.queue import PlacementQueue
 from services.router.simulated_workers import HEARTBEAT_S, heartbeat, registration
 

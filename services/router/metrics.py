@@ -6,6 +6,7 @@ from itertools import product
 
 from prometheus_client import generate_latest
 
+from services.common.encoder_placement import ENCODER, EncoderList
 from services.common.listings import WorkerView
 from services.common.metrics import MetricFactory, service_registry
 from services.common.placement import Role
@@ -36,6 +37,18 @@ class RouterMetrics:
         self.placements = make.counter(
             "router_placements", "Placement requests by outcome.", "outcome", values=OUTCOMES
         )
+        self.encode_place_seconds = make.seconds(
+            "router_encode_place",
+            "Seconds from a placement request for an encoder to its answer, with its time in the "
+            "queue.",
+            buckets=PLACE_BUCKETS_S,
+        )
+        self.encode_placements = make.counter(
+            "router_encode_placements",
+            "Placement requests for encoders by outcome.",
+            "outcome",
+            values=OUTCOMES,
+        )
         self._reuses = make.counter(
             "router_placements_with_reuse",
             "Placements on a worker that is expected to have tokens of the prompt in its cache.",
@@ -64,6 +77,10 @@ class RouterMetrics:
         self._waiting = make.gauge(
             "router_requests_waiting", "Placement requests in this router's queue."
         )
+        self._encodes_waiting = make.gauge(
+            "router_encode_requests_waiting",
+            "Placement requests for encoders in this router's queue.",
+        )
 
     def count(self, endpoint: str, status: int) -> None:
         """Count the answer to a request."""
@@ -76,9 +93,10 @@ class RouterMetrics:
                 self._reuses.labels(role).inc()
                 self._expected_tokens.labels(role).inc(tokens)
 
-    def render(self, workers: list[WorkerView], waiting: int) -> bytes:
+    def render(self, workers: list[WorkerView], waiting: int, encoders: EncoderList) -> bytes:
         """Update the gauges and return all metrics as text, without series of removed workers."""
         self._waiting.set(waiting)
+        self._encodes_waiting.set(encoders.waiting)
         self._queue_tokens.clear()
         self._slowdown.clear()
         numbers = Tally((worker.role, worker.state) for worker in workers)
@@ -88,4 +106,9 @@ class RouterMetrics:
             tokens = worker.queue_tokens + worker.promised_tokens
             self._queue_tokens.labels(worker.worker_id, worker.role).set(tokens)
             self._slowdown.labels(worker.worker_id, worker.role).set(worker.slowdown)
+        states = Tally(worker.state for worker in encoders.workers)
+        for state in WorkerHealth:
+            self._workers.labels(ENCODER, state).set(states[state])
+        for encoder in encoders.workers:
+            self._queue_tokens.labels(encoder.worker_id, ENCODER).set(encoder.queue_tokens)
         return generate_latest(self.registry)

@@ -26,18 +26,17 @@ the maximum output on the largest worker with capacity now. A request never wait
 worker.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import chain
 from math import inf
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
-from typing import Protocol, TypeVar
 
 from services.common.placement import Role
 from services.router.capacity import REUSE, Demand, WorkerSnapshot, with_space
+from services.router.choice import Delays, PolicyName, choose, shortest_queue
 from services.router.roster import Needs, Pool, Shape
 
 
@@ -73,20 +72,7 @@ class Pair:
         return self.cached.get(worker.worker_id, 0)
 
 
-C = TypeVar("C", WorkerSnapshot, Pair)
-"""Choices of a policy: workers, or pairs of workers."""
-
-
 NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
-
-
-class PolicyName(StrEnum):
-    """Name of a policy in the settings."""
-
-    SHORTEST_QUEUE = "shortest_queue"
-    ROUND_ROBIN = "round_robin"
-    RANDOM = "random"
-    POWER_OF_TWO = "power_of_two"
 
 
 def place(
@@ -288,7 +274,6 @@ def _choose(
 
     Each colocated worker is an alternative to the pairs of all groups.
     """
-    choose = _BY_NAME[policy]
     prefill, decode, alone = (_delays_as(role, demand, cached) for role in _ROLES)
     pairs: list[Pair] = []
     fallbacks: list[Pair] = []
@@ -298,15 +283,18 @@ def _choose(
             pairs += [Pair(None, worker, cached) for worker in colocated]
         elif group.prefill and group.decode:
             decoders = _all(group.decode)
-            chosen = choose(group.prefill, prefill, rng), choose(decoders, decode, rng)
+            chosen = (
+                choose(policy, group.prefill, prefill, rng),
+                choose(policy, decoders, decode, rng),
+            )
             pair = Pair(*chosen, cached)
             if policy is PolicyName.SHORTEST_QUEUE:
                 pair = _overflow(demand, pair, colocated, rng)
             pairs.append(pair)
         else:
-            pair = Pair(None, choose(colocated, alone, rng), cached)
+            pair = Pair(None, choose(policy, colocated, alone, rng), cached)
             (fallbacks if group.is_fallback else pairs).append(pair)
-    return choose(pairs or fallbacks, lambda of: [pair.delay(demand) for pair in of], rng)
+    return choose(policy, pairs or fallbacks, lambda of: [pair.delay(demand) for pair in of], rng)
 
 
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
@@ -316,7 +304,7 @@ _queue_tokens = attrgetter("queue_tokens")
 _slowdown = attrgetter("slowdown")
 
 
-def _delays_as(role: Role, demand: Demand, cached: Mapping[str, int]) -> "_Delays[WorkerSnapshot]":
+def _delays_as(role: Role, demand: Demand, cached: Mapping[str, int]) -> Delays[WorkerSnapshot]:
     def delays(workers: Sequence[WorkerSnapshot]) -> list[float]:
         if max(map(_slowdown, workers), default=1.0) == 1.0:  # no Python call for each worker
             if not cached:
@@ -336,47 +324,7 @@ def _overflow(demand: Demand, pair: Pair, prefill: Sequence[WorkerSnapshot], rng
     bound = pair.decode.overflow_tokens
     if bound is None or not prefill:
         return pair
-    shortest = _shortest_queue(prefill, _delays_as(Role.COLOCATED, demand, pair.cached), rng)
+    shortest = shortest_queue(prefill, _delays_as(Role.COLOCATED, demand, pair.cached), rng)
     alone = Pair(None, shortest, pair.cached)
     excess = pair.decode.delay(demand, Role.DECODE, pair.expected(pair.decode)) - bound
     return alone if alone.delay(demand) < excess else pair
-
-
-_Delays = Callable[[Sequence[C]], list[float]]
-"""Returns the delay of a request on each of the candidates."""
-
-
-def _least(candidates: Sequence[C], keys: list[float], rng: Random) -> C:
-    least = min(keys)
-    if keys.count(least) == 1:
-        return candidates[keys.index(least)]
-    return rng.choice([c for c, value in zip(candidates, keys, strict=True) if value == least])
-
-
-def _shortest_queue(candidates: Sequence[C], delays: _Delays[C], rng: Random) -> C:
-    return _least(candidates, delays(candidates), rng)
-
-
-def _round_robin(candidates: Sequence[C], _delays: _Delays[C], rng: Random) -> C:
-    """Choose the least recently used candidate. This is fair even if workers join or leave."""
-    return _least(candidates, [c.last_placement for c in candidates], rng)
-
-
-def _random(candidates: Sequence[C], _delays: _Delays[C], rng: Random) -> C:
-    return rng.choice(candidates)
-
-
-def _power_of_two(candidates: Sequence[C], delays: _Delays[C], rng: Random) -> C:
-    return _shortest_queue(rng.sample(candidates, min(2, len(candidates))), delays, rng)
-
-
-class _Choose(Protocol):
-    def __call__(self, candidates: Sequence[C], delays: _Delays[C], rng: Random, /) -> C: ...
-
-
-_BY_NAME: dict[PolicyName, _Choose] = {
-    PolicyName.SHORTEST_QUEUE: _shortest_queue,
-    PolicyName.ROUND_ROBIN: _round_robin,
-    PolicyName.RANDOM: _random,
-    PolicyName.POWER_OF_TWO: _power_of_two,
-}

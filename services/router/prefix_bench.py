@@ -21,8 +21,8 @@ from typing import Self
 
 from services.common.prefix_hashes import ENDS, HASH_BYTES
 from services.router.bench import percentile
+from services.router.choice import PolicyName
 from services.router.fleet import FleetLimits
-from services.router.policy import PolicyName
 from services.router.simulated_workers import PAGE_PLAN, Job, Machine
 from services.router.simulation import MAX_PLACEMENTS, Simulation, Speeds
 

@@ -53,6 +53,11 @@ class PendingPlacement:
         self.cost = self.demand.cost
         self.urgency = not self.request.admitted, -self.request.priority
 
+    @property
+    def admitted(self) -> bool:
+        """Whether the request was admitted before; see `PlaceRequest`."""
+        return self.request.admitted
+
     def resolve(self, answer: Placement | Refusal) -> None:
         """Set the answer and wake the caller."""
         self.answer = answer

@@ -15,7 +15,13 @@ from services.common.memory import freeze_loaded
 from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.secret_files import reloading
-from services.router.app import build_dispatcher, create_app, failure, not_ready
+from services.router.app import (
+    build_dispatcher,
+    build_encoder_dispatcher,
+    create_app,
+    failure,
+    not_ready,
+)
 from services.router.server import http_config
 from services.router.settings import RouterSettings
 
@@ -34,7 +40,8 @@ async def serve(settings: RouterSettings) -> None:
     """
     check_file_limit(settings.max_waiting + settings.max_workers)
     dispatcher = build_dispatcher(settings, time.monotonic())
-    server = HttpServer(http_config(create_app(settings, dispatcher), settings.tls))
+    encoders = build_encoder_dispatcher(settings, time.monotonic())
+    server = HttpServer(http_config(create_app(settings, dispatcher, encoders), settings.tls))
     listener = listen(settings.host, settings.port)
     try:
         probes = Probes(partial(not_ready, dispatcher), partial(failure, dispatcher))
@@ -44,8 +51,9 @@ async def serve(settings: RouterSettings) -> None:
         raise
 
     def stop() -> None:
-        log.info("stopping", waiting=len(dispatcher.queue))
+        log.info("stopping", waiting=len(dispatcher.queue) + len(encoders.queue))
         dispatcher.close()
+        encoders.close()
         server.should_exit = True
 
     loop = asyncio.get_running_loop()

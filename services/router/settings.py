@@ -6,8 +6,8 @@ from pydantic_settings import SettingsConfigDict
 from services.common.messages import MAX_WAIT_S
 from services.common.settings import ServiceSettings
 from services.router.admission import AdmissionLimits
+from services.router.choice import PolicyName
 from services.router.fleet import FleetLimits
-from services.router.policy import PolicyName
 
 
 class RouterSettings(ServiceSettings):

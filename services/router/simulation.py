@@ -19,10 +19,10 @@ from random import Random
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.errors import Refusal
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.simulated_workers import (
     ASSUMED,

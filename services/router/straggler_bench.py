@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from services.router.bench import WARM_UP, percentile
+from services.router.choice import PolicyName
 from services.router.fleet import FleetLimits
-from services.router.policy import PolicyName
 from services.router.simulated_workers import Job
 from services.router.simulation import FDC_TABLE_6, MAX_PLACEMENTS, Simulation, Speeds, draw_jobs
 

@@ -12,19 +12,19 @@ from services.tokenizer.json_files import read_json
 from services.tokenizer.pieces import TokenizerError, flat_decoders, pieces_for
 from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
-_TOKENIZER = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _CANONICAL_CONFIG = "headrace.json"
 """File that replaces config.json in a canonical checkpoint."""
 
 
 def has_tokenizer(path: Path) -> bool:
     """Return whether a directory has a tokenizer that `load_directory` reads."""
-    return (path / _TOKENIZER).is_file()
+    return (path / TOKENIZER_FILE).is_file()
 
 
 def load_directory(path: Path) -> Tokenizer:
     """Load the tokenizer of a directory. The errors are those of `load_tokenizer`."""
-    text = (path / _TOKENIZER).read_text(encoding="utf-8")
+    text = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:

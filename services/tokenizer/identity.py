@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from services.common.encoder_placement import EncoderModel
 from services.common.placement import ModelInfo
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.pieces import TokenizerError
@@ -58,7 +59,7 @@ class TokenizerIdentity:
             return model.eos_token_ids
         return tuple(sorted(self.eos_ids.union(model.eos_token_ids)))
 
-    def mismatch(self, model: ModelInfo) -> str | None:
+    def mismatch(self, model: ModelInfo | EncoderModel) -> str | None:
         """Return why a model cannot be served with this tokenizer, or None."""
         if self.vocab_size > model.vocab_size:
             return f"it has {self.vocab_size} tokens, the model of the workers {model.vocab_size}"

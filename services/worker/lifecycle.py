@@ -1,16 +1,12 @@
-"""Lifecycle of a worker process: start, register and serve; on a signal, drain and stop."""
+"""Base of prefill and decode workers: engine thread, metrics, grammars and registration."""
 
 import asyncio
-import logging
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import structlog
 
@@ -18,15 +14,8 @@ from headrace.v1 import request_pb2
 from runtime.core.request import Request
 from runtime.engine import Engine, StepOutput
 from runtime.pages.sent import SentTokens
-from services.common.addresses import bracketed
 from services.common.grpc_server import GrpcServer
-from services.common.memory import freeze_loaded
-from services.common.metrics_server import OperationServers
 from services.common.placement import PROTOCOL, Registration, Role
-from services.common.probes import Probes
-from services.common.process_end import end_within
-from services.common.secret_files import reloading
-from services.common.signals import stop_on_signals
 from services.common.token_ids import count_tokens
 from services.transfer.local_endpoint import Endpoints
 from services.transfer.metrics import TransferMetrics
@@ -34,25 +23,23 @@ from services.worker.device import allocated_bytes
 from services.worker.engine_thread import STOP_S, EngineThread
 from services.worker.loading import CAUSE_S, Loaded
 from services.worker.metrics import WorkerMetrics
+from services.worker.process import WorkerProcess, run_process
 from services.worker.rank_loading import LoadedRank
 from services.worker.registration import Registrar
 from services.worker.self_test import SelfTest
 from services.worker.settings import WorkerSettings
-from services.worker.threads import set_switch_interval
 from services.worker.wire import constraint_from_message
 
 log = structlog.get_logger()
 
 
-class Worker(ABC):
+class Worker(WorkerProcess):
     """Base of prefill and decode workers: engine thread, metrics, shutdown.
 
     Attributes:
         endpoints: endpoints of KV transfers.
         grammars: compiled grammars of constrained requests.
         address: gRPC address at which other services reach this worker.
-        fault: future that fails when the engine or the transfer fails; the process must then end.
-        draining: whether new work is refused.
         registrar: reports admitted placements; None until the worker registers.
         decodes: whether a prefill worker also decodes; see `Registration.decodes`.
         overflow_tokens: see `Registration.overflow_tokens`.
@@ -65,8 +52,9 @@ class Worker(ABC):
     def __init__(self, loaded: Loaded, endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
         self.identity = loaded.identity
+        self.worker_id, self.epoch = loaded.identity.worker_id, loaded.identity.epoch
         self.sizes = loaded.rank.sizes
-        self.metrics = WorkerMetrics()
+        self._metrics = WorkerMetrics()
         self.transfers = TransferMetrics(self.metrics.registry)
         model = loaded.rank.executor.model
         self.metrics.info.labels(
@@ -84,7 +72,6 @@ class Worker(ABC):
         self.grammars = loaded.grammars
         self.followers = loaded.followers
         self._show_memory(loaded.rank)
-        self.draining = False
         self.registrar: Registrar | None = None
 
         def report(fail: Callable[[BaseException], None], future: "Future[None]") -> None:
@@ -94,11 +81,6 @@ class Worker(ABC):
         self.followers.fault.add_done_callback(partial(report, self._fail))
         for endpoint in endpoints:
             endpoint.fault.add_done_callback(partial(report, self._fail_soon))
-
-    @property
-    @abstractmethod
-    def idle(self) -> bool:
-        """Whether the worker has no request."""
 
     @property
     def not_ready(self) -> str | None:
@@ -141,13 +123,19 @@ class Worker(ABC):
                 )
         return None
 
+    @property
+    def metrics(self) -> WorkerMetrics:
+        """Metrics of the process."""
+        return self._metrics
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Ids of the processes of all ranks, this one first."""
+        return self.followers.pids
+
     def serve_at(self, address: str) -> None:
         """Set ``address``, before the server starts."""
         self.address = address
-
-    @abstractmethod
-    def end_requests(self) -> None:
-        """End every request with DRAINING, so that its gateway continues it on another worker."""
 
     @abstractmethod
     def _deliver(self, output: StepOutput) -> None:
@@ -259,110 +247,26 @@ class Worker(ABC):
             self.fault.set_exception(error)
 
 
-FAULT_END_S = 20.0
-"""Maximum time of the shutdown after a fault, in seconds. Threads or the device may hang then."""
-SEND_S = 0.5
-"""Time in which a worker that stops sends its last messages, seconds."""
-
-
 async def run_worker(
     worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
+    """Run a worker until SIGTERM or SIGINT, then drain it; see `run_process`."""
 
-    Requests that are still running after that end with DRAINING. On SIGHUP, read certificates
-    again at once.
+    def start(address: str) -> Registrar:
+        registrar = Registrar(
+            _registration(worker, address, settings, role),
+            worker.engine,
+            settings.routers,
+            worker.transfers,
+            token=settings.token,
+            tls=settings.tls,
+        )
+        worker.registrar = registrar
+        worker.serve_at(address)
+        worker.engine.start()
+        return registrar
 
-    Raises:
-        BaseException: the error that ended the engine or transfer thread, after the shutdown.
-    """
-    set_switch_interval()
-    freeze_loaded()
-    stop = stop_on_signals()
-    registrar, operation = await _start(worker, server, settings, role)
-    tending = asyncio.create_task(_report_state(worker, server, registrar, settings.heartbeat_s))
-    try:
-        stopping = asyncio.create_task(stop.wait())
-        ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
-        async with reloading(settings.secret_files):
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set() and not worker.fault.done():
-            worker.draining = True
-            await server.set_serving(False)
-            await registrar.drain()
-            await _wait_until_idle(worker, settings.drain_s)
-    finally:
-        if worker.fault.done():
-            end_within(FAULT_END_S)
-        log.info("stopping", worker=worker.identity.worker_id, idle=worker.idle)
-        if worker.draining and not worker.fault.done():  # else gateways count a lost worker
-            worker.end_requests()
-        tending.cancel()
-        await registrar.stop()
-        await server.stop(SEND_S)
-        await worker.close()
-        await asyncio.to_thread(operation.stop)
-    for watched in (worker.fault, tending):
-        if watched.done() and not watched.cancelled():
-            watched.result()
-
-
-async def _start(
-    worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
-) -> tuple[Registrar, OperationServers]:
-    """Start the engine, the gRPC server, metrics and probes, and the registration."""
-    address = f"{bracketed(settings.advertised_host)}:{server.port}"
-    registrar = Registrar(
-        _registration(worker, address, settings, role),
-        worker.engine,
-        settings.routers,
-        worker.transfers,
-        token=settings.token,
-        tls=settings.tls,
-    )
-    worker.registrar = registrar
-    worker.serve_at(address)
-    worker.metrics.secrets.observe(settings.secret_files, settings.token_check)
-    worker.engine.start()
-    await server.start()
-    operation = OperationServers.start(
-        settings,
-        _probes(worker, registrar, settings.stall_s),
-        worker.metrics.registry,
-        settings.metrics_port,
-    )
-    registrar.start()
-    log.info(
-        "ready",
-        role=role.value,
-        worker=worker.identity.worker_id,
-        epoch=worker.identity.epoch,
-        port=server.port,
-        pids=worker.followers.pids,
-        **operation.ports,
-    )
-    return registrar, operation
-
-
-def _not_ready(worker: Worker, registrar: Registrar) -> str | None:
-    """Return why the worker gets no requests now, or None."""
-    if worker.draining:
-        return "draining"
-    return worker.not_ready or registrar.unregistered or registrar.unmatched
-
-
-def _probes(worker: Worker, registrar: Registrar, stall_s: float) -> Probes:
-    """Return the checks of ``/health`` and ``/ready``."""
-
-    async def failure() -> str | None:
-        if worker.fault.done():
-            return f"the engine or the transfer failed: {worker.fault.exception()!r}"
-        return worker.stalled(stall_s)
-
-    async def not_ready() -> str | None:
-        return _not_ready(worker, registrar)
-
-    return Probes(not_ready, failure)
+    await run_process(worker, server, settings, role.value, start)
 
 
 def _registration(
@@ -387,28 +291,3 @@ def _registration(
         overflow_tokens=worker.overflow_tokens,
         reuses_prefixes=settings.prefix_cache and not identity.compatibility.kv_eviction,
     )
-
-
-async def _report_state(
-    worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float
-) -> None:
-    """Set the gauges periodically, and report whether the worker is ready."""
-    reported: str | None = "starting"
-    while True:
-        worker.observe()
-        not_ready = _not_ready(worker, registrar)
-        worker.metrics.ready.set(math.nan if worker.draining else not_ready is None)
-        if not_ready != reported and not worker.draining:
-            level = logging.INFO if not_ready is None or reported else logging.WARNING
-            log.log(level, "readiness changed", not_ready=not_ready)
-            reported = not_ready
-            registrar.not_ready = worker.not_ready
-            await server.set_serving(not_ready is None)
-        await asyncio.sleep(period_s)
-
-
-async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while not worker.idle and not worker.fault.done():  # noqa: ASYNC110 - once per process
-                await asyncio.sleep(0.05)

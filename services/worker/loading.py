@@ -1,9 +1,8 @@
 """Start-up of a worker: its ranks, the engine that schedules for them, and its identity."""
 
 import asyncio
-import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from services.worker.grammars import Grammars
 from services.worker.rank_loading import LoadedRank, load_rank, refusing
 from services.worker.ranks.followers import Followers
 from services.worker.settings import WorkerSettings
+from services.worker.threads import start_in_thread
 from services.worker.warm_up import warm_up
 
 T = TypeVar("T")
@@ -123,27 +123,12 @@ async def running_ranks(
     try:
         followers.start(settings, role, decodes=decodes)
         with serving_start(settings, lambda: followers.stages):
-            loading = _in_thread(lambda: load_worker(settings, followers, decodes=decodes))
+            loading = start_in_thread(lambda: load_worker(settings, followers, decodes=decodes))
             loaded = await _unless_failed(loading, followers)
         yield loaded
         await asyncio.to_thread(followers.end)
     finally:
         followers.kill()
-
-
-def _in_thread(call: Callable[[], T]) -> "Future[T]":
-    """Run a call on a thread that does not prevent the end of the process."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again where the future is read
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return future
 
 
 async def _unless_failed(loading: "Future[T]", followers: Followers) -> T:

@@ -1,34 +1,16 @@
-"""Registration of a worker with every router, and its heartbeats."""
+"""Registration and heartbeats of prefill and decode workers."""
 
-import asyncio
-from collections import deque
+from typing import Any
 
-import httpx
-import structlog
-
-from services.common.messages import MAX_ADMITTED
-from services.common.placement import Heartbeat, Registration, WorkerState
+from services.common.placement import Heartbeat, Registration
 from services.common.tls import MutualTls
 from services.transfer.metrics import TransferMetrics
-from services.worker.engine_thread import EngineThread
-
-log = structlog.get_logger()
-
-_CANCEL_AGAIN_S = 0.1
-"""Time after which tasks that still run are cancelled again, seconds."""
-_MAX_REASON = 300
-"""Maximum characters of the answer of a router in logs."""
+from services.worker.engine_thread import EngineLoad, EngineThread
+from services.worker.registrar import BaseRegistrar, Report
 
 
-class Registrar:
-    """Keeps one worker registered with all routers, and reports its load with every heartbeat.
-
-    A restarted router requests a new registration in its answer to a heartbeat.
-
-    Attributes:
-        state: state that heartbeats report.
-        not_ready: why a started worker is not ready, or None; heartbeats then report `NOT_READY`.
-    """
+class Registrar(BaseRegistrar[EngineLoad]):
+    """Keeps a worker with an engine registered; see `BaseRegistrar`."""
 
     def __init__(
         self,
@@ -40,126 +22,28 @@ class Registrar:
         token: str | None,
         tls: MutualTls | None = None,
     ) -> None:
-        self._registration = registration
+        super().__init__(registration, routers, token=token, tls=tls)
+        self._known = registration
         self._engine = engine
-        self._routers = routers
         self._transfers = transfers
-        self._http = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx.Timeout(2.0),
-            trust_env=False,
-            verify=tls.client_context if tls else True,
-        )
-        self._admitted: dict[str, deque[tuple[int, str]]] = {
-            url: deque(maxlen=MAX_ADMITTED) for url in routers
-        }
-        """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
-        older ones are dropped, and the router lets them expire."""
-        self._computed_here: dict[str, deque[str]] = {
-            url: deque(maxlen=MAX_ADMITTED) for url in routers
-        }
-        """Placements whose prompts are computed here, and that no heartbeat has reported, by URL;
-        bounded like those above."""
-        # Heartbeats to a router are sent one at a time, in order.
-        self._beats = {url: asyncio.Lock() for url in routers}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._failures = {url: f"{url}: not contacted yet" for url in routers}
-        """Error of the last call to each router that does not know this worker, by URL."""
-        self._unmatched: dict[str, str | None] = {}
-        """Reason of each router for the state ``unmatched``, by URL; None for another state."""
-        self.state: WorkerState = WorkerState.STARTING
-        self.not_ready: str | None = None
 
     @property
-    def unregistered(self) -> str | None:
-        """Reason for which no router knows this worker; None if one does or none is configured."""
-        if len(self._failures) < max(1, len(self._routers)):
-            return None
-        return f"not registered: {', '.join(self._failures.values())}"
+    def submitted(self) -> int:
+        return self._engine.submitted
 
-    @property
-    def unmatched(self) -> str | None:
-        """Reason for which no other worker can serve requests with this one; None if one can.
+    def _load(self) -> tuple[int, EngineLoad]:
+        load = self._engine.load
+        return load.commands, load
 
-        A router that has just started may not know all workers yet, so one router that has found
-        another worker suffices.
-        """
-        reasons = [self._unmatched[url] for url in self._unmatched if url not in self._failures]
-        return reasons[0] if reasons and all(reasons) else None
+    def _introduction(self) -> dict[str, Any]:
+        return self._known.model_dump(mode="json")
 
-    def admit(self, placement_id: str) -> None:
-        """Report a placement with the first heartbeat whose load includes it.
-
-        Call this after submitting the placement's command to the engine.
-        """
-        for pending in self._admitted.values():
-            pending.append((self._engine.submitted, placement_id))
-
-    def computed_here(self, placement_id: str) -> None:
-        """Report with the next heartbeat that this worker computes the prompt of a placement."""
-        for pending in self._computed_here.values():
-            pending.append(placement_id)
-
-    def start(self) -> None:
-        """Start registering and sending heartbeats."""
-        self.state = WorkerState.READY
-        self._tasks = [asyncio.create_task(self._keep_known(url)) for url in self._routers]
-
-    async def drain(self) -> None:
-        """Report to every router that this worker accepts nothing new."""
-        self.state = WorkerState.DRAINING
-        await asyncio.gather(*(self._beat(url) for url in self._routers), return_exceptions=True)
-
-    async def stop(self) -> None:
-        """Stop the heartbeats and deregister from every router."""
-        left = {*self._tasks}
-        while left:  # versions of anyio that httpx may use lose a cancellation during a connect
-            for task in left:
-                task.cancel()
-            _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
-        body = {"worker_id": self._registration.worker_id, "epoch": self._registration.epoch}
-        leave = (self._http.post(f"{url}/v1/deregister", json=body) for url in self._routers)
-        await asyncio.gather(*leave, return_exceptions=True)
-        await self._http.aclose()
-
-    async def _keep_known(self, url: str) -> None:
-        known = complained = False
-        while True:
-            try:
-                if not known:
-                    await self._register(url)
-                    log.info("registered", router=url)
-                known, complained = await self._beat(url), False
-                self._failures.pop(url, None)
-            # An OSError is a TLS alert of the router, which httpx passes on as it is.
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-                if not complained:
-                    log.warning("not registered", router=url, error=_reason(error))
-                known, complained = False, True
-                self._failures[url] = f"{url}: {_reason(error)}"
-            await asyncio.sleep(self._registration.heartbeat_s)
-
-    async def _register(self, url: str) -> None:
-        response = await self._http.post(
-            f"{url}/v1/register", json=self._registration.model_dump(mode="json")
-        )
-        response.raise_for_status()
-
-    async def _beat(self, url: str) -> bool:
-        """Send one heartbeat; return False if the router asks for a registration."""
-        async with self._beats[url]:
-            return await self._send(url)
-
-    async def _send(self, url: str) -> bool:
-        load, pending = self._engine.load, self._admitted[url]
-        computed_here = list(self._computed_here[url])
-        admitted = [placement for number, placement in pending if number <= load.commands]
-        is_blocked = self.state is WorkerState.READY and self.not_ready is not None
+    def _heartbeat(self, report: Report, load: EngineLoad) -> dict[str, Any]:
         beat = Heartbeat(
-            worker_id=self._registration.worker_id,
-            epoch=self._registration.epoch,
-            state=WorkerState.NOT_READY if is_blocked else self.state,
-            reason=self.not_ready,
+            worker_id=self._known.worker_id,
+            epoch=self._known.epoch,
+            state=report.state,
+            reason=report.reason,
             queue_tokens=load.queue_tokens,
             pending_prompt_tokens=load.pending_prompt_tokens,
             prompt_tokens_per_s=load.prompt_tokens_per_s,
@@ -171,23 +55,7 @@ class Registrar:
             kv_raw_bytes=self._transfers.total.raw,
             kv_wire_bytes=self._transfers.total.wire,
             kv_faster_raw_bytes=self._transfers.total.faster_raw,
-            admitted=admitted,
-            computed_here=computed_here,
+            admitted=report.admitted,
+            computed_here=report.computed_here,
         )
-        response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
-        response.raise_for_status()
-        while pending and pending[0][0] <= load.commands:  # some may have been dropped since
-            pending.popleft()
-        reported, left = set(computed_here), self._computed_here[url]
-        while left and left[0] in reported:
-            left.popleft()
-        reply = response.json()  # a newer router may send further fields
-        self._unmatched[url] = reply.get("unmatched")
-        return not reply.get("register_again", False)
-
-
-def _reason(error: Exception) -> str:
-    """Return why a call to a router failed: the message of its answer, if it answered."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"HTTP status {error.response.status_code}: {error.response.text[:_MAX_REASON]}"
-    return repr(error)
+        return beat.model_dump(mode="json")

@@ -1,22 +1,20 @@
 """Settings that prefill and decode workers share."""
 
-import socket
-import uuid
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from runtime.parallel.partition import MAX_RANKS
-from services.common.addresses import address_towards, bracketed, is_loopback, is_unspecified
-from services.common.settings import ServiceSettings
+from services.common.addresses import is_loopback
 from services.transfer.network import TransferNetwork
+from services.worker.process_settings import ProcessSettings
 
 MAX_KV_TOKENS = 1 << 26
 
 
-class WorkerSettings(ServiceSettings):
-    """Settings of a worker with a model; `PrefillSettings` and `DecodeSettings` extend them.
+class WorkerSettings(ProcessSettings):
+    """Settings of a worker that generates; `PrefillSettings` and `DecodeSettings` extend them.
 
     Attributes:
         gpu_batch: the default of ``max_running`` on a GPU.
@@ -36,28 +34,6 @@ class WorkerSettings(ServiceSettings):
         """Whether the worker computes prompts regularly, not only after preemption."""
         return True
 
-    worker_id: str = Field(
-        default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="stable name of this worker; the epoch changes with every start",
-    )
-    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: a free one")
-    advertise: str | None = Field(
-        None,
-        description="host under which other services reach this worker; default: `host`, or if "
-        "that is all interfaces, the address from which this machine reaches a router",
-    )
-    metrics_port: int = Field(
-        0, ge=0, le=65535, description="HTTP port of /metrics, /health and /ready; 0: a free one"
-    )
-    stall_s: float = Field(
-        120.0,
-        gt=0,
-        le=3600,
-        description="duration of one step of the engine, or of one round of calls of the transfer "
-        "thread, above which /health reports a failure, seconds; on the CPU, time in which the "
-        "step uses the processor does not count",
-    )
     transfer_interface: str | None = Field(
         None,
         pattern=r"^[^\s,/]{1,15}$",
@@ -71,22 +47,7 @@ class WorkerSettings(ServiceSettings):
         "interface, worker and rank; default: ephemeral ports; the environment variable "
         "UCX_TCP_PORT_RANGE overrides it",
     )
-    routers: list[str] = Field(
-        default_factory=list, description="base URLs of all routers to register with"
-    )
-    heartbeat_s: float = Field(
-        0.25,
-        gt=0,
-        le=60,
-        description="seconds between heartbeats, at most half of the routers' `suspect_after_s`",
-    )
     model: str = Field("smollm2-135m", description="name or path of a checkpoint")
-    served_model_name: str | None = Field(
-        None, description="model name for clients; default: the checkpoint's name"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda if there is a GPU"
-    )
     tp: int = Field(
         1,
         ge=1,
@@ -212,16 +173,3 @@ class WorkerSettings(ServiceSettings):
     def transfer_network(self) -> TransferNetwork:
         """Network devices and ports of KV transfers."""
         return TransferNetwork(is_loopback(self.host), self.transfer_interface, self.transfer_ports)
-
-    @property
-    def endpoint(self) -> str:
-        """Listen address of the gRPC server."""
-        return f"{bracketed(self.host)}:{self.port}"
-
-    @property
-    def advertised_host(self) -> str:
-        """Host under which other services reach this worker; see ``advertise``."""
-        if self.advertise or not is_unspecified(self.host):
-            return self.advertise or self.host
-        found = filter(None, map(address_towards, self.routers))
-        return next(found, None) or socket.gethostname()

@@ -12,6 +12,7 @@ from services.common.http_server import HttpServer, listen
 from services.common.metrics_server import start_metrics_server
 from services.common.tls import MutualTls
 from services.router.app import create_app
+from services.router.encoders.dispatcher import EncoderDispatcher
 from services.router.server import http_config
 from services.router.settings import RouterSettings
 from tests.services.certificates import Authority
@@ -23,10 +24,13 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # preface and emp
 
 @asynccontextmanager
 async def router_port(
-    tls: MutualTls | None = None, settings: Mapping[str, str] | None = None
+    tls: MutualTls | None = None,
+    settings: Mapping[str, str] | None = None,
+    encoders: EncoderDispatcher | None = None,
 ) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", 0)
-    server = HttpServer(http_config(create_app(RouterSettings.model_validate(settings or {})), tls))
+    app = create_app(RouterSettings.model_validate(settings or {}), encoders=encoders)
+    server = HttpServer(http_config(app, tls))
     serving = asyncio.create_task(server.serve([listener]))
     yield listener.getsockname()[1]
     server.should_exit = True

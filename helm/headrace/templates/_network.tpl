@@ -1,6 +1,11 @@
 {{/* The connections of a deployment, by role of the caller: roles that it calls and their port names. */}}
 {{- define "headrace.connections" -}}
+{{- if include "headrace.encodes" . -}}
+gateway: {router: [http], prefill: [grpc], decode: [grpc], encoder: [grpc]}
+encoder: {router: [http]}
+{{- else -}}
 gateway: {router: [http], prefill: [grpc], decode: [grpc]}
+{{- end }}
 router: {}
 prefill: {router: [http], decode: [grpc, transfer]}
 decode: {router: [http], prefill: [grpc, transfer]}
@@ -90,7 +95,7 @@ test: {gateway: [http]}
 - ports:
     - {protocol: TCP, port: {{ include "headrace.urlPort" $url }}}
 {{- end }}
-{{- if and $values.tracing.endpoint (or $reads (eq .name "router")) }}
+{{- if and $values.tracing.endpoint (or $reads (has .name (list "router" "encoder"))) }}
 - ports:
     - {protocol: TCP, port: {{ urlParse $values.tracing.endpoint | include "headrace.urlPort" }}}
 {{- end }}

@@ -26,7 +26,7 @@ metadata:
 spec:
   {{- include "headrace.podBase" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "headrace.grace" . }}
-  {{- $init := ne .name "router" | ternary (include "headrace.modelInit" .) "" }}
+  {{- $init := not (has .name (list "router" "encoder")) | ternary (include "headrace.modelInit" .) "" }}
   {{- if or $init $role.extraInitContainers }}
   initContainers:
     {{- with $role.extraInitContainers }}
@@ -144,7 +144,7 @@ spec:
 {{/* Container ports by name. */}}
 {{- define "headrace.ports" -}}
 {{- $settings := include "headrace.ownSettings" . | fromYaml -}}
-{{- $names := dict "port" (ternary "grpc" "http" (has .name (list "prefill" "decode"))) "grpc_port" "grpc" "metrics_port" "metrics" "health_port" "health" -}}
+{{- $names := dict "port" (ternary "grpc" "http" (has .name (list "prefill" "decode" "encoder"))) "grpc_port" "grpc" "metrics_port" "metrics" "health_port" "health" -}}
 {{- range $setting, $name := $names -}}
 {{- with index $settings $setting }}
 {{ $name }}: {{ . }}

@@ -1,3 +1,18 @@
+{{/* Whether there are encoder workers ("true" or empty). */}}
+{{- define "headrace.encodes" -}}
+{{- if (default dict .Values.encoder).enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* Settings of gateways and encoder workers for the encoder: (list values prefix suffix), the names of the
+     settings of its path and of its name. */}}
+{{- define "headrace.encoderSettings" -}}
+{{- $encoder := (first .).encoder -}}
+{{ index . 1 }}: {{ printf "/models/%s" $encoder.path | trimSuffix "/" }}
+{{- with $encoder.servedName }}
+{{ index $ 2 }}: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* Effective values of a role, as JSON: `defaults`, then `workers`, then those of the role. */}}
 {{- define "headrace.role" -}}
 {{- $values := .root.Values -}}
@@ -170,12 +185,21 @@ health_port: 9091
 port: 8002
 {{- else }}
 routers: {{ include "headrace.routers" $root }}
+{{- if eq .name "encoder" }}
+{{ include "headrace.encoderSettings" (list $values "model" "served_model_name") }}
+port: 8003
+metrics_port: 9090
+{{- else }}
 model: {{ include "headrace.modelPath" $root }}
 {{- with include "headrace.servedName" $root }}
 served_model_name: {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- end }}
 {{- if eq .name "gateway" }}
+{{- if include "headrace.encodes" $root }}
+{{ include "headrace.encoderSettings" (list $values "encoder_model" "served_encoder_name") }}
+{{- end }}
 port: 8000
 grpc_port: 8001
 {{- if not $values.inferencePool.enabled }}
@@ -239,7 +263,7 @@ kv_format: {{ . }}
 - name: HEADRACE_TLS_SERVER_NAME
   value: {{ include "headrace.tlsServerName" .root }}
 {{- end }}
-{{- if has .name (list "prefill" "decode") }}
+{{- if has .name (list "prefill" "decode" "encoder") }}
 {{- range $setting, $field := dict "WORKER_ID" "metadata.name" "ADVERTISE" "status.podIP" }}
 - name: {{ $prefix }}{{ $setting }}
   valueFrom:
@@ -250,9 +274,11 @@ kv_format: {{ . }}
 - name: OMP_NUM_THREADS
   {{- . | nindent 2 }}
 {{- end }}
+{{- if ne .name "encoder" }}
 {{- range $name, $value := $values.transfer.environment }}
 - name: {{ $name }}
   value: {{ $value | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- $own := include "headrace.ownSettings" . | fromYaml }}

@@ -6,6 +6,17 @@
 {{- $role := include "headrace.role" (dict "root" $ "name" $name) | fromJson -}}
 {{- $faults = concat $faults (include "headrace.roleFaults" (dict "root" $ "name" $name "role" $role) | fromJsonArray) -}}
 {{- end -}}
+{{- if include "headrace.encodes" . -}}
+{{- $role := include "headrace.role" (dict "root" $ "name" "encoder") | fromJson -}}
+{{- $context := dict "root" $ "name" "encoder" "role" $role -}}
+{{- $faults = concat $faults (include "headrace.roleFaults" $context | fromJsonArray) (include "headrace.deviceFaults" $context | fromJsonArray) -}}
+{{- if not .Values.encoder.path -}}
+{{- $faults = append $faults "encoder.path: must name the folder of the encoder" -}}
+{{- end -}}
+{{- if not (or .Values.model.claim.enabled .Values.model.volume) -}}
+{{- $faults = append $faults "encoder.path: no volume contains the encoder; set model.volume or model.claim" -}}
+{{- end -}}
+{{- end -}}
 {{- range $set, $values := $sets -}}
 {{- $root := set (set (omit $ "Values") "Values" $values) "set" $set -}}
 {{- $faults = concat $faults (include "headrace.workerFaults" $root | fromJsonArray) -}}

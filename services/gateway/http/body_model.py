@@ -38,10 +38,12 @@ class Body(BaseModel):
     Attributes:
         others: fields that are not implemented; those with accepted values are ignored.
         messages_field: name of the field that has the messages of a conversation, if any.
+        for_encoder: whether the encoder answers the request, not the model that generates text.
     """
 
     others: ClassVar[OtherFields] = {}
     messages_field: ClassVar[str] = "messages"
+    for_encoder: ClassVar[bool] = False
     model_config = ConfigDict(
         extra="forbid",
         strict=True,

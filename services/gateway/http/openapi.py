@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway.gateway import Gateway
+from services.gateway.http.encoder_api.bodies import EmbeddingsBody, RerankBody, ScoreBody
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.messages_api.errors import is_messages_path
 from services.gateway.http.messages_api.response_schemas import MessagesErrorResponse
@@ -121,6 +122,9 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
         ResponsesBody,
         MessagesBody,
         CountTokensBody,
+        EmbeddingsBody,
+        RerankBody,
+        ScoreBody,
         ErrorResponse,
         MessagesErrorResponse,
     )

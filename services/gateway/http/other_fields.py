@@ -167,6 +167,33 @@ IN_COMPLETION = {
 IN_TOKENIZE = {**IN_REQUEST, **_OF_OUTPUT, **_ECHO}
 """Fields of a request for token ids."""
 
+_OF_ENCODER = _declare(
+    (_HINT, ("metadata", "request_id", "safety_identifier", "service_tier", "user")),
+    (_only(True), ("add_special_tokens", "use_activation")),
+    (_only({}), ("mm_processor_kwargs",)),
+)
+"""Fields of all requests for an encoder."""
+IN_EMBEDDINGS = {
+    **_OF_ENCODER,
+    **_declare(
+        (_only(), ("chat_template", "input_type", "messages", "task")),
+        (_only("float", "float32"), ("embed_dtype",)),
+        (_only("native", "little"), ("endianness",)),
+        (_only(True), ("normalize",)),
+    ),
+}
+IN_RERANK = {
+    **_OF_ENCODER,
+    **_declare(
+        (
+            _only(),
+            ("instruction", "max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
+        ),
+        (_only(False), ("return_embeddings",)),
+    ),
+}
+IN_SCORE = {**_OF_ENCODER, **_declare((_only(), ("data_1", "data_2", "instruction")))}
+
 IN_STREAM_OPTIONS = _declare((_only(False), ("include_obfuscation",)))
 IN_STRUCTURED_OUTPUTS = _declare(
     (_HINT, ("disable_fallback",)),

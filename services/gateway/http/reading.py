@@ -9,6 +9,7 @@ from fastapi import Request
 
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http.body import read_body, require_json
+from services.gateway.http.encoder_api.bodies import EmbeddingsBody, RerankBody, ScoreBody
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.middleware import cancel_on_disconnect
 from services.gateway.http.responses_api.body import ResponsesBody
@@ -30,7 +31,14 @@ _Body = TypeVar(
     CountTokensBody,
     TokenizeBody,
     DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
 )
+
+
+_OF_TOKENIZER = (TokenizeBody, DetokenizeBody)
+"""Requests that an encoder's tokenizer answers if no model generates text."""
 
 
 class RequestReader:
@@ -89,5 +97,8 @@ class RequestReader:
                     gateway.prompts.slot(context.owner, size),
                 ):
                     parsed = await gateway.prompts.compute(size, parse)
-                    gateway.require_model(parsed.model)
+                    if body.for_encoder:
+                        gateway.require_encoder(parsed.model)
+                    elif body not in _OF_TOKENIZER or gateway.model.generates:
+                        gateway.require_model(parsed.model)
                     yield parsed, size

@@ -24,6 +24,7 @@ from services.gateway.http import response_schemas as schemas
 from services.gateway.http.access import AccessMiddleware, allow_origins
 from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.conversation import Message
+from services.gateway.http.encoder_routes import EncoderRoutes
 from services.gateway.http.formatting import CompletionFormat, ResponseInfo
 from services.gateway.http.messages import Messages
 from services.gateway.http.messages_api.answer import MessagesFormat
@@ -135,6 +136,7 @@ class _Routes:
         self._gateway = gateway
         reader = RequestReader(gateway)
         self._accept, self._read = reader.accept, reader.read
+        self._encoder = EncoderRoutes(gateway, reader)
 
     def attach(self, app: FastAPI) -> None:
         def post(
@@ -174,6 +176,7 @@ class _Routes:
         tokenized, detokenized = schemas.TokenizeResponse, schemas.DetokenizeResponse
         post("/tokenize", self.tokenize, TokenizeBody, tokenized)
         post("/detokenize", self.detokenize, DetokenizeBody, detokenized)
+        self._encoder.attach(app)
         get("/v1/models", self.models, schemas.ModelListResponse)
         get("/v1/models/{name:path}", self.model, schemas.ModelResponse, 404)
 
@@ -324,7 +327,7 @@ class _Routes:
                     add_special=body.add_special_tokens,
                     parse_special=body.parse_special,
                 )
-        limit = self._gateway.limits.context_length
+        _, _, limit = self._gateway.models[0]
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
@@ -338,17 +341,20 @@ class _Routes:
         return json_response({"prompt": text})
 
     async def models(self, request: Request) -> Response:
-        """Return a list with the served model."""
+        """Return the served models."""
         self._accept(request)
-        return json_response({"object": "list", "data": [self._describe()]})
+        return json_response({"object": "list", "data": self._describe()})
 
     async def model(self, request: Request, name: str) -> Response:
-        """Return the served model by name."""
+        """Return a served model by name."""
         self._accept(request)
         if not name:
             raise HTTPException(404)
+        for described in self._describe():
+            if described["id"] == name:
+                return json_response(described)
         self._gateway.require_model(name)
-        return json_response(self._describe())
+        raise HTTPException(404)
 
     async def _checked_spec(
         self,
@@ -365,15 +371,18 @@ class _Routes:
         async with enforce_deadline(context.deadline):
             return await checker.check(grammar, answer)
 
-    def _describe(self) -> dict[str, Any]:
-        model = self._gateway.model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "headrace",
-            "max_model_len": self._gateway.limits.context_length,
-        }
+    def _describe(self) -> list[dict[str, Any]]:
+        """Return the served models: the one that generates text, and the encoder."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "headrace",
+                "max_model_len": longest,
+            }
+            for name, created, longest in self._gateway.models
+        ]
 
     def _respond(
         self,

@@ -37,8 +37,8 @@ class UnknownField(InvalidRequest):
 # The bounds of ids are checked later, because a check of each element would take as long as all
 # other steps of the validation together.
 _Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
-_Ids = Annotated[list[_Id], Field(fail_fast=True)]
-_Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[_Id], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -88,7 +88,7 @@ class CompletionBody(_GenerationBody):
 
     others = IN_COMPLETION
 
-    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: MaxTokens = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
@@ -186,7 +186,7 @@ class DetokenizeBody(Body):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: _Ids
+    tokens: Ids
 
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)

@@ -4,6 +4,7 @@ import { ApiError, key, readState } from "./api.js";
 import { startChat } from "./chat.js";
 import { showConnection } from "./connect.js";
 import { byId, count, sentence, setText } from "./dom.js";
+import { showEncoder } from "./encoders.js";
 import { showFigures } from "./figures.js";
 import { formatsOf, showFlow } from "./flow.js";
 import { NO_REQUESTS, forgetRequests, mergeRequests, showRequests } from "./requests.js";
@@ -45,12 +46,13 @@ function show(state) {
   setProblem(sentence(state.not_ready ?? ""));
   byId("key-button").hidden = !key.value;
   requests = mergeRequests(state);
+  showEncoder(state);
   showFlow(state, showFigures(state, requests));
   showRequests(requests);
 }
 
-function describeModel({ model: { name, context_length: context }, workers }) {
-  const parts = [name];
+function describeModel({ model: { name, context_length: context, generates }, encoder, workers }) {
+  const parts = [generates && encoder ? `${name} and ${encoder.name}` : name];
   if (context !== null) parts.push(`context ${count(context)} tokens`);
   const formats = formatsOf(workers);
   if (formats.length) parts.push(`KV format ${formats.join(" and ")}`);

@@ -8,18 +8,23 @@ const COPIED_MS = 2000;
 const base = new URL("v1", document.baseURI).href;
 setText(byId("base-url"), base);
 
-/** Show example code for the served model. */
+/** Show example code for the served model: a chat, or embeddings if it is an encoder. */
 export function showConnection({ model, gateway: { requires_key: requiresKey } }) {
-  setText(byId("python"), python(model.name, requiresKey));
-  setText(byId("curl"), curl(model.name, requiresKey));
+  const show = model.generates ? [pythonChat, curlChat] : [pythonEmbeddings, curlEmbeddings];
+  setText(byId("python"), python(show[0](model.name), requiresKey));
+  setText(byId("curl"), show[1](model.name, requiresKey));
 }
 
-function python(model, requiresKey) {
+function python(call, requiresKey) {
   const key = requiresKey ? 'os.environ["HEADRACE_API_KEY"]' : '"unused"';
   return `${requiresKey ? "import os\n\n" : ""}from openai import OpenAI  # pip install openai
 
 client = OpenAI(base_url=${JSON.stringify(base)}, api_key=${key})
-answer = client.chat.completions.create(
+${call}`;
+}
+
+function pythonChat(model) {
+  return `answer = client.chat.completions.create(
     model=${JSON.stringify(model)},
     messages=[{"role": "user", "content": ${JSON.stringify(QUESTION)}}],
     temperature=0,
@@ -27,14 +32,31 @@ answer = client.chat.completions.create(
 print(answer.choices[0].message.content)`;
 }
 
-function curl(model, requiresKey) {
+function pythonEmbeddings(model) {
+  return `answer = client.embeddings.create(
+    model=${JSON.stringify(model)},
+    input=[${JSON.stringify(QUESTION)}],
+)
+print(answer.data[0].embedding)`;
+}
+
+function curlChat(model, requiresKey) {
   const body = `{
     "model": ${JSON.stringify(model)},
     "messages": [{"role": "user", "content": ${JSON.stringify(QUESTION)}}],
     "temperature": 0
   }`;
+  return curl("chat/completions", body, requiresKey);
+}
+
+function curlEmbeddings(model, requiresKey) {
+  const body = `{"model": ${JSON.stringify(model)}, "input": [${JSON.stringify(QUESTION)}]}`;
+  return curl("embeddings", body, requiresKey);
+}
+
+function curl(path, body, requiresKey) {
   const key = requiresKey ? '  -H "Authorization: Bearer $HEADRACE_API_KEY" \\\n' : "";
-  return `curl ${quote(`${base}/chat/completions`)} \\
+  return `curl ${quote(`${base}/${path}`)} \\
 ${key}  -H 'Content-Type: application/json' \\
   -d ${quote(body)}`;
 }

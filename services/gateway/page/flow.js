@@ -2,7 +2,7 @@
 
 import { Smoothed, byId, bytes, count, element, reducedMotion, setText, svg, synchronize, whole } from "./dom.js";
 
-const STATES = {
+export const STATES = {
   not_ready: "not ready", suspect: "no heartbeat received", probation: "paused after a failure",
   unmatched: "no compatible partner",
 };

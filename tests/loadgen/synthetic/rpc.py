@@ -41,6 +41,10 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[pb.Model(id=MODEL, context_length=HASHED)])
 
+    async def Embed(self, _request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no encoder")
+        raise AssertionError("abort always raises")
+
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from services.common.settings import ServiceSettings
 from services.decode.settings import DecodeSettings
+from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from services.prefill.settings import PrefillSettings
 from services.router.settings import RouterSettings
@@ -27,12 +28,14 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "encoder": EncoderSettings,
 }
 """Settings classes by the section of the values that has `settings`."""
 
 MADE_BY_CHART = {
     "advertise",
     "api_keys_file",
+    "encoder_model",
     "grpc_port",
     "health_port",
     "host",
@@ -42,6 +45,7 @@ MADE_BY_CHART = {
     "port",
     "reuse_port",
     "routers",
+    "served_encoder_name",
     "served_model_name",
     "transfer_interface",
     "transfer_ports",

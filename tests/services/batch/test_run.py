@@ -16,8 +16,8 @@ from aiohttp import web
 
 from services.batch.run import answer_file
 from services.batch.sender import BatchStopped, Server
-from services.gateway.gateway import ServedModel
 from services.gateway.keys import ApiKeys, Tenant
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import Site, gateway_site
 from tests.services.gateway.fakes import say

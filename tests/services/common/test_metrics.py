@@ -6,8 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from services.common.encoder_placement import EncoderList
 from services.common.metrics import service_registry
 from services.common.secret_metrics import SecretMetrics
+from services.encoder.metrics import EncoderMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.prefill.metrics import HistoryMetrics
 from services.router.metrics import RouterMetrics
@@ -22,9 +24,13 @@ def worker_registry() -> CollectorRegistry:
     return metrics.registry
 
 
+def encoder_registry() -> CollectorRegistry:
+    return EncoderMetrics().registry
+
+
 def router_registry() -> CollectorRegistry:
     metrics = RouterMetrics()
-    metrics.render([], waiting=0)
+    metrics.render([], 0, EncoderList(workers=[], models=[]))
     return metrics.registry
 
 
@@ -32,7 +38,10 @@ SERVICES = {
     "gateway": lambda: GatewayMetrics().registry,
     "router": router_registry,
     "worker": worker_registry,
+    "encoder": encoder_registry,
 }
+OF_ALL_WORKERS = {"headrace_worker_ready", "headrace_queue_tokens"}
+"""Metrics that prefill, decode and encoder workers have."""
 
 
 def own_metrics(service: str) -> list[Metric]:
@@ -46,7 +55,7 @@ def own_metrics(service: str) -> list[Metric]:
 
 def test_no_name_belongs_to_two_services() -> None:
     owners = Counter(metric.name for service in SERVICES for metric in own_metrics(service))
-    assert {name for name, count in owners.items() if count > 1} == set()
+    assert {name for name, count in owners.items() if count > 1} == OF_ALL_WORKERS
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -79,6 +88,8 @@ def test_every_service_reports_its_version_its_process_and_its_secrets(service: 
         ("gateway", "headrace_grammars_refused_total", {"reason": "timeout"}),
         ("router", "headrace_router_placements_total", {"outcome": "queue_full"}),
         ("router", "headrace_router_workers", {"role": "decode", "state": "ready"}),
+        ("router", "headrace_router_encode_placements_total", {"outcome": "queue_full"}),
+        ("encoder", "headrace_encoder_calls_total", {"result": "overloaded"}),
         ("worker", "headrace_kv_sent_bytes_total", {"kind": "wire"}),
         ("worker", "headrace_kv_segments_total", {"mode": "splitzip"}),
         ("worker", "headrace_kv_history_failures_total", {"reason": "not_cached"}),

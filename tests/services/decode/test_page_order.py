@@ -12,9 +12,9 @@ import pytest
 
 from headrace.v1 import decode_pb2
 from services.common.placement import Placement, Role
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import PlacementQueue
 from services.worker.lifecycle import Worker
 from services.worker.streams import StreamSession

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.gateway import ServedModel
 from services.gateway.http import response_schemas
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import STOP, FakeStream, Script

@@ -11,12 +11,13 @@ import pytest
 import uvicorn
 from grpc import aio
 
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
 from services.gateway.router_client import RouterClient
 from services.gateway.rpc import build_rpc_server
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running
 

@@ -11,9 +11,10 @@ from services.common.http_server import HttpServer, listen
 from services.common.placement import Role
 from services.common.prefix_hashes import HEADER, encode_hashes, prefix_hashes
 from services.common.token_ids import pack_tokens
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.keys import ApiKeys
 from services.gateway.requests import GenerationOptions, RequestContext
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher, create_app
 from services.router.dispatcher import Dispatcher

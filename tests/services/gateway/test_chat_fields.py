@@ -8,9 +8,9 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.gateway.chats import ChatOptions, ChatPlanner
-from services.gateway.gateway import ServedModel
 from services.gateway.http.schemas import ChatBody, TokenizeBody, parse_body
 from services.gateway.output.formats import TOOL_FORMATS
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.chat_template import ChatTemplate
 from tests.services.gateway.conftest import OpenSite, Site

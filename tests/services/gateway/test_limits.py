@@ -4,8 +4,9 @@ import pytest
 
 from headrace.v1 import error_pb2, inference_pb2, inference_pb2_grpc
 from services.common.token_ids import count_tokens
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.keys import ApiKeys
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import completion, failing, outcomes

@@ -69,7 +69,9 @@ async def test_state_describes_workers_router_and_requests(site: Site) -> None:
     site.worker.script = say(*site.encode("hello"))
     await complete(site)
     state = await state_of(site)
-    assert state["model"] == {"name": model, "context_length": site.router.context_length}
+    length = site.router.context_length
+    described = {"name": model, "context_length": length, "generates": True}
+    assert (state["model"], state["encoder"]) == (described, None)
     assert state["router"] == {"waiting": 7}
     assert [w["name"] for w in state["workers"]] == ["d0", "p0"]
     assert (state["workers_total"], state["queue_tokens"]) == (2, 240)

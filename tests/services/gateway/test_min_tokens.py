@@ -8,10 +8,10 @@ from headrace.v1 import error_pb2, inference_pb2_grpc, sampling_pb2
 from headrace.v1 import inference_pb2 as pb
 from services.common.errors import InvalidRequest
 from services.common.token_ids import pack_tokens
-from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
 from services.gateway.request_builder import RequestBuilder
 from services.gateway.requests import GenerationOptions, RequestContext
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import Stops, StopStringFilter, TextAssembler
 from tests.services.gateway.conftest import OpenSite, Site

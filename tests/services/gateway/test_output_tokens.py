@@ -11,7 +11,7 @@ from services.common import messages
 from services.common.errors import InvalidRequest
 from services.common.token_ids import unpack_tokens
 from services.gateway.excluded_tokens import bad_word_ids
-from services.gateway.gateway import ServedModel
+from services.gateway.served import ServedModel
 from services.gateway.text import Stops, StopStringFilter, TextAssembler
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import failing

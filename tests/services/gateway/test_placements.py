@@ -12,10 +12,11 @@ from services.common.http_server import HttpServer, listen
 from services.common.listings import WorkerView
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.common.token_ids import pack_tokens
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.keys import ApiKeys
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from services.gateway.router_client import RouterClient
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher, create_app
 from services.router.dispatcher import Dispatcher

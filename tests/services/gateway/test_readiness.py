@@ -11,9 +11,10 @@ from quart import Quart
 
 from services.common.http_server import HttpServer, listen
 from services.common.placement import Role
-from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.gateway import Gateway
 from services.gateway.http.routes import build_app
 from services.gateway.keys import ApiKeys
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.router.app import create_app
 from services.router.server import http_config

@@ -13,11 +13,11 @@ from headrace.v1 import sampling_pb2
 from runtime.grammar.spec import GrammarFault, GrammarKind, GrammarSpec
 from services.common.errors import InvalidRequest
 from services.gateway.constraints import Constraint
-from services.gateway.gateway import ServedModel
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from services.gateway.keys import Tenant
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.runtime.grammar.schemas import EXPLODING, hostile_schemas, random_schema
 from tests.services.gateway.conftest import OpenSite, Site

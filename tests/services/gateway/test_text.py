@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.v1 import sampling_pb2
-from services.gateway.gateway import ServedModel
+from services.gateway.served import ServedModel
 from services.gateway.text import Stops, StopStringFilter, TextAssembler
 
 letters = st.text("ab", max_size=12)

@@ -136,6 +136,7 @@ def test_status_without_a_port_shows_all_deployments(
         "router_port": FIRST + 2,
         "model": "small",
         "kv_format": "fp8",
+        "encoder": "",
         "processes": {"router": supervisors[FIRST].pid},
         "ranks": {},
     }
@@ -150,6 +151,7 @@ def test_status_prints_whole_rows_to_stdout_and_errors_to_stderr(
     answers: dict[str, object] = {
         "/v1/workers": {"workers": [worker]},
         "/v1/readiness": {"models": []},
+        "/v1/encoders": {"workers": [{"worker_id": "encoder-0", "state": "ready"}], "models": []},
     }
 
     class Router(BaseHTTPRequestHandler):
@@ -170,6 +172,8 @@ def test_status_prints_whole_rows_to_stdout_and_errors_to_stderr(
     assert f"headrace on port {FIRST}: small, KV format fp8" in shown.out
     (row,) = [line for line in shown.out.splitlines() if "decode-0" in line]
     assert reason in row
+    (row,) = [line for line in shown.out.splitlines() if "encoder-0" in line]
+    assert " encoder " in row
     assert shown.err == ""
     assert control.status(FIRST) == 1  # the router has ended
     shown = capsys.readouterr()

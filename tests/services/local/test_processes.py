@@ -1,12 +1,16 @@
 """Processes of a local deployment: their number, their ports and their GPUs."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.parallel.partition import MAX_RANKS
 from services.common.errors import SettingsError
 from services.decode.settings import DecodeSettings
+from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
@@ -154,3 +158,41 @@ def test_second_cluster_token_of_the_environment_is_accepted_unless_there_is_no_
     assert not [spec for spec in with_token if "HEADRACE_SECOND_CLUSTER_TOKEN" in spec.environment]
     with_tls = plan_processes(UpOptions(tls_dir=Path("tls")), ARTIFACTS, "")
     assert {spec.environment["HEADRACE_SECOND_CLUSTER_TOKEN"] for spec in with_tls} == {""}
+
+
+def test_encoder_workers_are_started_beside_the_model() -> None:
+    artifacts = replace(ARTIFACTS, encoder=Path("minilm"), encoder_name="small-encoder")
+    options = UpOptions(encoder="minilm", encoders=2)
+    options.check()
+    specs = {spec.name: spec for spec in plan_processes(options, artifacts, "token")}
+    assert {"encoder-0", "encoder-1", "prefill-0", "decode-0"} <= specs.keys()
+    for name in ("encoder-0", "encoder-1"):
+        settings = EncoderSettings.load(specs[name].arguments, program="test")
+        assert (settings.worker_id, settings.model) == (name, "minilm")
+        assert settings.served_model_name == "small-encoder"
+    gateway = GatewaySettings.load(specs["gateway"].arguments, program="test")
+    assert (gateway.model, gateway.encoder_model) == ("model", "minilm")
+    assert gateway.served_encoder_name == "small-encoder"
+
+
+def test_encoder_alone_needs_no_other_workers() -> None:
+    encoder = Path("minilm")
+    artifacts = Artifacts(encoder, encoder, None, "minilm", encoder, "minilm")
+    options = UpOptions(model="none", encoder="minilm")
+    options.check()
+    specs = {spec.name: spec for spec in plan_processes(options, artifacts, "token")}
+    assert specs.keys() == {"router", "gateway", "encoder-0"}
+    gateway = GatewaySettings.load(specs["gateway"].arguments, program="test")
+    assert (gateway.model, gateway.encoder_model) == ("none", "minilm")
+
+
+def test_encoder_worker_gets_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    found = gpus_of(UpOptions(encoder="minilm"))
+    assert (found["prefill-0"], found["decode-0"], found["encoder-0"]) == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("options", [{}, {"encoder": "minilm", "keep": 0.5}])
+def test_deployment_without_a_model_needs_an_encoder(options: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="--model none"):
+        UpOptions(model="none", **options).check()

@@ -150,6 +150,10 @@ def test_status_shows_why_requests_cannot_be_placed(
                 {"model": "big", "ready": True, "reason": None},
             ]
         },
+        "/v1/encoders": {
+            "workers": [],
+            "models": [{"model": "tiny", "ready": False, "reason": "no encoder worker is ready"}],
+        },
     }
 
     class Router(BaseHTTPRequestHandler):
@@ -165,6 +169,7 @@ def test_status_shows_why_requests_cannot_be_placed(
         server.shutdown()
     shown = " ".join(capsys.readouterr().out.split())
     assert f"small is not ready: {reason}" in shown
+    assert "tiny is not ready: no encoder worker is ready" in shown
     assert "big" not in shown
     assert "decode-7" in shown
     assert "codec [x]" in shown

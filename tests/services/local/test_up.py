@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,11 +29,14 @@ from tests.services.local.lock_holder import hold_elsewhere
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
+ARTIFACTS = Artifacts(Path("model"), Path("model"), None, "small")
+
+
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UpOptions:
     """Options with free ports, for a model that needs no artifacts."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    artifacts = Artifacts(Path("model"), Path("model"), None, "model")
+    artifacts = replace(ARTIFACTS, served_name="model")
     monkeypatch.setattr(up_module, "prepare", lambda options, console: artifacts)
     port, grpc_port, router_port = free_ports(3)
     return UpOptions(port=port, grpc_port=grpc_port, router_port=router_port)
@@ -160,7 +164,7 @@ async def test_sighup_is_passed_on_to_the_services() -> None:
 def test_ready_line_is_on_stdout_and_names_the_kv_format(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    up_module._print_usage(UpOptions(port=9000, grpc_port=9001, kv_format="fp8"), "small")
+    up_module._print_usage(UpOptions(port=9000, grpc_port=9001, kv_format="fp8"), ARTIFACTS)
     shown = capsys.readouterr()
     assert shown.out.splitlines()[0] == (
         "ready: small at http://127.0.0.1:9000/v1, gRPC at 127.0.0.1:9001, KV format fp8"
@@ -169,12 +173,35 @@ def test_ready_line_is_on_stdout_and_names_the_kv_format(
     assert shown.err == ""
 
 
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        ("none", "ready: minilm at http://127.0.0.1:8000/v1, gRPC at 127.0.0.1:8001"),
+        (
+            "small",
+            "ready: small and minilm at http://127.0.0.1:8000/v1, gRPC at 127.0.0.1:8001, KV "
+            "format dense",
+        ),
+    ],
+)
+def test_usage_shows_how_to_call_the_encoder(
+    model: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = "minilm" if model == "none" else "small"
+    artifacts = Artifacts(Path("m"), Path("m"), None, served, Path("minilm"), "minilm")
+    up_module._print_usage(UpOptions(model=model, encoder="minilm"), artifacts)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == first
+    assert sum("/v1/embeddings" in line for line in lines) == 1
+    assert any("/v1/chat/completions" in line for line in lines) is (model != "none")
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_ctrl_c_is_named_only_on_a_terminal(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    up_module._print_usage(UpOptions(), "small")
+    up_module._print_usage(UpOptions(), ARTIFACTS)
     assert ("Ctrl-C" in capsys.readouterr().out) is terminal
 
 

@@ -23,8 +23,9 @@ from services.router.capacity import (
     WorkerSnapshot,
     with_space,
 )
+from services.router.choice import PolicyName
 from services.router.errors import Refusal
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.roster import Claim, Reason, Roster
 
 COMPATIBLE = Compatibility(

@@ -14,7 +14,8 @@ from zlib import crc32
 
 from services.common.placement import Compatibility, Role
 from services.router.capacity import READY, USABLE, Demand, WorkerSnapshot
-from services.router.policy import NOTHING_CACHED, Pair, PolicyName
+from services.router.choice import PolicyName
+from services.router.policy import NOTHING_CACHED, Pair
 from services.router.roster import Reason
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from services.common.placement import Placement, Role
 from services.common.prefix_hashes import ENDS, HEADER, encode_hashes
 from services.router.capacity import REUSE, Demand, WorkerSnapshot
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.queue import PlacementQueue
 from tests.services.router.app import HEADERS, Router
 from tests.services.router.samples import beat, place, place_request, registration, worker

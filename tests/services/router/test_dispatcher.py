@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from services.common.placement import Outcome, Placement, Release, Role
 from services.common.router_errors import ErrorCode
 from services.router.app import build_dispatcher
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.settings import RouterSettings
 from tests.services.router.samples import beat, is_refusal, place_request, registration

@@ -16,8 +16,9 @@ from services.common.placement import Placement, PlaceRequest, Role
 from services.common.router_errors import ErrorCode
 from services.router.app import build_dispatcher
 from services.router.capacity import READY, Demand, WorkerHealth, WorkerSnapshot
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.roster import Claim, Reason
 from services.router.settings import RouterSettings
 from tests.runtime.tiny import Record, drive, engine_of, request_of, tiny_checkpoint

@@ -10,9 +10,10 @@ from runtime.pages.plan import PageCount
 from services.common.placement import Outcome, Placement, Release, Role
 from services.common.router_errors import ErrorCode
 from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.queue import PendingPlacement, PlacementQueue
 from services.router.roster import Claim, Reason
 from tests.services.router.samples import (

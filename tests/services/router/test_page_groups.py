@@ -17,8 +17,9 @@ from services.common.messages import Message
 from services.common.placement import PROTOCOL, HeartbeatReply, Outcome, Release, Role
 from services.router.app import build_dispatcher, create_app
 from services.router.capacity import Demand, WorkerSnapshot
+from services.router.choice import PolicyName
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.roster import Claim, Reason
 from services.router.settings import RouterSettings
 from tests.runtime.pages.plans import compressed_plan, sliding_plan

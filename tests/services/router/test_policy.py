@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.placement import Role
 from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
-from services.router.policy import Pair, PolicyName
+from services.router.choice import PolicyName
+from services.router.policy import Pair
 from services.router.roster import Claim, Reason
 from tests.services.router.samples import COMPATIBLE, model_info, place, worker
 

@@ -17,10 +17,10 @@ from services.common.placement import (
     WorkerState,
 )
 from services.router.admission import Admission, AdmissionLimits
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.errors import Refusal
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from tests.runtime.pages.plans import compressed_plan
 from tests.services.router.samples import COMPATIBLE, beat, place_request, registration

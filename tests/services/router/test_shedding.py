@@ -6,9 +6,9 @@ from typing import Any
 from services.common.placement import Outcome, Placement, Release, Role
 from services.common.router_errors import ErrorCode
 from services.router.admission import Admission, AdmissionLimits
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from tests.services.router.samples import beat, is_refusal, place_request, registration
 

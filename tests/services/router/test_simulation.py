@@ -3,7 +3,7 @@
 import pytest
 
 from services.router.bench import compare, percentile
-from services.router.policy import PolicyName
+from services.router.choice import PolicyName
 from services.router.simulated_workers import Job
 from services.router.simulation import FDC_TABLE_6, Simulation, Speeds, alone_s, draw_jobs
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from services.common.placement import Role, StepPace
 from services.router.capacity import Demand, WorkerSnapshot
+from services.router.choice import PolicyName
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Pair, PolicyName
+from services.router.policy import Pair
 from services.router.roster import Claim, Reason
 from services.router.speed import HALF_LIFE_S, NOTICEABLE, noticeable, slowdown
 from tests.services.router.samples import beat, place, registration, worker

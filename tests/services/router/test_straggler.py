@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from services.router.bench import percentile
-from services.router.policy import PolicyName
+from services.router.choice import PolicyName
 from services.router.simulation import FDC_TABLE_6, Simulation, Speeds, draw_jobs
 from services.router.straggler_bench import HEALTHY, latencies, simulate, with_slow
 

@@ -10,9 +10,9 @@ import pytest
 
 from services.common.placement import Outcome, Placement, Release, Role, WorkerState
 from services.router.admission import Admission, AdmissionLimits
+from services.router.choice import PolicyName
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import PolicyName
 from services.router.queue import MAX_RECLAIMED, PendingPlacement, PlacementQueue
 from tests.services.router.samples import beat, place_request, registration
 

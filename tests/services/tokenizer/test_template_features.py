@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.common.errors import InvalidRequest
-from services.gateway.gateway import ServedModel
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.chat_template import ChatTemplate, ChatTemplateError, TemplateInput
 from services.tokenizer.loading import load_tokenizer

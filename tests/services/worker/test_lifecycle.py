@@ -17,8 +17,9 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message,
 from services.common.placement import Role
 from services.decode.settings import DecodeSettings
 from services.worker import lifecycle
-from services.worker.lifecycle import Worker, _report_state
+from services.worker.lifecycle import Worker
 from services.worker.metrics import WorkerMetrics
+from services.worker.process import _report_state
 from services.worker.stream_service import SERVICE
 from tests.services.workers import (
     LIMIT_S,

@@ -11,8 +11,8 @@ from runtime.checkpoint.assemble import named_tensors
 from runtime.core.request import MAX_LOGPROBS, FinishReason
 from runtime.engine import Add
 from services.common.placement import PROTOCOL, Placement, Registration, Role
-from services.gateway.gateway import ServedModel
 from services.gateway.limits import ModelLimits
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.router.app import build_dispatcher
 from services.router.readiness import readiness

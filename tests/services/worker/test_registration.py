@@ -16,7 +16,7 @@ from services.common.tls import MutualTls
 from services.transfer.drift import Escapes
 from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import WireMode
-from services.worker import registration
+from services.worker import registrar as registrars
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
 from tests.runtime.tiny import engine_of, request_of, tiny_model
@@ -153,7 +153,7 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
 async def test_placements_dropped_during_a_heartbeat_do_not_hide_later_ones(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "MAX_ADMITTED", 2)
+    monkeypatch.setattr(registrars, "MAX_ADMITTED", 2)
     router = Router()
     registrar = registrar_of(engine, router, monkeypatch)
 
@@ -179,7 +179,7 @@ async def test_placements_dropped_during_a_heartbeat_do_not_hide_later_ones(
 async def test_placements_computed_here_are_repeated_until_a_router_answers(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "MAX_ADMITTED", 3)
+    monkeypatch.setattr(registrars, "MAX_ADMITTED", 3)
     router = Router()
     registrar = registrar_of(engine, router, monkeypatch)
     registrar.computed_here("a")

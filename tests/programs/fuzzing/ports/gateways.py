@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.gateway.gateway import ServedModel
 from services.gateway.keys import ApiKeys
+from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.conftest import Site, gateway_site
 from tests.services.gateway.fakes import LENGTH, STOP, FakeStream, Script, until

@@ -1,0 +1,1 @@
+"""Embeddings and scores: requests for encoder workers."""

@@ -1,0 +1,194 @@
+"""Tokenizers of encoders: texts and pairs of texts to token ids and token types.
+
+Special tokens, such as ``[CLS]`` and ``[SEP]``, and token types are those that the post-processor
+of ``tokenizer.json`` adds. Files of sentence-transformers beside it declare prompts, which precede
+texts, and the length up to which the model was trained.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from services.tokenizer.huggingface import TOKENIZER_FILE, has_tokenizer
+from services.tokenizer.identity import TokenizerIdentity
+from services.tokenizer.json_files import read_json
+from services.tokenizer.pieces import TokenizerError, table_size
+from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
+
+_SENTENCES = "config_sentence_transformers.json"
+_LENGTH_FILES = (
+    *("sentence_bert_config.json", "sentence_roberta_config.json"),
+    *("sentence_distilbert_config.json", "sentence_xlm-roberta_config.json"),
+)
+_MAX_PROMPT_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderTokens:
+    """Token ids of one input, complete with special tokens.
+
+    Attributes:
+        types: token type of each token; empty if all are 0.
+    """
+
+    tokens: tuple[int, ...]
+    types: bytes = b""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts that precede the texts to embed, as sentence-transformers declares them.
+
+    Attributes:
+        by_name: prompts by name, such as "query".
+        default: name of the prompt of texts without another one; None for no prompt.
+    """
+
+    by_name: dict[str, str]
+    default: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the prompts that a folder declares; none if it declares none."""
+        config = read_json(path / _SENTENCES)
+        prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+        valid = isinstance(prompts, dict) and all(
+            isinstance(text, str) and len(text) <= _MAX_PROMPT_CHARS for text in prompts.values()
+        )
+        if not valid or (default is not None and default not in prompts):
+            raise TokenizerError(f"{_SENTENCES}: the prompts are not valid")
+        return cls(prompts, default)
+
+    def text(self, name: str | None) -> str:
+        """Return the prompt of this name, or the default one; empty for none.
+
+        Raises:
+            KeyError: there is no prompt of this name.
+        """
+        name = self.default if name is None else name
+        return "" if name is None else self.by_name[name]
+
+
+class EncoderTokenizer:
+    """Tokenizer of an encoder's folder. Thread-safe.
+
+    Attributes:
+        prompts: prompts of the folder.
+        trained_tokens: maximum tokens of an input that the folder declares; None if it does not.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, prompts: Prompts, trained_tokens: int | None
+    ) -> None:
+        self._backend = backend
+        self.prompts = prompts
+        self.trained_tokens = trained_tokens
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the tokenizer of a Hugging Face folder.
+
+        Raises:
+            TokenizerError: if files are missing, damaged or not supported.
+        """
+        if not path.is_dir() or not has_tokenizer(path):
+            raise TokenizerError(f"{path} has no {TOKENIZER_FILE}")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
+        except Exception as error:
+            raise TokenizerError(f"{path}: {TOKENIZER_FILE} is not supported: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        try:
+            return cls(backend, Prompts.read(path), _trained_tokens(path))
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._pieces)
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity:
+        """Properties by which a gateway and its workers compare tokenizers."""
+        return TokenizerIdentity.of(self.plain)
+
+    @cached_property
+    def plain(self) -> Tokenizer:
+        """The tokenizer for the routes that show tokens as text."""
+        return Tokenizer(
+            self._backend, SpecialTokens((), {}), pieces=self._pieces, strips_space=True
+        )
+
+    def encode(self, text: str, *, limit: int | None = None) -> EncoderTokens:
+        """Return the tokens of a text.
+
+        Args:
+            limit: maximum tokens, special ones included; the end of a longer text is cut off.
+        """
+        if limit is None:
+            return _tokens(self._backend.encode(text))
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False)))
+        return _tokens(self._backend.post_process(encoding))
+
+    def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> EncoderTokens:
+        """Return the tokens of a pair of texts, for a cross encoder.
+
+        Args:
+            limit: maximum tokens, special ones included. Of a longer pair, the ends of the longer
+                text, or of both, are cut off.
+        """
+        if limit is None:
+            return _tokens(self._backend.encode(first, second))
+        one = self._backend.encode(first, add_special_tokens=False)
+        two = self._backend.encode(second, add_special_tokens=False)
+        left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
+        lengths = _shortened(len(one.ids), len(two.ids), left)
+        for encoding, length in zip((one, two), lengths, strict=True):
+            encoding.truncate(length)
+        return _tokens(self._backend.post_process(one, two))
+
+    @cached_property
+    def _pieces(self) -> tuple[bytes, ...]:
+        """Bytes of each token: words of WordPiece begin with a space, their other parts do not."""
+        model = json.loads(self._backend.to_str())["model"]
+        prefix = model.get("continuing_subword_prefix") or ""
+        special = self._backend.get_added_tokens_decoder()
+        pieces = []
+        for id in range(table_size(self._backend)):
+            token = self._backend.id_to_token(id) or ""
+            if model["type"] == "WordPiece" and id not in special:
+                token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+            pieces.append(token.encode())
+        return tuple(pieces)
+
+
+def _tokens(encoding: Any) -> EncoderTokens:
+    types = bytes(encoding.type_ids)
+    return EncoderTokens(tuple(encoding.ids), types if any(types) else b"")
+
+
+def _shortened(first: int, second: int, limit: int) -> tuple[int, int]:
+    """Return the lengths of two texts, of which the longer one is cut until both fit."""
+    if first + second <= limit:
+        return first, second
+    half = limit // 2
+    if first <= half:
+        return first, limit - first
+    if second <= half:
+        return limit - second, second
+    return (limit - half, half) if first > second else (half, limit - half)
+
+
+def _trained_tokens(path: Path) -> int | None:
+    for name in _LENGTH_FILES:
+        length = read_json(path / name).get("max_seq_length")
+        if isinstance(length, int) and length > 0:
+            return length
+    return None

@@ -1,0 +1,130 @@
+"""`/v1/rerank` and `/v1/score` by an embedder and by a cross encoder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.encoder.model import EncoderInput
+from tests.services.gateway.encoding.conftest import EncoderSite, OpenSite
+
+QUERY = "abc"
+DOCUMENTS = ["xyz uvw", "abd", "hello"]
+
+
+@pytest.fixture
+async def cross(open_site: OpenSite, cross_encoder: Path) -> EncoderSite:
+    opened: EncoderSite = await open_site(path=cross_encoder)
+    return opened
+
+
+def cosines(site: EncoderSite, first: list[str], second: list[str]) -> list[float]:
+    encode = site.encoder.tokenizer.encode
+    rows = [
+        site.loaded.encoder.encode([EncoderInput(encode(text).tokens) for text in texts])
+        for texts in (first, second)
+    ]
+    found: list[float] = torch.cosine_similarity(rows[0], rows[1]).tolist()
+    return found
+
+
+def logits(site: EncoderSite, pairs: list[tuple[str, str]]) -> list[float]:
+    found = [site.encoder.tokenizer.encode_pair(*pair) for pair in pairs]
+    inputs = [EncoderInput(each.tokens, tuple(each.types)) for each in found]
+    scores = site.loaded.encoder.activation(site.loaded.encoder.encode(inputs))
+    values: list[float] = scores[:, 0].tolist()
+    return values
+
+
+async def scores_of(site: EncoderSite, **body: Any) -> list[float]:
+    answer = await site.post("/v1/score", body)
+    assert answer.status_code == 200, answer.text
+    return [entry["score"] for entry in answer.json()["data"]]
+
+
+async def test_embedder_ranks_by_cosine_with_its_prompts(site: EncoderSite) -> None:
+    answer = (await site.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})).json()
+    expected = cosines(site, [f"q {QUERY}"] * 3, DOCUMENTS)
+    found = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    assert [found[index] for index in range(3)] == pytest.approx(expected, abs=1e-6)
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert "document" not in answer["results"][0]
+    assert answer["id"].startswith("rerank-")
+
+
+async def test_cross_encoder_ranks_by_its_scores(cross: EncoderSite) -> None:
+    documents = [{"text": text} for text in DOCUMENTS]
+    body = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": True}
+    results = (await cross.post("/v1/rerank", body)).json()["results"]
+    expected = logits(cross, [(QUERY, text) for text in DOCUMENTS])
+    order = sorted(range(3), key=lambda index: -expected[index])[:2]
+    assert [result["index"] for result in results] == order
+    for result in results:
+        assert result["relevance_score"] == pytest.approx(expected[result["index"]], rel=1e-5)
+        assert result["document"] == {"text": DOCUMENTS[result["index"]]}
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+async def test_other_paths_of_rerank(site: EncoderSite, path: str) -> None:
+    answer = await site.post(path, {"query": QUERY, "documents": DOCUMENTS})
+    assert len(answer.json()["results"]) == 3
+
+
+async def test_score_of_one_with_many_and_of_many_with_many(cross: EncoderSite) -> None:
+    pairs = [(QUERY, text) for text in DOCUMENTS]
+    expected = logits(cross, pairs)
+    assert await scores_of(cross, text_1=QUERY, text_2=DOCUMENTS) == pytest.approx(expected)
+    assert await scores_of(cross, queries=[QUERY] * 3, documents=DOCUMENTS) == pytest.approx(
+        expected
+    )
+    assert await scores_of(cross, text_1=QUERY, text_2="abd") == pytest.approx(expected[1:2])
+
+
+async def test_embedder_scores_pairs(site: EncoderSite) -> None:
+    first = ["ab", "cd"]
+    expected = cosines(site, ["q ab", "q cd"], ["x", "y"])
+    assert await scores_of(site, text_1=first, text_2=["x", "y"]) == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+async def test_cross_encoder_has_no_embeddings(cross: EncoderSite) -> None:
+    answer = await cross.post("/v1/embeddings", {"input": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_supported")
+
+
+async def test_long_pair_is_refused_or_cut(cross: EncoderSite) -> None:
+    body = {"query": QUERY, "documents": ["a", "b " * 90]}
+    answer = await cross.post("/v1/rerank", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents[1]")
+    answer = await cross.post("/v1/rerank", {**body, "truncate_prompt_tokens": -1})
+    assert answer.status_code == 200
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/rerank", {"documents": ["a"]}, "query"),
+    ("/v1/rerank", {"query": "a"}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": [1]}, "documents[0]"),
+    ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]"),
+    ("/v1/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields"),
+    ("/v1/score", {"text_1": "a"}, "text_2"),
+    ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+    ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
+    ("/v1/score", {"text_1": "a", "text_2": [1]}, "text_2"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+async def test_bad_body_gets_a_typed_error(
+    site: EncoderSite, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await site.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert str(error["param"]).startswith(param), error

@@ -1,0 +1,110 @@
+"""Tokenizers of encoders against tokenizers of transformers: special tokens, types, truncation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from services.tokenizer.encoder import EncoderTokenizer
+from services.tokenizer.pieces import TokenizerError
+from tests.services.encoder.samples import CLS, MAX_TOKENS, SEP, write_tokenizer
+
+FIRST, SECOND = "abc de", "fgh ijklm n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(made)
+    return made
+
+
+@pytest.fixture
+def plain(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer without truncation and padding."""
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+def test_text_is_complete_with_special_tokens(folder: Path, plain: tokenizers.Tokenizer) -> None:
+    text = FIRST * 20  # longer than the truncation of the file
+    found = EncoderTokenizer.load(folder).encode(text)
+    assert list(found.tokens) == plain.encode(text).ids
+    assert (found.tokens[0], found.tokens[-1], found.types) == (CLS, SEP, b"")
+
+
+def test_pair_has_types(folder: Path, plain: tokenizers.Tokenizer) -> None:
+    found = EncoderTokenizer.load(folder).encode_pair(FIRST, SECOND)
+    expected = plain.encode(FIRST, SECOND)
+    assert (list(found.tokens), list(found.types)) == (expected.ids, expected.type_ids)
+
+
+@pytest.mark.parametrize("limit", range(2, 10))
+def test_long_text_is_cut_at_its_end(folder: Path, plain: tokenizers.Tokenizer, limit: int) -> None:
+    plain.enable_truncation(limit)
+    found = EncoderTokenizer.load(folder).encode(FIRST, limit=limit)
+    assert list(found.tokens) == plain.encode(FIRST).ids
+
+
+@pytest.mark.parametrize("limit", range(3, 20))
+@pytest.mark.parametrize("texts", [(FIRST, SECOND), (SECOND, FIRST), (FIRST, "edcba"), ("a", "b")])
+def test_of_a_long_pair_the_longer_text_is_cut(
+    folder: Path, plain: tokenizers.Tokenizer, texts: tuple[str, str], limit: int
+) -> None:
+    plain.enable_truncation(limit)
+    found = EncoderTokenizer.load(folder).encode_pair(*texts, limit=limit)
+    expected = plain.encode(*texts)
+    assert list(found.tokens) == expected.ids
+    assert list(found.types or bytes(len(found.tokens))) == expected.type_ids
+
+
+def test_text_of_tokens(folder: Path) -> None:
+    tokenizer = EncoderTokenizer.load(folder)
+    assert tokenizer.plain.decode(tokenizer.encode(FIRST).tokens) == FIRST
+
+
+def test_identity_depends_on_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    description = json.loads((folder / "tokenizer.json").read_text())
+    words = description["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    found, other = (EncoderTokenizer.load(each).identity for each in (folder, tmp_path))
+    assert found.vocab_size == other.vocab_size == 97
+    assert found.hash != other.hash
+
+
+def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert EncoderTokenizer.load(tmp_path).trained_tokens is None
+    assert EncoderTokenizer.load(tmp_path).prompts.text(None) == ""
+    declared = {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(declared))
+    length = json.dumps({"max_seq_length": MAX_TOKENS})
+    (tmp_path / "sentence_bert_config.json").write_text(length)
+    found = EncoderTokenizer.load(tmp_path)
+    assert found.trained_tokens == MAX_TOKENS
+    assert (found.prompts.text(None), found.prompts.text("document")) == ("q: ", "")
+    with pytest.raises(KeyError):
+        found.prompts.text("other")
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"prompts": ["a"]}, {"prompts": {"a": 1}}, {"prompts": {}, "default_prompt_name": "a"}, []],
+)
+def test_damaged_prompts_are_refused(tmp_path: Path, declared: object) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(declared))
+    with pytest.raises(TokenizerError):
+        EncoderTokenizer.load(tmp_path)
+
+
+def test_missing_and_damaged_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        EncoderTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match="is not supported"):
+        EncoderTokenizer.load(tmp_path)
