@@ -8,13 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.cpu.jit import Floats, compiled, exp
-from runtime.cpu.tiles import LANES, accumulate
+from runtime.cpu.tiles import LANES, accumulate_cached
 
 KEYS = 64
 """Number of keys whose scores are computed at once."""
 Ints = NDArray[np.int32]
 _f = np.float32
 _LEAST = _f(np.finfo(np.float32).min)
+
+
+@compiled
+def _maxima(scores: Floats, m: Floats) -> None:
+    """Raise ``m`` `[LANES]` to the maxima of the columns of ``scores`` `[n, LANES]`."""
+    whole = len(scores) // 4 * 4
+    for j in range(0, whole, 4):  # four rows for each read of m
+        for r in range(LANES):
+            a, b, c, d = scores[j, r], scores[j + 1, r], scores[j + 2, r], scores[j + 3, r]
+            a = a if a > b else b
+            c = c if c > d else d
+            a = a if a > c else c
+            m[r] = a if a > m[r] else m[r]
+    for j in range(whole, len(scores)):
+        for r in range(LANES):
+            m[r] = scores[j, r] if scores[j, r] > m[r] else m[r]
 
 
 @compiled
@@ -30,6 +46,11 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
         out: fp32 `[n, heads, dim]`, written.
     """
     heads, dim = q.shape[1], q.shape[2]
+    longest = 0
+    for s in range(len(starts) - 1):
+        longest = max(longest, starts[s + 1] - starts[s])
+    # Keys and values of one head of one input, contiguous: rows of k and v are far apart.
+    keys, values = np.empty((longest, dim), np.float32), np.empty((longest, dim), np.float32)
     queries = np.empty((dim, LANES), np.float32)  # queries times `scale`
     acc = np.empty((dim, LANES), np.float32)
     weights = np.empty((KEYS, LANES), np.float32)  # scores, then exp(score - m)
@@ -38,6 +59,10 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
     for s in range(len(starts) - 1):
         first, end = starts[s], starts[s + 1]
         for h in range(heads):
+            for row in range(first, end):
+                for d in range(dim):
+                    keys[row - first, d] = k[row, h, d]
+                    values[row - first, d] = v[row, h, d]
             for block in range(first, end, LANES):
                 for r in range(LANES):
                     row = min(block + r, end - 1)  # unused lanes repeat the last token
@@ -45,16 +70,13 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
                     for d in range(dim):
                         queries[d, r] = q[row, h, d] * scale
                 acc[:] = _f(0.0)
-                for at in range(first, end, KEYS):
-                    count = min(KEYS, end - at)
+                for at in range(0, end - first, KEYS):
+                    count = min(KEYS, end - first - at)
                     weights[:count] = _f(0.0)
-                    accumulate(weights[:count], k[at : at + count, h], 0, queries, 0, dim)
+                    accumulate_cached(weights[:count], keys[at : at + count], 0, queries, 0, dim)
                     for r in range(LANES):
                         rescale[r] = m[r]
-                    for j in range(count):
-                        for r in range(LANES):
-                            x = weights[j, r]
-                            m[r] = x if x > m[r] else m[r]
+                    _maxima(weights[:count], m)
                     for r in range(LANES):
                         rescale[r] = exp(rescale[r] - m[r])
                         l[r] *= rescale[r]
@@ -63,11 +85,11 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
                             x = exp(weights[j, r] - m[r])
                             weights[j, r] = x
                             l[r] += x
-                    if at > first:
+                    if at > 0:
                         for d in range(dim):
                             for r in range(LANES):
                                 acc[d, r] *= rescale[r]
-                    accumulate(acc, v[at : at + count, h].T, 0, weights, 0, count)
+                    accumulate_cached(acc, values[at : at + count].T, 0, weights, 0, count)
                 for r in range(min(LANES, end - block)):
                     for d in range(dim):
                         out[block + r, h, d] = acc[d, r] / l[r]
