@@ -7,7 +7,8 @@ versions of ``tests/clients/requirements/sentence-transformers.txt``. The cosine
 embeddings must be at most 1e-5 in fp32 and 1e-3 in bf16, and scores must be as close in fp32. In
 fp32, results must be bitwise equal in batches of any composition.
 
-``--speed`` times lists of 32 texts on one thread instead, once for each length of ``--lengths``.
+``--speed`` times lists of 32 texts on one thread instead, once for each length of ``--lengths``,
+where ``mixed`` are 32 lengths of 4 to 128 tokens.
 """
 
 import argparse
@@ -157,12 +158,14 @@ def compare(
     return passed
 
 
-def speed(folder: Path, tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> None:
+def speed(folder: Path, tokenizer: Tokenizer, lengths: Sequence[str], seed: int) -> None:
     """Print texts/s of lists of 32 texts on one thread, with tokenization, of both."""
     torch.set_num_threads(1)
     encoder = load_encoder(folder, max_tokens=LONGEST)
     for length in lengths:
-        texts = texts_of(tokenizer, [length] * 32, seed)
+        draw = random.Random(seed)
+        each = [draw.randint(4, 128) if length == "mixed" else int(length) for _ in range(32)]
+        texts = texts_of(tokenizer, each, seed)
         seconds = []
         for _ in range(5):
             start = time.perf_counter()
@@ -187,14 +190,14 @@ def main() -> int:
     parser.add_argument("--dtypes", default=",".join(BOUNDS), help="bf16 takes hours on some CPUs")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--speed", action="store_true", help="measure speed instead")
-    parser.add_argument("--lengths", default="16,64,256,512", help="token counts of --speed")
+    parser.add_argument("--lengths", default="16,64,256,mixed", help="token counts of --speed")
     arguments = parser.parse_args()
     folder = checkpoint_path(MODEL)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(LONGEST)
     if arguments.speed:
-        speed(folder, tokenizer, list(map(int, arguments.lengths.split(","))), arguments.seed)
+        speed(folder, tokenizer, arguments.lengths.split(","), arguments.seed)
         return 0
     draw = random.Random(arguments.seed)
     lengths = [draw.randint(1, LONGEST) for _ in range(arguments.texts)]
