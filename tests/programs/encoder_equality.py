@@ -7,8 +7,9 @@ versions of ``tests/clients/requirements/sentence-transformers.txt``. The cosine
 embeddings must be at most 1e-5 in fp32 and 1e-3 in bf16, and scores must be as close in fp32. In
 fp32, results must be bitwise equal in batches of any composition.
 
-``--speed`` times lists of 32 texts on one thread instead, once for each length of ``--lengths``,
-where ``mixed`` are 32 lengths of 4 to 128 tokens.
+``--speed`` measures lists of 32 texts instead, once for each length of ``--lengths``, where
+``mixed`` are 32 lengths of 4 to 128 tokens. Each side has one thread, and texts/s are those of its
+CPU time, on which other processes have less influence.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def inputs_of(tokenizer: Tokenizer, texts: Sequence[Text]) -> list[EncoderInput]
 def peer_results(
     folder: Path, task: EncoderTask, texts: Sequence[Text], dtype: str, *, batch: int, repeats: int
 ) -> tuple[Tensor, float]:
-    """Return the results of sentence-transformers, and the seconds of the fastest pass."""
+    """Return the results of sentence-transformers, and the CPU seconds of the fastest pass."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "results.safetensors"
         given: dict[str, Any] = {"folder": str(folder), "task": task, "texts": texts}
@@ -82,6 +83,7 @@ def peer_results(
             str(Path(__file__).with_name("encoder_peer.py")),
         ]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         ended = subprocess.run(
             command,
             env=environment,
@@ -161,6 +163,7 @@ def compare(
 def speed(folder: Path, tokenizer: Tokenizer, lengths: Sequence[str], seed: int) -> None:
     """Print texts/s of lists of 32 texts on one thread, with tokenization, of both."""
     torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     encoder = load_encoder(folder, max_tokens=LONGEST)
     for length in lengths:
         draw = random.Random(seed)
@@ -168,9 +171,9 @@ def speed(folder: Path, tokenizer: Tokenizer, lengths: Sequence[str], seed: int)
         texts = texts_of(tokenizer, each, seed)
         seconds = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             in_batches(encoder, inputs_of(tokenizer, texts), 32)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
         _, peer = peer_results(folder, encoder.task, texts, "float32", batch=32, repeats=5)
         own = min(seconds)
         _print(
