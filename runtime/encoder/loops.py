@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.cpu.jit import Floats, compiled, exp
-from runtime.cpu.tiles import LANES, accumulate
+from runtime.cpu.tiles import LANES, NARROW, accumulate_cached, accumulate_narrow
 
 KEYS = 64
 """Number of keys whose scores are computed at once."""
@@ -18,11 +18,39 @@ _LEAST = _f(np.finfo(np.float32).min)
 
 
 @compiled
+def _maxima(scores: Floats, width: int, m: Floats) -> None:
+    """Raise ``m`` to the maxima of the first ``width`` columns of ``scores`` `[n, LANES]`."""
+    whole = len(scores) // 4 * 4
+    for j in range(0, whole, 4):  # four rows for each read of m
+        for r in range(width):
+            a, b, c, d = scores[j, r], scores[j + 1, r], scores[j + 2, r], scores[j + 3, r]
+            a = a if a > b else b
+            c = c if c > d else d
+            a = a if a > c else c
+            m[r] = a if a > m[r] else m[r]
+    for j in range(whole, len(scores)):
+        for r in range(width):
+            m[r] = scores[j, r] if scores[j, r] > m[r] else m[r]
+
+
+@compiled
+def _add_product(c: Floats, a: Floats, b: Floats, width: int) -> None:
+    """Add ``a @ b`` to the first ``width`` columns of ``c`` `[m, LANES]`, in order of k."""
+    if width == LANES:
+        accumulate_cached(c, a, 0, b, 0, a.shape[1])
+    else:
+        for strip in range(0, width, NARROW):
+            columns = slice(strip, strip + NARROW)
+            accumulate_narrow(c[:, columns], a, 0, b[:, columns], 0, a.shape[1])
+
+
+@compiled
 def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out: Floats) -> None:
     """Compute ``softmax(q·k·scale)·v`` over all tokens of each input, with an online softmax.
 
-    The tokens of a head are processed in blocks of LANES; lane r computes token ``block + r``. For
-    ``m``, ``l`` and ``acc``, see `runtime.attention.loops`.
+    The tokens of a head are processed in blocks of LANES; lane r computes token ``block + r``. The
+    last block of an input has only as many lanes as it needs, a multiple of NARROW. For ``m``,
+    ``l`` and ``acc``, see `runtime.attention.loops`.
 
     Args:
         q, k, v: fp32 `[n, heads, dim]`, with any strides.
@@ -30,6 +58,11 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
         out: fp32 `[n, heads, dim]`, written.
     """
     heads, dim = q.shape[1], q.shape[2]
+    longest = 0
+    for s in range(len(starts) - 1):
+        longest = max(longest, starts[s + 1] - starts[s])
+    # Keys and values of one head of one input, contiguous: rows of k and v are far apart.
+    keys, values = np.empty((longest, dim), np.float32), np.empty((longest, dim), np.float32)
     queries = np.empty((dim, LANES), np.float32)  # queries times `scale`
     acc = np.empty((dim, LANES), np.float32)
     weights = np.empty((KEYS, LANES), np.float32)  # scores, then exp(score - m)
@@ -38,36 +71,38 @@ def attend(q: Floats, k: Floats, v: Floats, starts: Ints, scale: np.float32, out
     for s in range(len(starts) - 1):
         first, end = starts[s], starts[s + 1]
         for h in range(heads):
+            for row in range(first, end):
+                for d in range(dim):
+                    keys[row - first, d] = k[row, h, d]
+                    values[row - first, d] = v[row, h, d]
             for block in range(first, end, LANES):
-                for r in range(LANES):
+                width = min(LANES, (end - block + NARROW - 1) // NARROW * NARROW)
+                for r in range(width):
                     row = min(block + r, end - 1)  # unused lanes repeat the last token
                     m[r], l[r] = _LEAST, _f(0.0)
                     for d in range(dim):
                         queries[d, r] = q[row, h, d] * scale
-                acc[:] = _f(0.0)
-                for at in range(first, end, KEYS):
-                    count = min(KEYS, end - at)
-                    weights[:count] = _f(0.0)
-                    accumulate(weights[:count], k[at : at + count, h], 0, queries, 0, dim)
-                    for r in range(LANES):
+                acc[:, :width] = _f(0.0)
+                for at in range(0, end - first, KEYS):
+                    count = min(KEYS, end - first - at)
+                    weights[:count, :width] = _f(0.0)
+                    _add_product(weights[:count], keys[at : at + count], queries, width)
+                    for r in range(width):
                         rescale[r] = m[r]
-                    for j in range(count):
-                        for r in range(LANES):
-                            x = weights[j, r]
-                            m[r] = x if x > m[r] else m[r]
-                    for r in range(LANES):
+                    _maxima(weights[:count], width, m)
+                    for r in range(width):
                         rescale[r] = exp(rescale[r] - m[r])
                         l[r] *= rescale[r]
                     for j in range(count):
-                        for r in range(LANES):
+                        for r in range(width):
                             x = exp(weights[j, r] - m[r])
                             weights[j, r] = x
                             l[r] += x
-                    if at > first:
+                    if at > 0:
                         for d in range(dim):
-                            for r in range(LANES):
+                            for r in range(width):
                                 acc[d, r] *= rescale[r]
-                    accumulate(acc, v[at : at + count, h].T, 0, weights, 0, count)
+                    _add_product(acc, values[at : at + count].T, weights, width)
                 for r in range(min(LANES, end - block)):
                     for d in range(dim):
                         out[block + r, h, d] = acc[d, r] / l[r]

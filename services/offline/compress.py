@@ -81,13 +81,29 @@ def compress(
     choice = parse_choice(Method, method), parse_choice(Allocation, ranks) if ranks else None
     on = torch_device(device)
     refuse_existing(out)
-    console = Console(stderr=True)
     source = resolve_model(model)
-    with console.status(f"reading {source.name}"):
+    with Console(stderr=True).status(f"reading {source.name}"):
         dense = load_checkpoint(source, dtype=None)
     if isinstance(dense.config, EncoderConfig):
         compress_encoder(source, dense, keep, out, *choice, rows, on)
-        return
+    else:
+        _compress_decoder(source, dense, keep, out, *choice, rows, on, chats, held_out_chats)
+
+
+def _compress_decoder(
+    source: Path,
+    dense: Checkpoint,
+    keep: float,
+    out: Path,
+    method: Method,
+    allocation: Allocation | None,
+    rows: int,
+    on: torch.device,
+    chats: int,
+    held_out_chats: int,
+) -> None:
+    """Factorize a decoder; see `compress` for the arguments."""
+    console = Console(stderr=True)
     tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         chats = held_out_chats = 0
@@ -98,12 +114,7 @@ def compress(
         calibration, held_out = _texts(source, tokenizer, rows, chats, on)
     with _reported_shortage("use --device cpu"):
         factorized, report = factorize(
-            dense,
-            calibration,
-            keep,
-            *choice,
-            on,
-            out,
+            *(dense, calibration, keep, method, allocation, on, out),
             lambda made: write_model(made, tokenizer, out),
         )
         before, after = _perplexities(dense, factorized, held_out, on, console)

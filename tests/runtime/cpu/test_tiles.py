@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from runtime.cpu.jit import Floats
-from runtime.cpu.tiles import GROUP, LANES, accumulate, transpose
+from runtime.cpu.tiles import (
+    GROUP,
+    LANES,
+    NARROW,
+    accumulate,
+    accumulate_cached,
+    accumulate_narrow,
+    transpose,
+)
 
 
 def whole_numbers(*shape: int) -> Floats:
@@ -19,7 +27,14 @@ def test_accumulate_adds_a_matmul(rows: int, column: int, row: int, steps: int, 
     b, c = whole_numbers(33, LANES), whole_numbers(rows, LANES)
     expected = c + a[:, column : column + steps] @ b[row : row + steps]
     right = (b.view(np.uint32) >> 16).astype(np.uint16) if kind == "patterns" else b
+    old, cached = c.copy(), c.copy()
     accumulate(c, a, column, right, row, steps)
+    accumulate_cached(cached, a, column, right, row, steps)
+    assert np.array_equal(cached, c)
+    if kind != "patterns":
+        narrow = old[:, NARROW : 2 * NARROW].copy()
+        accumulate_narrow(narrow, a, column, b[:, NARROW : 2 * NARROW], row, steps)
+        assert np.array_equal(narrow, c[:, NARROW : 2 * NARROW])
     np.testing.assert_array_equal(c, expected)
 
 

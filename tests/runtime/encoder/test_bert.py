@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from runtime.checkpoint import load_checkpoint
 from runtime.encoder import Activation, EncoderInput, EncoderTask, load_encoder
 from runtime.encoder.batch import RaggedBatch
+from runtime.encoder.model import _in_parts
 from runtime.errors import CheckpointError, InvalidRequest, RuntimeFault
 from runtime.models.build import build_model
 from tests.runtime.encoder.folders import (
@@ -170,6 +171,18 @@ def test_context_excludes_the_unused_positions_of_roberta(tmp_path: Path) -> Non
     assert load_encoder(tmp_path, max_tokens=33).max_tokens == 33
     with pytest.raises(CheckpointError, match="max_tokens"):
         load_encoder(tmp_path, max_tokens=89)
+
+
+def test_parts_of_a_large_batch_are_bitwise_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_encoder(tmp_path, "BertModel")
+    encoder = load_encoder(tmp_path)
+    inputs = random_inputs((5, 80, 3, 3, 60, 90, 1))
+    expected = encoder.encode(inputs)
+    monkeypatch.setattr("runtime.encoder.model.CPU_TOKENS", 70)
+    assert [len(part) for part in _in_parts(inputs)] == [1, 1, 3, 1, 1]
+    assert torch.equal(encoder.encode(inputs), expected)
 
 
 def test_no_inputs_give_no_results(tmp_path: Path) -> None:
