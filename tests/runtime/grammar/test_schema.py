@@ -2,13 +2,14 @@
 
 import json
 from calendar import monthrange
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 from runtime.grammar.narrowing import narrowed
 from runtime.grammar.spec import GrammarKind, InvalidGrammar
+from tests.runtime.grammar.validation import faults
 from tests.runtime.grammar.words import SIZE, grammar, matches
 
 CLOSED = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
@@ -85,6 +86,45 @@ def test_dates_exist() -> None:
         assert not matches(found, f'"{year:04}-{month:02}-{day + 1:02}"')
     for absent in ("0000-01-01", "0000-02-29", "2024-00-01", "2024-13-01", "2024-01-00"):
         assert not matches(found, f'"{absent}"')
+
+
+@pytest.mark.parametrize(
+    ("bounds", "valid", "invalid"),
+    [
+        (
+            {"exclusiveMinimum": 83, "exclusiveMaximum": 133},
+            ["83.0000000001", "132.9999999999", "100", "99.5"],
+            ["83.00000000000000000001", "132.99999999999999999999", "83", "133"],
+        ),
+        ({"exclusiveMinimum": 0}, ["0.0000000001", "1234567.5"], ["0", "0.00000000001"]),
+        ({"exclusiveMinimum": 123456789}, ["123456789.000001"], ["123456789.00000000000001"]),
+        ({"exclusiveMinimum": 0, "maximum": 1e-9}, ["0.000000000000001"], ["0", "-0", "0.1"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "-0", "0.50001"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.1", "-0.5"], ["0", "-0.0", "-0"]),
+        ({"exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25}, ["0.25", "1"], ["0", "0.1"]),
+        ({"minimum": 0.5, "maximum": 0.5000000001}, ["0.50000000001"], ["0.6"]),
+        ({"minimum": 2.5, "multipleOf": 0.5}, ["2.5", "3"], ["2.25", "2.75"]),
+        ({"maximum": 10**16}, ["1.25", "10000000000000000"], ["10000000000000001"]),
+    ],
+)
+def test_bounded_numbers_have_the_digits_of_doubles(
+    bounds: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    for schema in ({"type": "number", **bounds}, {"type": ["null", "number"], **bounds}):
+        assert [text for text in valid if not accepts(schema, text)] == []
+        assert [text for text in invalid if accepts(schema, text)] == []
+        assert all(not faults(json.loads(text), schema) for text in valid)
+
+
+def test_numbers_are_within_their_bounds() -> None:
+    bounds = [-1, -0.5, 0, 0.5, 1, 2.5]
+    values = ["0", "-0", "0.0", "0.5", "-0.5", "0.25", "1", "1.0", "-1", "2.5", "2.50", "2.51"]
+    kinds = product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    for (low, high), (at_least, at_most) in product(combinations(bounds, 2), kinds):
+        schema = {"type": "number", at_least: low, at_most: high}
+        found = grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), SIZE)
+        for text in values:
+            assert not faults(json.loads(text), schema) or not matches(found, text)
 
 
 def test_times_exist() -> None:
