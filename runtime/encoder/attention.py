@@ -83,16 +83,23 @@ class CompiledAttention:
         return out.to(q.dtype)
 
 
-def attention_of(name: str, config: EncoderConfig, device: torch.device) -> RaggedAttention:
-    """Return the attention of a backend; ``auto`` is the fastest for the device.
+def attention_of(
+    name: str, config: EncoderConfig, device: torch.device, dtype: torch.dtype
+) -> RaggedAttention:
+    """Return the attention of a backend; ``auto`` is the fastest for the device and dtype.
 
     Raises:
         RuntimeFault: there is no such backend, or it does not support the device.
     """
     if name == "auto":
-        name = "compiled" if device.type == "cpu" else "reference"
+        triton = device.type == "cuda" and dtype == torch.bfloat16
+        name = "compiled" if device.type == "cpu" else "triton" if triton else "reference"
     if name == "reference":
         return ReferenceAttention(config)
     if name == "compiled" and device.type == "cpu":
         return CompiledAttention(config)
+    if name == "triton" and device.type == "cuda":
+        from runtime.encoder.gpu import TritonRaggedAttention  # optional: Triton
+
+        return TritonRaggedAttention(config)
     raise RuntimeFault(f"encoder backend {name!r} is not known on {device.type}")

@@ -1,5 +1,6 @@
 """The transformer of BERT and RoBERTa over ragged batches, and their classification head."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,10 +56,16 @@ class BertBackbone:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, backend: str
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str,
     ) -> None:
         self.config = encoder_config(checkpoint.config)
-        self.attention = attention_of(backend, self.config, device)
+        self.attention = attention_of(backend, self.config, device, dtype)
+        packed = self.attention.name == "triton" and dtype == torch.bfloat16
+        packed = packed and self.config.activation == "gelu"
         family = encoder_family(self.config)
         placed = partial(moved, device=device, dtype=dtype, placed={})
         self._tokens = embedding_op(placed(checkpoint.embedding))
@@ -70,9 +77,9 @@ class BertBackbone:
             self.config.rms_norm_eps,
             placed(checkpoint.more[f"{norm}.bias"]),
         )
-        self.layers = [
-            self._layer(family, moved(weights, device, dtype, {}))
-            for weights, _ in layers_with_bases(checkpoint)
+        build = self._packed_layer if packed else partial(self._layer, family)
+        self.layers: list[Callable[[Tensor, RaggedBatch], Tensor]] = [
+            build(moved(weights, device, dtype, {})) for weights, _ in layers_with_bases(checkpoint)
         ]
 
     def _layer(self, family: EncoderFamily, weights: Any) -> EncoderLayer:
@@ -81,6 +88,11 @@ class BertBackbone:
         up, down = build.linear("up"), build.residual("down")
         ffn = feed_forward(up, activation_of(self.config), down)
         return EncoderLayer(family, replace(family.parts(build), ffn=ffn), self.attention)
+
+    def _packed_layer(self, weights: Any) -> Callable[[Tensor, RaggedBatch], Tensor]:
+        from runtime.encoder.packed import PackedEncoderLayer  # optional: Triton
+
+        return PackedEncoderLayer(self.config, weights, self.attention)
 
     @property
     def name(self) -> str:

@@ -60,9 +60,12 @@ def main(
     steps: Annotated[int, typer.Option(help="tokens to generate with the model")] = 0,
     batch: Annotated[int, typer.Option(help="requests in the batch of the model")] = 16,
     answers: Annotated[bool, typer.Option(help="answer with the model instead")] = False,
+    unfinished: Annotated[bool, typer.Option(help="print answers that do not end")] = False,
+    model: Annotated[str, typer.Option(help="name or path of the model")] = "smollm2-135m",
+    device: Annotated[str, typer.Option(help="device of the answers")] = "cpu",
 ) -> None:
     """Print the measurements."""
-    path = resolve_model("smollm2-135m")
+    path = resolve_model(model)
     tokenizer = load_tokenizer(path)
     begin = time.process_time()
     vocabulary = GrammarVocabulary(tokenizer.json, tokenizer.vocab_size, tokenizer.eos_ids)
@@ -72,7 +75,7 @@ def main(
     grammars = _compiled(written, vocabulary)
     accepted = [(s, g) for s, g in zip(written, grammars, strict=True) if g]
     if answers:
-        _answer(path, tokenizer, accepted, batch)
+        _answer(path, tokenizer, accepted, batch, device, unfinished=unfinished)
         return
     _generate_at_random(accepted, tokenizer, random)
     if steps:
@@ -159,9 +162,18 @@ def _generate_with_model(
     _print_finished(tokenizer, pairs, outputs, reasons)
 
 
-def _answer(path: Path, tokenizer: Tokenizer, pairs: Sequence[_Pair], batch: int) -> None:
+def _answer(
+    path: Path,
+    tokenizer: Tokenizer,
+    pairs: Sequence[_Pair],
+    batch: int,
+    device: str,
+    *,
+    unfinished: bool,
+) -> None:
     """Let the model answer a chat for each schema."""
-    model = build_model(load_checkpoint(path, torch.float32))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = build_model(load_checkpoint(path, torch.float32), device=device, dtype=dtype)
     commands = []
     for number, (schema, grammar) in enumerate(pairs):
         fields = ", ".join(schema["properties"])
@@ -191,6 +203,10 @@ def _answer(path: Path, tokenizer: Tokenizer, pairs: Sequence[_Pair], batch: int
             done += 1
         if done // _PROGRESS > before // _PROGRESS or done == len(pairs):
             _print_finished(tokenizer, pairs[:done], outputs, reasons)
+    for number, (schema, _) in enumerate(pairs):
+        if unfinished and reasons[str(number)] is FinishReason.LENGTH:
+            text = tokenizer.decode(outputs[str(number)])
+            console.print(f"{json.dumps(schema, ensure_ascii=False)}\n  {text!r}", markup=False)
 
 
 def _print_finished(

@@ -5,7 +5,7 @@ from importlib import import_module
 
 TABLES = (
     *("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "tp", "channel"),
-    *("collectives", "bases", "prefix"),
+    *("collectives", "bases", "prefix", "encoder"),
     *("kv", "kv-bytes", "kv-prefill"),
 )
 

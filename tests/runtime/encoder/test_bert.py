@@ -181,7 +181,7 @@ def test_parts_of_a_large_batch_are_bitwise_equal(
     inputs = random_inputs((5, 80, 3, 3, 60, 90, 1))
     expected = encoder.encode(inputs)
     monkeypatch.setattr("runtime.encoder.model.CPU_TOKENS", 70)
-    assert [len(part) for part in _in_parts(inputs)] == [1, 1, 3, 1, 1]
+    assert [len(part) for part in _in_parts(inputs, 70)] == [1, 1, 3, 1, 1]
     assert torch.equal(encoder.encode(inputs), expected)
 
 
