@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from runtime.grammar.keywords import DATA
 from runtime.grammar.narrowing import narrowed
+from runtime.grammar.recursion import bounded
 from runtime.grammar.spec import InvalidGrammar
 
-_DATA = ("const", "default", "enum", "examples")
-"""Keywords whose values are no schemas."""
 _FORMATS = frozenset(
     {
         *("date-time", "date", "time", "duration", "email", "idn-email", "hostname"),
@@ -57,7 +57,7 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         "lenient": False,
         "coerce_one_of": one_of_is_any_of(schema),
     }
-    return {**narrowed(without_unknown_formats(schema)), "x-guidance": options}
+    return {**narrowed(bounded(without_unknown_formats(schema))), "x-guidance": options}
 
 
 def one_of_is_any_of(schema: Any) -> bool:
@@ -92,7 +92,7 @@ def without_unknown_formats(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        name: value if name in _DATA else without_unknown_formats(value)
+        name: value if name in DATA else without_unknown_formats(value)
         for name, value in schema.items()
         if name != "format" or not isinstance(value, str) or value in _FORMATS
     }
