@@ -226,11 +226,14 @@ def main() -> None:
     parser.add_argument("--keep", default="dense,0.5,full", help="such as dense,0.5,full")
     parser.add_argument("--batch", default="32")
     parser.add_argument("--length", default="128,512")
-    parser.add_argument("--pass-tokens", default="16384,8192,5632,4096")
+    parser.add_argument(
+        "--pass-tokens", default="16384,8192,5632", help="tokens that our backend computes at once"
+    )
     parser.add_argument("--peers", default="naive,sdpa")
     arguments = parser.parse_args()
     rate = matmul_rate()
     print(f"{describe('cuda')}, {rate / 1e9:.0f} TFLOP/s")
+    passes = _ints(arguments.pass_tokens)
     keeps = {"dense": None, "full": _FULL}
     counts = product(arguments.keep.split(","), _ints(arguments.batch), _ints(arguments.length))
     for keep, batch, length in counts:
@@ -243,10 +246,8 @@ def main() -> None:
         rows: dict[str, Measured] = {}
         for peer in arguments.peers.split(","):
             rows[peer] = measure(padded(checkpoint, tokens, materialize=peer == "naive"), "cuda")
-        for each in _ints(arguments.pass_tokens):
-            inputs = max(1, each // length)
-            if inputs <= batch:
-                rows[f"ours {each}"] = measure(ours(checkpoint, tokens, inputs), "cuda")
+        for inputs in sorted({min(batch, max(1, n // length)) for n in passes}, reverse=True):
+            rows[f"ours {inputs * length}"] = measure(ours(checkpoint, tokens, inputs), "cuda")
         for name, row in rows.items():
             first = next(iter(rows.values()))
             cosine = functional.cosine_similarity(row.output.float(), first.output.float()).min()
