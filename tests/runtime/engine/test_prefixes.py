@@ -390,16 +390,17 @@ def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [50, pytest.param(150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_chats_produce_the_tokens_of_a_cold_engine(
-    name: str, replay: bool, tmp_path: Path
+    name: str, replay: bool, steps: int, tmp_path: Path
 ) -> None:
     """One run has ample pages, the other so few that it evicts pages and preempts sequences."""
     model = model_of(name, tmp_path)
     torch.manual_seed(0)
     for seed, pages in ((1, 200), (2, 24)):
-        script = script_of(model, seed, 150)
+        script = script_of(model, seed, steps)
         cold = play(engine_of(model, cache=False, pages=pages, replay=replay), script)
         engine = engine_of(model, pages=pages, replay=replay)
         warm = play(engine, script)
@@ -408,7 +409,7 @@ def test_random_chats_produce_the_tokens_of_a_cold_engine(
                 expected, found = cold.output(one.id, choice), warm.output(one.id, choice)
                 least = min(len(expected), len(found))  # one of them may be cancelled earlier
                 assert found[:least] == expected[:least]
-        assert len(reused(warm)) > 10
+        assert len(reused(warm)) > steps // 15
         assert all_free(engine)
         again = play(engine_of(model, pages=pages, replay=replay), script)
         assert list(map(str, again.steps)) == list(map(str, warm.steps)), "deterministic"
