@@ -94,13 +94,15 @@ class EncodingRunner:
             outputs[part.first : part.first + len(found)] = found
 
         limit = self._settings.encode_part_tokens
+        failure: ServiceError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for part in cut(request.inputs, request.dimension, max_tokens=limit):
                     group.create_task(follow(part))
         except* ServiceError as errors:
             failure = next(e for e in errors.exceptions if isinstance(e, ServiceError))
-            raise failure from None
+        if failure is not None:  # Python before 3.11.4 puts what `except*` raises in a group
+            raise failure
         if len(models) > 1:
             raise Unavailable(f"workers serve different versions of {request.model!r}")
         return outputs

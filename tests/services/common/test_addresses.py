@@ -7,7 +7,7 @@ import pytest
 from services.common import addresses
 from services.common.addresses import address_towards, bracketed, is_unspecified, parse_ip
 from services.prefill.settings import PrefillSettings
-from services.worker import settings as worker_settings
+from services.worker import process_settings as worker_settings
 
 UNKNOWN = "http://unknown.invalid:8002"
 
