@@ -97,7 +97,9 @@ async def play(running: Running, options: "Options", tally: Tally) -> None:
             tally.kills += 1
             tally.interrupted += round(running.gateway_metric("headrace_failovers_total") - before)
             console.print(
-                f"{tally.kills} kills, {tally.interrupted} interrupted answers", markup=False
+                f"{tally.kills} kills, {tally.interrupted} interrupted answers, "
+                f"{len(tally.wrong)} wrong",
+                markup=False,
             )
 
 
