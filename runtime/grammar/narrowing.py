@@ -90,7 +90,8 @@ def _without_exclusive_zero(schema: dict[str, Any], step: float) -> dict[str, An
         ("exclusiveMinimum", "minimum", step),
         ("exclusiveMaximum", "maximum", -step),
     ):
-        if found.get(exclusive) == 0 and inclusive not in found:
+        bound = found.get(exclusive)
+        if type(bound) in (int, float) and bound == 0 and inclusive not in found:
             del found[exclusive]
             found[inclusive] = least
     return found
@@ -103,9 +104,9 @@ def _step(schema: Mapping[str, Any]) -> float | None:
     to it for most readers. A model may also write digits until ``max_tokens``.
     """
     bounds = [schema[name] for name in _BOUNDS if name in schema]
-    if not _is_number(schema) or "multipleOf" in schema or not bounds:
+    if not bounds or {"multipleOf", "const", "enum"} & schema.keys() or not _is_number(schema):
         return None
-    if not all(isinstance(each, int | float) and abs(each) < 10.0**_DIGITS for each in bounds):
+    if not all(type(each) in (int, float) and abs(each) < 10.0**_DIGITS for each in bounds):
         return None
     if any(0 < abs(one - other) < _NEAR for one in bounds for other in (*bounds, 0)):
         return None

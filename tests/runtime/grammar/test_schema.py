@@ -116,6 +116,19 @@ def test_bounded_numbers_have_the_digits_of_doubles(
         assert all(not faults(json.loads(text), schema) for text in valid)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "minimum": 0, "enum": [0.12345678901]},
+        {"type": "number", "exclusiveMinimum": False},
+        {"type": "number", "minimum": "1"},
+        {"type": "integer", "minimum": 1},
+    ],
+)
+def test_other_numbers_are_left_as_they_are(schema: dict[str, Any]) -> None:
+    assert narrowed(schema) == schema
+
+
 def test_numbers_are_within_their_bounds() -> None:
     bounds = [-1, -0.5, 0, 0.5, 1, 2.5]
     values = ["0", "-0", "0.0", "0.5", "-0.5", "0.25", "1", "1.0", "-1", "2.5", "2.50", "2.51"]
