@@ -30,7 +30,7 @@ activations stay in the caches of the CPU, and in 150 MB of the GPU with the sha
 
 
 class EncoderTask(StrEnum):
-    """What an encoder computes: an embedding of each input, or the logits of labels."""
+    """Output of an encoder: an embedding of each input, or the logits of its labels."""
 
     EMBED = "embed"
     CLASSIFY = "classify"

@@ -24,7 +24,7 @@ _DEFAULT_ACTIVATION = "torch.nn.modules.activation.Tanh"
 
 
 class Pooling(StrEnum):
-    """How the hidden states of an input's tokens become one vector.
+    """Reduction of the hidden states of an input's tokens to one vector.
 
     Attributes:
         CLS: that of the first token.
@@ -68,7 +68,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class EmbeddingModules:
-    """What follows the transformer.
+    """The modules after the transformer.
 
     Attributes:
         pooling: modes whose results are concatenated.

@@ -52,7 +52,7 @@ MAX_DIMENSION = 1 << 16
 
 
 class EncoderTask(StrEnum):
-    """What an encoder computes: embeddings, or the logits of labels (cross encoders)."""
+    """Output of an encoder: embeddings, or the logits of labels (cross encoders)."""
 
     EMBED = "embed"
     CLASSIFY = "classify"

@@ -26,7 +26,7 @@ L = TypeVar("L")
 
 
 class Registered(Protocol):
-    """What every registration has."""
+    """Fields that all registrations have."""
 
     @property
     def worker_id(self) -> str: ...
@@ -38,7 +38,7 @@ class Registered(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """What every heartbeat reports: the fields of `Heartbeat` with these names."""
+    """Values that all heartbeats report, as the fields of `Heartbeat` with these names."""
 
     state: WorkerState
     reason: str | None
