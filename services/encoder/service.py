@@ -160,15 +160,19 @@ class EncoderWorker(WorkerProcess):
         await self.thread.stop()
 
     async def _test(self) -> None:
-        """Compute a fixed input, whose output is finite on a sound worker."""
+        """Compute a fixed input, whose output is finite on a sound worker.
+
+        If the input is refused, for example because the queue is full, `observe` tests again.
+        """
         model = self.loaded.model
         try:
             call = self.thread.submit([self_test_input(model.max_tokens, model.vocab_size)])
             await call.result
         except EncodeFailure as failure:
-            if failure.code == error_pb2.ERROR_CODE_NOT_FINITE:
-                self._unsound = _NOT_FINITE
-                log.error("self-test failed", reason=str(failure))
+            if failure.code != error_pb2.ERROR_CODE_NOT_FINITE:
+                return
+            self._unsound = _NOT_FINITE
+            log.error("self-test failed", reason=str(failure))
         else:
             self._unsound = None
         self._tested = self.thread.not_finite

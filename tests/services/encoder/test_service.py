@@ -15,6 +15,7 @@ from runtime.encoder.model import EncoderInput, load_encoder
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, open_channel
 from services.common.token_ids import pack_tokens
+from services.encoder.encoding_thread import EncodeFailure
 from services.encoder.loading import LoadedEncoder, load_worker
 from services.encoder.service import SERVICE, EncoderServicer, EncoderWorker
 from services.encoder.settings import EncoderSettings
@@ -162,6 +163,24 @@ async def test_worker_whose_test_input_is_not_finite_is_not_ready(
         await worker._testing
     worker.observe()
     await until(lambda: worker.not_ready is None)
+
+
+async def test_self_test_that_is_refused_is_repeated(
+    worker: EncoderWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(inputs: object) -> None:
+        raise EncodeFailure(error_pb2.ERROR_CODE_OVERLOADED, "the queue is full")
+
+    worker.thread.not_finite += 1
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.thread, "submit", refuse)
+        worker.observe()
+        assert worker._testing is not None
+        await worker._testing
+    broken = torch.full((1, 48), torch.nan)
+    monkeypatch.setattr(worker.loaded.encoder, "encode", lambda inputs: broken)
+    worker.observe()
+    await until(lambda: worker.not_ready is not None)
 
 
 async def test_life_of_a_worker_with_a_router(
