@@ -72,7 +72,7 @@ class Encoder:
         max_tokens: maximum tokens of an input, special tokens included.
         task: what `encode` returns.
         activation: from the logits of a classifier to its scores; not applied by `encode`.
-        model_hash: see `Checkpoint.model_hash`.
+        model_hash: hash of the weights, the config, and the modules after the transformer.
         backend: name of the attention kernels.
         backbone: hidden states `[n, hidden]` of a batch.
         head: results `[s, dimension]` from hidden states.
@@ -180,10 +180,12 @@ def load_encoder(
     if labels:
         dimension, activation = labels, _activation(_config_of(folder), labels)
         head = classification_head(checkpoint, device, dtype)
+        model_hash = checkpoint.model_hash
     else:
         modules = read_modules(folder, config.hidden_size, pooling)
         dimension, activation = modules.dimension(config.hidden_size), Activation.IDENTITY
         head = embedding_head(modules, device)
+        model_hash = modules.hashed(checkpoint.model_hash)
     return Encoder(
         config=config,
         device=device,
@@ -192,7 +194,7 @@ def load_encoder(
         max_tokens=_max_tokens(max_tokens, checkpoint),
         task=EncoderTask.CLASSIFY if labels else EncoderTask.EMBED,
         activation=activation,
-        model_hash=checkpoint.model_hash,
+        model_hash=model_hash,
         backend=backbone.name,
         backbone=backbone,
         head=head,

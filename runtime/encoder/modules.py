@@ -5,6 +5,7 @@ optionally Dense and Normalize modules. As in sentence-transformers, a folder wi
 mean pooling, or last-token pooling if the model is a decoder.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +83,20 @@ class EmbeddingModules:
         """Return the dimension of embeddings of a model with this hidden size."""
         dense = [step for step in self.steps if isinstance(step, DenseModule)]
         return len(dense[-1].weight) if dense else len(self.pooling) * hidden
+
+    def hashed(self, model_hash: str) -> str:
+        """Return the hash of a transformer with this hash and of these modules, in hexadecimal."""
+        found = hashlib.sha256(model_hash.encode())
+        found.update(" ".join(self.pooling).encode())
+        for step in self.steps:
+            if isinstance(step, Normalize):
+                found.update(b"normalize")
+                continue
+            found.update(f"dense {tuple(step.weight.shape)} {step.tanh}".encode())
+            for tensor in (step.weight, step.bias):
+                if tensor is not None:
+                    found.update(tensor.float().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
 
 def read_modules(folder: Path, hidden: int, default: Pooling) -> EmbeddingModules:

@@ -113,3 +113,13 @@ def test_unsupported_modules_are_named(
     write_modules(folder, pooling, more=more)
     with pytest.raises(CheckpointError, match=message):
         load_encoder(folder)
+
+
+def test_hash_depends_on_the_modules(folder: Path) -> None:
+    hashes = {load_encoder(folder).model_hash}
+    for pooling in ("cls", "max"):
+        for normalize in (False, True):
+            write_modules(folder, {FORMER[pooling]: True}, normalize=normalize)
+            hashes.add(load_encoder(folder).model_hash)
+    assert len(hashes) == 5
+    assert load_encoder(folder).model_hash in hashes
