@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.products import without_large_pairs
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.config import EncoderConfig
@@ -47,6 +48,8 @@ class EncoderLayer:
 class BertBackbone:
     """Embeddings and layers of BERT or RoBERTa, prepared for one device.
 
+    Factor pairs with more parameters than their product are multiplied out.
+
     Args:
         checkpoint: a model of an `EncoderFamily`.
         backend: see `runtime.encoder.attention.attention_of`.
@@ -79,7 +82,8 @@ class BertBackbone:
         )
         build = self._packed_layer if packed else partial(self._layer, family)
         self.layers: list[Callable[[Tensor, RaggedBatch], Tensor]] = [
-            build(moved(weights, device, dtype, {})) for weights, _ in layers_with_bases(checkpoint)
+            build(moved(without_large_pairs(weights, device, dtype), device, dtype, {}))
+            for weights, _ in layers_with_bases(checkpoint)
         ]
 
     def _layer(self, family: EncoderFamily, weights: Any) -> EncoderLayer:
