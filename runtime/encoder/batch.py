@@ -29,7 +29,8 @@ class RaggedBatch:
         tokens: int64 `[n]`, token ids, grouped by input.
         types: int64 `[n]`, token types; None if all are 0.
         positions: int64 `[n]`, position of each token in its input.
-        starts: int32 `[s + 1]`, index of each input's first token, then `n`.
+        starts: int32 `[s + 1]`, index of each input's first token, then the index after the last
+            token. The first index is 0, unless the batch is a part of another; see `divided`.
         lengths: number of tokens of each input.
     """
 
@@ -43,6 +44,26 @@ class RaggedBatch:
     def longest(self) -> int:
         """Number of tokens of the longest input."""
         return max(self.lengths, default=0)
+
+    def divided(self, tokens: int) -> "list[RaggedBatch]":
+        """Divide into consecutive batches of at most ``tokens`` tokens, or of one input.
+
+        All tensors are views. ``starts`` keep their values.
+        """
+        parts = in_parts(self.lengths, tokens)
+        return [self._part(part) for part in parts] if len(parts) > 1 else [self]
+
+    def _part(self, inputs: slice) -> "RaggedBatch":
+        before = sum(self.lengths[: inputs.start])
+        lengths = self.lengths[inputs]
+        rows = slice(before, before + sum(lengths))
+        return RaggedBatch(
+            tokens=self.tokens[rows],
+            types=None if self.types is None else self.types[rows],
+            positions=self.positions[rows],
+            starts=self.starts[inputs.start : inputs.stop + 1],
+            lengths=lengths,
+        )
 
     @staticmethod
     def of(inputs: Sequence[EncoderInput], device: torch.device | str = "cpu") -> "RaggedBatch":
@@ -64,3 +85,18 @@ class RaggedBatch:
             starts=ints(list(accumulate(lengths, initial=0)), torch.int32),
             lengths=lengths,
         )
+
+
+def in_parts(lengths: Sequence[int], most: int) -> list[slice]:
+    """Divide inputs into consecutive parts of at most ``most`` tokens, or of one input.
+
+    Args:
+        lengths: number of tokens of each input; at least one input.
+    """
+    parts, first, tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if tokens and tokens + length > most:
+            parts.append(slice(first, index))
+            first, tokens = index, 0
+        tokens += length
+    return [*parts, slice(first, len(lengths))]

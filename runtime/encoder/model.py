@@ -14,7 +14,7 @@ from runtime.checkpoint.load import load_checkpoint
 from runtime.checkpoint.safetensors_file import read_json
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import EncoderConfig, ModelConfig
-from runtime.encoder.batch import EncoderInput, RaggedBatch
+from runtime.encoder.batch import EncoderInput, RaggedBatch, in_parts
 from runtime.encoder.bert import BertBackbone, classification_head
 from runtime.encoder.decoder import DecoderBackbone
 from runtime.encoder.modules import Pooling, read_modules
@@ -108,8 +108,9 @@ class Encoder:
             self._check(each)
         if not inputs:
             return torch.empty(0, self.dimension, device=self.device)
-        parts = _in_parts(inputs, CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS)
-        return torch.cat([self._encode(part) for part in parts])
+        most = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        parts = in_parts([len(each.tokens) for each in inputs], most)
+        return torch.cat([self._encode(inputs[part]) for part in parts])
 
     def _encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
         batch = RaggedBatch.of(inputs, self.device)
@@ -130,17 +131,6 @@ class Encoder:
         known = self.config.token_types if isinstance(self.config, EncoderConfig) else 1
         if not 0 <= min(each.types) <= max(each.types) < known:
             raise InvalidRequest(f"token types must be below {known}")
-
-
-def _in_parts(inputs: Sequence[EncoderInput], most: int) -> list[Sequence[EncoderInput]]:
-    """Divide inputs into parts of at most ``most`` tokens, or of one input."""
-    parts, first, tokens = [], 0, 0
-    for index, each in enumerate(inputs):
-        if tokens and tokens + len(each.tokens) > most:
-            parts.append(inputs[first:index])
-            first, tokens = index, 0
-        tokens += len(each.tokens)
-    return [*parts, inputs[first:]]
 
 
 def load_encoder(
