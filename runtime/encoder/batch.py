@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -69,20 +72,23 @@ class RaggedBatch:
     def of(inputs: Sequence[EncoderInput], device: torch.device | str = "cpu") -> "RaggedBatch":
         """Build a batch of inputs, in their order."""
         lengths = tuple(len(each.tokens) for each in inputs)
-
-        def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+        starts = np.zeros(len(inputs) + 1, np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        total = int(starts[-1])
         types = None
         if any(any(each.types) for each in inputs):
-            types = ints(
-                [kind for each in inputs for kind in each.types or (0,) * len(each.tokens)]
-            )
+            kinds = (each.types or (0,) * len(each.tokens) for each in inputs)
+            types = np.fromiter(chain.from_iterable(kinds), np.int64, total)
+        tokens = chain.from_iterable(each.tokens for each in inputs)
+
+        def placed(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
         return RaggedBatch(
-            tokens=ints([token for each in inputs for token in each.tokens]),
-            types=types,
-            positions=ints([position for length in lengths for position in range(length)]),
-            starts=ints(list(accumulate(lengths, initial=0)), torch.int32),
+            tokens=placed(np.fromiter(tokens, np.int64, total)),
+            types=None if types is None else placed(types),
+            positions=placed(np.arange(total) - np.repeat(starts[:-1], lengths)),
+            starts=placed(starts),
             lengths=lengths,
         )
 

@@ -93,6 +93,7 @@ class BertBackbone:
 
     Attributes:
         attention: the attention of all layers.
+        packed: whether the layers are those of `runtime.encoder.packed`.
         layers: all layers as one function of the residual stream `[n, hidden]`.
     """
 
@@ -107,7 +108,7 @@ class BertBackbone:
         self.config = encoder_config(checkpoint.config)
         self.attention = attention_of(backend, self.config, device, dtype)
         packed = self.attention.name == "triton" and dtype == torch.bfloat16
-        packed = packed and self.config.activation == "gelu"
+        self.packed = packed and self.config.activation == "gelu"
         family = encoder_family(self.config)
         placed = partial(moved, device=device, dtype=dtype, placed={})
         tables = checkpoint.embedding, checkpoint.positions, checkpoint.more[family.token_types]
@@ -118,7 +119,7 @@ class BertBackbone:
         )
         self._embeddings: Callable[[RaggedBatch], Tensor]
         self.layers: Callable[[Tensor, RaggedBatch], Tensor]
-        if packed:
+        if self.packed:
             self._embeddings, self.layers = _packed(
                 self.config, placed((*tables, *norm)), layers, self.attention, passes
             )

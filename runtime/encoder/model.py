@@ -19,6 +19,7 @@ from runtime.encoder.bert import BertBackbone, classification_head
 from runtime.encoder.decoder import DecoderBackbone
 from runtime.encoder.modules import Pooling, read_modules
 from runtime.encoder.pooling import Head, embedding_head
+from runtime.encoder.replay import ReplayedBackbone
 from runtime.errors import CheckpointError, InvalidRequest
 
 __all__ = ["Activation", "Encoder", "EncoderInput", "EncoderTask", "load_encoder"]
@@ -112,6 +113,12 @@ class Encoder:
         parts = in_parts([len(each.tokens) for each in inputs], most)
         return torch.cat([self._encode(inputs[part]) for part in parts])
 
+    def warm_up(self) -> None:
+        """Capture all CUDA graphs, so that no later call does."""
+        if isinstance(self.backbone, ReplayedBackbone):
+            with torch.inference_mode():
+                self.backbone.warm_up()
+
     def _encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
         batch = RaggedBatch.of(inputs, self.device)
         return self.head(self.backbone(batch), batch).float()
@@ -162,7 +169,10 @@ def load_encoder(
     config = checkpoint.config
     backbone: Backbone
     if isinstance(config, EncoderConfig):
-        backbone, labels = BertBackbone(checkpoint, device, dtype, backend), config.labels
+        backbone, labels = (
+            _bert(BertBackbone(checkpoint, device, dtype, backend), device),
+            config.labels,
+        )
         pooling = Pooling.MEAN
     else:
         backbone, labels = DecoderBackbone(checkpoint, device, dtype), 0
@@ -189,6 +199,14 @@ def load_encoder(
         backbone=backbone,
         head=head,
     )
+
+
+def _bert(backbone: BertBackbone, device: torch.device) -> Backbone:
+    """Return a backbone that replays small batches, if its attention can be captured."""
+    if not backbone.packed:
+        return backbone
+    pool = torch.cuda.graph_pool_handle()
+    return ReplayedBackbone(backbone, backbone.name, device, pool)
 
 
 def _max_tokens(wanted: int | None, checkpoint: Checkpoint) -> int:

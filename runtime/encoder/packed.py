@@ -167,7 +167,8 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: RaggedBatch) -> Tensor:
         """Return `[n, hidden]` for `[n, hidden]`."""
-        return self._output(self._attended(x, batch))
+        # q, k and v are freed before the output is allocated.
+        return self._output.expanded(self._output.reduced(self._attended(x, batch)))
 
     def _attended(self, x: Tensor, batch: RaggedBatch) -> Tensor:
         """Return the output of attention, which is in the memory of the queries."""

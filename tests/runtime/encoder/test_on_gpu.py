@@ -42,3 +42,26 @@ def test_kernels_in_bf16_agree_with_torch_in_fp32(
         found = backbone(batch).float()
         expected = BertBackbone(checkpoint, device, torch.float32, "auto")(batch)
     assert functional.cosine_similarity(found, expected).min() > 0.999
+
+
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_replayed_batches_equal_the_same_padded_batch(keep: float | None) -> None:
+    """One graph serves batches of other lengths. Only matmuls may differ from an unpadded batch."""
+    from runtime.encoder.replay import ReplayedBackbone
+    from runtime.offline.bench.encoder import SHAPES, random_encoder
+
+    device = torch.device("cuda")
+    checkpoint = random_encoder(SHAPES["bert-base"], keep)
+    with torch.inference_mode():
+        backbone = BertBackbone(checkpoint, device, torch.bfloat16, "auto")
+        replayed = ReplayedBackbone(backbone, "test", device, torch.cuda.graph_pool_handle())
+        for lengths in [(3, 500, 65), (400, 300), (64,) * 12, (1, 2, 3), (500, 268)]:
+            inputs = [EncoderInput(tuple(range(length))) for length in lengths]
+            batch = RaggedBatch.of(inputs, device)
+            found = replayed(batch).clone()
+            missing = 768 - sum(lengths) if sum(lengths) > 512 else 64 - sum(lengths)
+            filler = [EncoderInput((0,) * missing)] if missing else []
+            padded = backbone(RaggedBatch.of([*inputs, *filler], device))
+            assert torch.equal(found, padded[: len(found)]), lengths
+            expected = backbone(batch)
+            assert functional.cosine_similarity(found.float(), expected.float()).min() > 0.9999
