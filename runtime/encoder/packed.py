@@ -7,7 +7,7 @@ queries and the inner activations of the MLP are overwritten.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.config import EncoderConfig
 from runtime.encoder.batch import RaggedBatch
-from runtime.encoder.gpu import TritonRaggedAttention, add_norm, gelu
+from runtime.encoder.gpu import add_norm, gelu
 from runtime.kernels.alignment import round_up
 
 
@@ -32,6 +32,8 @@ class Passes:
             and fills the GPU.
         batched_qkv: whether U of q, k and v are one batched matmul if their ranks are equal.
         gelu_in_matmul: whether GELU is part of the matmul of ``up``, in the form with tanh.
+        hopper_attention: index in `runtime.encoder.hopper_attention.TILES`; None for the portable
+            kernel. The model must be supported.
     """
 
     attention_tokens: int = 8192
@@ -39,6 +41,7 @@ class Passes:
     fused_mlp: bool = True
     batched_qkv: bool = True
     gelu_in_matmul: bool = False
+    hopper_attention: int | None = None
 
 
 class Pair:
@@ -140,6 +143,23 @@ class BatchedPairs:
         return torch.bmm(inner.transpose(0, 1), self._u.transpose(1, 2)).unbind()
 
 
+class Attends(Protocol):
+    """Kernels of attention."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: RaggedBatch,
+        out: Tensor,
+        q_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+    ) -> Tensor:
+        """See `runtime.encoder.gpu.TritonRaggedAttention.attend`."""
+        ...
+
+
 class Attention:
     """Attention with its linears, without the sum with the residual stream.
 
@@ -151,7 +171,7 @@ class Attention:
         self,
         projections: tuple[Linear, Linear, Linear],
         output: Linear,
-        attention: TritonRaggedAttention,
+        attention: Attends,
         *,
         batched: bool,
     ) -> None:
@@ -238,7 +258,7 @@ class PackedEncoderLayer:
         self,
         config: EncoderConfig,
         weights: Any,
-        attention: TritonRaggedAttention,
+        attention: Attends,
         passes: Passes,
     ) -> None:
         def norm(name: str) -> AddNorm:
@@ -280,9 +300,13 @@ class PackedEncoderLayers:
         self,
         config: EncoderConfig,
         layers: Iterable[Any],
-        attention: TritonRaggedAttention,
+        attention: Attends,
         passes: Passes,
     ) -> None:
+        if passes.hopper_attention is not None:
+            from runtime.encoder.hopper_attention import TILES, HopperRaggedAttention
+
+            attention = HopperRaggedAttention(config, TILES[passes.hopper_attention])
         self._layers = [PackedEncoderLayer(config, each, attention, passes) for each in layers]
         self._attention_tokens = passes.attention_tokens
 

@@ -23,7 +23,14 @@ SHORT, FULL = (1, 512, 65, 64, 130), (512,) * 30 + (1, 300, 511)
 @pytest.mark.parametrize("lengths", [SHORT, FULL], ids=["short", "full"])
 @pytest.mark.parametrize(
     "variant",
-    [{}, {"fused_mlp": False, "batched_qkv": False}, {"attention_tokens": 1000, "mlp_tokens": 999}],
+    [
+        {},
+        {"fused_mlp": False, "batched_qkv": False},
+        {"attention_tokens": 1000, "mlp_tokens": 999},
+        {"hopper_attention": 0},
+        {"hopper_attention": 1, "attention_tokens": 700},
+        {"hopper_attention": 2, "batched_qkv": False},
+    ],
     ids=str,
 )
 def test_kernels_in_bf16_agree_with_torch_in_fp32(
