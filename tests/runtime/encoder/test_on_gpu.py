@@ -1,11 +1,13 @@
 """Encoders on a GPU."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from runtime.checkpoint.weights import Checkpoint
 from runtime.encoder.batch import EncoderInput, RaggedBatch
 from runtime.encoder.bert import BertBackbone
 
@@ -17,6 +19,14 @@ pytestmark = [
 
 SHORT, FULL = (1, 512, 65, 64, 130), (512,) * 30 + (1, 300, 511)
 """Lengths of inputs. The second list fills the GPU."""
+
+
+@cache
+def bert_base(keep: float | None) -> Checkpoint:
+    """Return a model of random weights."""
+    from runtime.offline.bench.encoder import SHAPES, random_encoder  # imports Triton
+
+    return random_encoder(SHAPES["bert-base"], keep)
 
 
 @pytest.mark.parametrize("keep", [None, 0.5])
@@ -37,10 +47,9 @@ def test_kernels_in_bf16_agree_with_torch_in_fp32(
     keep: float | None, lengths: tuple[int, ...], variant: dict[str, Any]
 ) -> None:
     from runtime.encoder.packed import PackedEncoderLayers, Passes
-    from runtime.offline.bench.encoder import SHAPES, random_encoder
 
     device = torch.device("cuda")
-    checkpoint = random_encoder(SHAPES["bert-base"], keep)
+    checkpoint = bert_base(keep)
     batch = RaggedBatch.of([EncoderInput(tuple(range(length))) for length in lengths], device)
     with torch.inference_mode():
         passes = Passes(**variant)
@@ -55,10 +64,9 @@ def test_kernels_in_bf16_agree_with_torch_in_fp32(
 def test_replayed_batches_equal_the_same_padded_batch(keep: float | None) -> None:
     """One graph serves batches of other lengths. Only matmuls may differ from an unpadded batch."""
     from runtime.encoder.replay import ReplayedBackbone
-    from runtime.offline.bench.encoder import SHAPES, random_encoder
 
     device = torch.device("cuda")
-    checkpoint = random_encoder(SHAPES["bert-base"], keep)
+    checkpoint = bert_base(keep)
     with torch.inference_mode():
         backbone = BertBackbone(checkpoint, device, torch.bfloat16, "auto")
         replayed = ReplayedBackbone(backbone, "test", device, torch.cuda.graph_pool_handle())
