@@ -112,7 +112,6 @@ class FusedEmbeddings:
                 batch.tokens, batch.positions, batch.types, self.tokens, self.positions,
                 self.types, self.weight, self.bias, out, n, width, self.eps,
                 WIDTH=triton.next_power_of_2(width), ROWS=_ROWS, num_warps=4,
-                **overlapped(out.device),
             )  # fmt: skip
         return out
 

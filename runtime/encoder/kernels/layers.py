@@ -173,7 +173,6 @@ def embed_kernel(
         out: `[n, width]`, contiguous, written.
         WIDTH: smallest power of two that is at least ``width``.
     """
-    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, WIDTH)
     inside = row < n
