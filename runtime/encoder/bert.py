@@ -1,13 +1,14 @@
 """The transformer of BERT and RoBERTa over ragged batches, and their classification head."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.products import without_large_pairs
 from runtime.checkpoint.sharing import layers_with_bases
 from runtime.checkpoint.weights import Checkpoint, moved
 from runtime.config import EncoderConfig
@@ -20,6 +21,22 @@ from runtime.layers.linear import SharedOps, linear_op
 from runtime.models.bert import EncoderFamily, EncoderParts, activation_of, encoder_config
 from runtime.models.decoder import ServingBuilder
 from runtime.models.registry import model_family
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.encoder.packed import Passes
+
+
+@dataclass(frozen=True)
+class EncoderLayers:
+    """Layers one after another."""
+
+    layers: Sequence["EncoderLayer"]
+
+    def __call__(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        """Return the residual stream `[n, hidden]` after all layers."""
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        return hidden
 
 
 class EncoderLayer:
@@ -44,15 +61,40 @@ class EncoderLayer:
         return self._family.after_attention(self.parts, attended, *carried)
 
 
+@dataclass(frozen=True)
+class Embeddings:
+    """The sum of the embeddings of each token, its position and its type, and its norm.
+
+    Attributes:
+        tokens: embeddings of token ids.
+        positions, types: tables `[…, hidden]`.
+    """
+
+    tokens: Callable[[Tensor], Tensor]
+    positions: Tensor
+    types: Tensor
+    norm: Callable[[Tensor], Tensor]
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        """Return `[n, hidden]`."""
+        types = self.types[0] if batch.types is None else self.types[batch.types]
+        return self.norm(self.tokens(batch.tokens) + types + self.positions[batch.positions])
+
+
 class BertBackbone:
     """Embeddings and layers of BERT or RoBERTa, prepared for one device.
+
+    Factor pairs with more parameters than their product are multiplied out.
 
     Args:
         checkpoint: a model of an `EncoderFamily`.
         backend: see `runtime.encoder.attention.attention_of`.
+        passes: how layers in bf16 on a GPU divide their tokens; None for the default.
 
     Attributes:
         attention: the attention of all layers.
+        packed: whether the layers are those of `runtime.encoder.packed`.
+        layers: all layers as one function of the residual stream `[n, hidden]`.
     """
 
     def __init__(
@@ -61,26 +103,36 @@ class BertBackbone:
         device: torch.device,
         dtype: torch.dtype,
         backend: str,
+        passes: "Passes | None" = None,
     ) -> None:
         self.config = encoder_config(checkpoint.config)
         self.attention = attention_of(backend, self.config, device, dtype)
         packed = self.attention.name == "triton" and dtype == torch.bfloat16
-        packed = packed and self.config.activation == "gelu"
+        self.packed = packed and self.config.activation == "gelu"
         family = encoder_family(self.config)
         placed = partial(moved, device=device, dtype=dtype, placed={})
-        self._tokens = embedding_op(placed(checkpoint.embedding))
-        self._positions = placed(checkpoint.positions)
-        self._types = placed(checkpoint.more[family.token_types])
-        norm = family.embedding_norm
-        self._norm = family.norm.for_serving(
-            placed(checkpoint.more[f"{norm}.weight"]),
-            self.config.rms_norm_eps,
-            placed(checkpoint.more[f"{norm}.bias"]),
+        tables = checkpoint.embedding, checkpoint.positions, checkpoint.more[family.token_types]
+        norm = [checkpoint.more[f"{family.embedding_norm}.{n}"] for n in ("weight", "bias")]
+        layers = (
+            moved(without_large_pairs(weights, device, dtype), device, dtype, {})
+            for weights, _ in layers_with_bases(checkpoint)
         )
-        build = self._packed_layer if packed else partial(self._layer, family)
-        self.layers: list[Callable[[Tensor, RaggedBatch], Tensor]] = [
-            build(moved(weights, device, dtype, {})) for weights, _ in layers_with_bases(checkpoint)
-        ]
+        self._embeddings: Callable[[RaggedBatch], Tensor]
+        self.layers: Callable[[Tensor, RaggedBatch], Tensor]
+        if self.packed:
+            self._embeddings, self.layers = _packed(
+                self.config, placed((*tables, *norm)), layers, self.attention, passes
+            )
+            return
+        tokens, positions, types = placed(tables)
+        weight, bias = placed(tuple(norm))
+        self._embeddings = Embeddings(
+            embedding_op(tokens),
+            positions,
+            types,
+            family.norm.for_serving(weight, self.config.rms_norm_eps, bias),
+        )
+        self.layers = EncoderLayers([self._layer(family, each) for each in layers])
 
     def _layer(self, family: EncoderFamily, weights: Any) -> EncoderLayer:
         shared: SharedOps = {}
@@ -89,22 +141,34 @@ class BertBackbone:
         ffn = feed_forward(up, activation_of(self.config), down)
         return EncoderLayer(family, replace(family.parts(build), ffn=ffn), self.attention)
 
-    def _packed_layer(self, weights: Any) -> Callable[[Tensor, RaggedBatch], Tensor]:
-        from runtime.encoder.packed import PackedEncoderLayer  # optional: Triton
-
-        return PackedEncoderLayer(self.config, weights, self.attention)
-
     @property
     def name(self) -> str:
         return self.attention.name
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        hidden = self._tokens(batch.tokens)
-        types = self._types[0] if batch.types is None else self._types[batch.types]
-        hidden = self._norm(hidden + types + self._positions[batch.positions])
-        for layer in self.layers:
-            hidden = layer(hidden, batch)
-        return hidden
+        return self.layers(self._embeddings(batch), batch)
+
+
+def _packed(
+    config: EncoderConfig,
+    embeddings: tuple[Tensor, ...],
+    layers: Iterable[Any],
+    attention: Any,
+    passes: "Passes | None",
+) -> tuple[Callable[[RaggedBatch], Tensor], Callable[[Tensor, RaggedBatch], Tensor]]:
+    """Return the embeddings and the layers in bf16 on a GPU.
+
+    Args:
+        embeddings: the tables of tokens, positions and types, and weight and bias of the norm.
+        layers: weights on the device.
+    """
+    from runtime.encoder.gpu import FusedEmbeddings  # optional: Triton
+    from runtime.encoder.packed import PackedEncoderLayers, Passes
+
+    tokens, positions, types, weight, bias = embeddings
+    made = PackedEncoderLayers(config, layers, attention, passes or Passes())
+    embed = FusedEmbeddings(tokens, positions, types, weight, bias, config.rms_norm_eps)
+    return embed, made
 
 
 def encoder_family(config: EncoderConfig) -> EncoderFamily:

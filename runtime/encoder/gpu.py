@@ -1,6 +1,7 @@
 """Launches the Triton kernels of encoders. The references are in `attention` and torch."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -8,13 +9,18 @@ from torch import Tensor
 
 from runtime.config import EncoderConfig
 from runtime.encoder.batch import RaggedBatch
-from runtime.encoder.kernels import add_norm_kernel, gelu_kernel, ragged_attention_kernel
+from runtime.encoder.kernels.layers import (
+    add_norm_kernel,
+    embed_kernel,
+    gelu_kernel,
+    ragged_attention_kernel,
+)
 from runtime.kernels.overlap import overlapped
 
 _MIN_WIDTH = 16
 """Minimum of the dimensions of a matmul."""
 _ROWS, _BLOCK = 4, 2048
-"""Rows of one program of `add_norm_kernel`, and elements of one of `gelu_kernel`."""
+"""Rows of one program of `add_norm_kernel` and `embed_kernel`, elements of one of `gelu_kernel`."""
 
 
 QUERIES, KEYS, WARPS, STAGES = 64, 64, 4, 3
@@ -35,11 +41,31 @@ class TritonRaggedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self.attend(q, k, v, batch, out)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: RaggedBatch,
+        out: Tensor,
+        q_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Write the result to ``out``, and return it.
+
+        Args:
+            out: `[n, heads * dim]`, with any row stride. It may be ``q``.
+            q_bias, v_bias: `[heads * dim]`, added to each query and value. The bias of keys would
+                not change the result, because it adds the same to all scores of a query.
+        """
         inputs = len(batch.lengths)
         if not inputs:
             return out
-        ragged_attention_kernel[(len(q) // QUERIES + inputs, self._heads)](
-            q, k, v, q.stride(0), k.stride(0), batch.starts, inputs, out, self._scale,
+        ragged_attention_kernel[(len(q) // QUERIES + 1 + inputs, self._heads)](
+            q, k, v, q.stride(0), k.stride(0), q_bias, v_bias, batch.starts, inputs, out,
+            out.stride(0), self._scale,
             HEADS=self._heads, DIM=self._dim, WIDTH=self._width, BLOCK_Q=QUERIES, BLOCK=KEYS,
             num_warps=WARPS, num_stages=STAGES, **overlapped(q.device),
         )  # fmt: skip
@@ -59,6 +85,35 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float)
             WIDTH=triton.next_power_of_2(width), ROWS=_ROWS, num_warps=4, **overlapped(x.device),
         )  # fmt: skip
     return x
+
+
+@dataclass(frozen=True)
+class FusedEmbeddings:
+    """The sum of the embeddings of each token, its position and its type, and its LayerNorm.
+
+    Attributes:
+        tokens, positions, types: tables `[…, hidden]`, contiguous.
+        weight, bias: of the LayerNorm, `[hidden]`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    types: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        """Return `[n, hidden]`."""
+        n, width = len(batch.tokens), self.tokens.shape[1]
+        out = self.tokens.new_empty(n, width)
+        if n:
+            embed_kernel[(triton.cdiv(n, _ROWS),)](
+                batch.tokens, batch.positions, batch.types, self.tokens, self.positions,
+                self.types, self.weight, self.bias, out, n, width, self.eps,
+                WIDTH=triton.next_power_of_2(width), ROWS=_ROWS, num_warps=4,
+            )  # fmt: skip
+        return out
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from runtime.checkpoint.load import load_checkpoint
 from runtime.checkpoint.safetensors_file import read_json
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import EncoderConfig, ModelConfig
-from runtime.encoder.batch import EncoderInput, RaggedBatch
+from runtime.encoder.batch import EncoderInput, RaggedBatch, in_parts
 from runtime.encoder.bert import BertBackbone, classification_head
 from runtime.encoder.decoder import DecoderBackbone
 from runtime.encoder.modules import Pooling, read_modules
 from runtime.encoder.pooling import Head, embedding_head
+from runtime.encoder.replay import ReplayedBackbone
 from runtime.errors import CheckpointError, InvalidRequest
 
 __all__ = ["Activation", "Encoder", "EncoderInput", "EncoderTask", "load_encoder"]
@@ -108,8 +109,15 @@ class Encoder:
             self._check(each)
         if not inputs:
             return torch.empty(0, self.dimension, device=self.device)
-        parts = _in_parts(inputs, CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS)
-        return torch.cat([self._encode(part) for part in parts])
+        most = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        parts = in_parts([len(each.tokens) for each in inputs], most)
+        return torch.cat([self._encode(inputs[part]) for part in parts])
+
+    def warm_up(self) -> None:
+        """Capture all CUDA graphs, so that no later call does."""
+        if isinstance(self.backbone, ReplayedBackbone):
+            with torch.inference_mode():
+                self.backbone.warm_up()
 
     def _encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
         batch = RaggedBatch.of(inputs, self.device)
@@ -130,17 +138,6 @@ class Encoder:
         known = self.config.token_types if isinstance(self.config, EncoderConfig) else 1
         if not 0 <= min(each.types) <= max(each.types) < known:
             raise InvalidRequest(f"token types must be below {known}")
-
-
-def _in_parts(inputs: Sequence[EncoderInput], most: int) -> list[Sequence[EncoderInput]]:
-    """Divide inputs into parts of at most ``most`` tokens, or of one input."""
-    parts, first, tokens = [], 0, 0
-    for index, each in enumerate(inputs):
-        if tokens and tokens + len(each.tokens) > most:
-            parts.append(inputs[first:index])
-            first, tokens = index, 0
-        tokens += len(each.tokens)
-    return [*parts, inputs[first:]]
 
 
 def load_encoder(
@@ -172,7 +169,10 @@ def load_encoder(
     config = checkpoint.config
     backbone: Backbone
     if isinstance(config, EncoderConfig):
-        backbone, labels = BertBackbone(checkpoint, device, dtype, backend), config.labels
+        backbone, labels = (
+            _bert(BertBackbone(checkpoint, device, dtype, backend), device),
+            config.labels,
+        )
         pooling = Pooling.MEAN
     else:
         backbone, labels = DecoderBackbone(checkpoint, device, dtype), 0
@@ -199,6 +199,14 @@ def load_encoder(
         backbone=backbone,
         head=head,
     )
+
+
+def _bert(backbone: BertBackbone, device: torch.device) -> Backbone:
+    """Return a backbone that replays small batches, if its attention can be captured."""
+    if not backbone.packed:
+        return backbone
+    pool = torch.cuda.graph_pool_handle()
+    return ReplayedBackbone(backbone, backbone.name, device, pool)
 
 
 def _max_tokens(wanted: int | None, checkpoint: Checkpoint) -> int:

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoint.products import product
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -270,6 +271,6 @@ def multiplied_out(layer: LayerWeights, names: Sequence[str]) -> LayerWeights:
     dense: dict[str, Any] = {}
     for name in names:
         pair = getattr(layer, name)
-        u, v = pair.u.bfloat16(), pair.v.bfloat16()
-        dense[name] = Dense((u.float() @ v.float()).bfloat16(), pair.bias)
+        rounded = replace(pair, u=pair.u.bfloat16(), v=pair.v.bfloat16())
+        dense[name] = Dense(product(rounded).bfloat16(), pair.bias)
     return replace(layer, **dense)

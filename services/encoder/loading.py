@@ -126,11 +126,12 @@ def self_test_input(encoder_max_tokens: int, vocab_size: int) -> EncoderInput:
 
 
 def _warm_up(encoder: Encoder, batch_tokens: int) -> None:
-    """Compute a short input and a full batch, which compiles kernels.
+    """Compute a short input and a full batch, which compiles kernels, and capture CUDA graphs.
 
     Raises:
         ValueError: the output is not finite.
     """
+    encoder.warm_up()
     vocab_size = encoder.config.vocab_size
     short = self_test_input(encoder.max_tokens, vocab_size)
     longest = min(encoder.max_tokens, batch_tokens)

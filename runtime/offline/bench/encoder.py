@@ -9,9 +9,10 @@ time of all floating-point operations at the measured rate of one large matmul.
 import argparse
 import gc
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, Linear, mo
 from runtime.config import EncoderConfig, RopeConfig
 from runtime.encoder.batch import EncoderInput, RaggedBatch
 from runtime.encoder.bert import BertBackbone, encoder_family
+from runtime.encoder.packed import Passes
 from runtime.models.bert import EncoderLayerWeights
 from runtime.offline.bench.device import captured, describe, matmul_rate, milliseconds
 
@@ -175,23 +177,60 @@ def measure(build: Callable[[], Callable[[], Tensor]], device: str) -> Measured:
     return Measured(ms, torch.cuda.max_memory_allocated() - before, output)
 
 
-def ours(checkpoint: Checkpoint, tokens: Tensor, each: int) -> Callable[[], Callable[[], Tensor]]:
-    """Return a builder of our backend, in passes of ``each`` inputs of ``tokens`` `[b, length]`."""
+def ours(
+    checkpoint: Checkpoint, tokens: Tensor, each: int, variant: "Variant"
+) -> Callable[[], Callable[[], Tensor]]:
+    """Return a builder of our backend, in calls of ``each`` inputs of ``tokens`` `[b, length]`."""
 
     def build() -> Callable[[], Tensor]:
-        backbone = BertBackbone(checkpoint, tokens.device, torch.bfloat16, "auto")
+        backbone = BertBackbone(checkpoint, tokens.device, torch.bfloat16, "auto", variant.passes)
         batches = [
             RaggedBatch.of([EncoderInput(tuple(row)) for row in part.tolist()], tokens.device)
             for part in torch.split(tokens, each)
         ]
+        streams = [torch.cuda.Stream() for _ in range(variant.streams - 1)]  # type: ignore[no-untyped-call]
 
         def call() -> Tensor:
-            first = [backbone(batch)[batch.starts[:-1].long()] for batch in batches]
+            main = torch.cuda.current_stream()
+            used = [main, *streams]
+            for stream in streams:
+                stream.wait_stream(main)
+            first = []
+            for index, batch in enumerate(batches):
+                with torch.cuda.stream(used[index % len(used)]):
+                    first.append(backbone(batch)[batch.starts[:-1].long()])
+            for stream in streams:
+                main.wait_stream(stream)
             return torch.cat(first)
 
         return call
 
     return build
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How our backend computes a batch.
+
+    Attributes:
+        streams: CUDA streams to which its calls are distributed. Each stream has memory of its own.
+    """
+
+    passes: Passes
+    streams: int = 1
+
+    @staticmethod
+    def parse(text: str) -> "Variant":
+        """Parse fields of `Passes` and ``streams``, such as ``attention_tokens=4096,streams=2``."""
+        values: dict[str, Any] = {name: int(value) for name, value in _pairs(text)}
+        streams = values.pop("streams", 1)
+        return Variant(replace(Passes(), **values), streams)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        yield name, value
 
 
 def padded(
@@ -207,14 +246,19 @@ def padded(
 
 
 def flops(checkpoint: Checkpoint, batch: int, length: int) -> float:
-    """Return the number of floating-point operations of a batch."""
+    """Return the number of floating-point operations of a batch.
+
+    A factor pair or its product is multiplied, whichever is smaller.
+    """
     total = 0.0
     for layer in checkpoint.layers:
         for linear in (layer.q, layer.k, layer.v, layer.o, layer.up, layer.down):
             if isinstance(linear, Dense):
                 total += 2 * linear.weight.numel() * batch * length
             else:
-                total += 2 * (linear.u.numel() + linear.v.numel()) * batch * length
+                whole = linear.u.shape[0] * linear.v.shape[1]
+                smallest = min(linear.u.numel() + linear.v.numel(), whole)
+                total += 2 * smallest * batch * length
         total += 4 * batch * length * length * checkpoint.config.hidden_size
     return total
 
@@ -227,7 +271,13 @@ def main() -> None:
     parser.add_argument("--batch", default="32")
     parser.add_argument("--length", default="128,512")
     parser.add_argument(
-        "--pass-tokens", default="16384,8192,5632", help="tokens that our backend computes at once"
+        "--pass-tokens", default="16384,8192,5632", help="tokens of one call of our backend"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[""],
+        help="fields of runtime.encoder.packed.Passes, and streams: mlp_tokens=4096,streams=2",
     )
     parser.add_argument("--peers", default="naive,sdpa")
     arguments = parser.parse_args()
@@ -246,8 +296,10 @@ def main() -> None:
         rows: dict[str, Measured] = {}
         for peer in arguments.peers.split(","):
             rows[peer] = measure(padded(checkpoint, tokens, materialize=peer == "naive"), "cuda")
-        for inputs in sorted({min(batch, max(1, n // length)) for n in passes}, reverse=True):
-            rows[f"ours {inputs * length}"] = measure(ours(checkpoint, tokens, inputs), "cuda")
+        sizes = sorted({min(batch, max(1, n // length)) for n in passes}, reverse=True)
+        for inputs, variant in product(sizes, arguments.variants):
+            call = ours(checkpoint, tokens, inputs, Variant.parse(variant))
+            rows[f"ours {inputs * length} {variant}"] = measure(call, "cuda")
         for name, row in rows.items():
             first = next(iter(rows.values()))
             cosine = functional.cosine_similarity(row.output.float(), first.output.float()).min()

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.checkpoint import load_checkpoint
 from runtime.encoder import Activation, EncoderInput, EncoderTask, load_encoder
-from runtime.encoder.batch import RaggedBatch
-from runtime.encoder.model import _in_parts
+from runtime.encoder.batch import RaggedBatch, in_parts
 from runtime.errors import CheckpointError, InvalidRequest, RuntimeFault
 from runtime.models.build import build_model
 from tests.runtime.encoder.folders import (
@@ -181,7 +180,8 @@ def test_parts_of_a_large_batch_are_bitwise_equal(
     inputs = random_inputs((5, 80, 3, 3, 60, 90, 1))
     expected = encoder.encode(inputs)
     monkeypatch.setattr("runtime.encoder.model.CPU_TOKENS", 70)
-    assert [len(part) for part in _in_parts(inputs, 70)] == [1, 1, 3, 1, 1]
+    parts = in_parts([len(each.tokens) for each in inputs], 70)
+    assert [len(inputs[part]) for part in parts] == [1, 1, 3, 1, 1]
     assert torch.equal(encoder.encode(inputs), expected)
 
 

@@ -12,8 +12,8 @@ from runtime.config import EncoderConfig
 from runtime.encoder.attention import ReferenceAttention
 from runtime.encoder.batch import EncoderInput, RaggedBatch
 from runtime.encoder.bert import BertBackbone
-from runtime.encoder.gpu import TritonRaggedAttention, add_norm, gelu
-from runtime.encoder.packed import PackedEncoderLayer, StackedLinears
+from runtime.encoder.gpu import FusedEmbeddings, TritonRaggedAttention, add_norm, gelu
+from runtime.encoder.packed import PackedEncoderLayers, Passes, StackedLinears
 from runtime.offline.bench.encoder import SHAPES, random_encoder
 from tests.runtime.device import DEVICE, random
 
@@ -93,17 +93,58 @@ def test_linears_may_mix_matrices_and_factor_pairs() -> None:
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("keep", [None, 0.5, 9.0])
-def test_layers_equal_those_of_the_reference(keep: float | None) -> None:
+@pytest.mark.parametrize("tokens", [1, 128, 400])
+def test_attention_of_parts_with_biases_may_overwrite_queries(tokens: int) -> None:
+    config, batch = shape(32, 2), batch_of(LENGTHS)
+    q, k, v = random(3, sum(LENGTHS), 64).bfloat16()
+    q_bias, v_bias = random(2, 64, seed=5).bfloat16()
+    expected = ReferenceAttention(config)(
+        (q.float() + q_bias.float()), k.float(), v.float() + v_bias.float(), batch
+    )
+    attention, first = TritonRaggedAttention(config), 0
+    for part in batch.divided(tokens):
+        own = slice(first, first + len(part.tokens))
+        first = own.stop
+        attention.attend(q[own], k[own], v[own], part, q[own], q_bias, v_bias)
+    assert first == len(q)
+    torch.testing.assert_close(q.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_embeddings_equal_torch(types: bool) -> None:
+    words, places, kinds = (random(n, 48, seed=n).bfloat16() for n in (50, 130, 2))
+    weight, bias = random(2, 48, seed=6).bfloat16()
+    inputs = [
+        EncoderInput((49, 0, 7, 7, 3), (0, 1, 1, 0, 1) if types else ()),
+        EncoderInput(tuple(range(13))),
+    ]
+    batch = RaggedBatch.of(inputs, DEVICE)
+    chosen = torch.zeros_like(batch.tokens) if batch.types is None else batch.types
+    assert (batch.types is None) is not types
+    indices = batch.tokens, batch.positions, chosen
+    rows = [
+        table.float()[index] for table, index in zip((words, places, kinds), indices, strict=True)
+    ]
+    total = torch.stack(rows).sum(0)
+    expected = functional.layer_norm(total, (48,), weight.float(), bias.float(), 1e-12)
+    found = FusedEmbeddings(words, places, kinds, weight, bias, 1e-12)(batch)
+    torch.testing.assert_close(found.float(), expected, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("keep", [None, 0.5])
+@pytest.mark.parametrize(
+    "passes",
+    [Passes(), Passes(attention_tokens=70, mlp_tokens=50), Passes(batched_qkv=False)],
+    ids=["default", "small", "separate"],
+)
+def test_layers_equal_those_of_the_reference(keep: float | None, passes: Passes) -> None:
     config, batch = shape(32, 2), batch_of(LENGTHS)
     checkpoint = random_encoder(config, keep)
     backbone = BertBackbone(checkpoint, DEVICE, torch.float32, "reference")
     expected = backbone(batch)
+    layers = [moved(layer, DEVICE, torch.float32, {}) for layer in checkpoint.layers]
     attention = TritonRaggedAttention(config)
-    backbone.layers = [
-        PackedEncoderLayer(config, moved(layer, DEVICE, torch.float32, {}), attention)
-        for layer in checkpoint.layers
-    ]
+    backbone.layers = PackedEncoderLayers(config, layers, attention, passes)
     # On a GPU, Triton multiplies fp32 with tf32.
     tolerance = 1e-2 if DEVICE.type == "cuda" else 1e-4
     torch.testing.assert_close(backbone(batch), expected, rtol=tolerance, atol=tolerance)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Triton kernels of encoders: bidirectional attention over ragged batches, LayerNorm and GELU."""
+"""Triton kernels of encoders: bidirectional ragged attention, embeddings, LayerNorm and GELU."""
 
 import triton
 import triton.language as tl
@@ -54,28 +54,32 @@ def attend_keys(
 
 @triton.jit
 def ragged_attention_kernel(
-    q, k, v, q_stride, stride, starts, inputs, out, scale,
+    q, k, v, q_stride, stride, q_bias, v_bias, starts, inputs, out, out_stride, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend with BLOCK_Q queries of one head of one input per program.
 
-    Grid `(n // BLOCK_Q + inputs, HEADS)`.
+    Grid `(n // BLOCK_Q + 1 + inputs, HEADS)`.
 
     Args:
         q, k, v: `[n, HEADS * DIM]`, row stride ``q_stride`` of ``q``, ``stride`` of the others.
-        starts: int32 `[inputs + 1]`, see `runtime.encoder.batch.RaggedBatch`.
-        out: `[n, HEADS * DIM]`, contiguous, written.
+        q_bias, v_bias: `[HEADS * DIM]`, added to each query and value; None for zeros.
+        starts: int32 `[inputs + 1]`, see `runtime.encoder.batch.RaggedBatch`. Rows of the other
+            tensors are counted from the first value.
+        out: `[n, HEADS * DIM]`, row stride ``out_stride``, written. It may be ``q``.
         scale: log2(e) / sqrt(DIM).
         WIDTH: smallest power of two that is at least DIM and 16.
         BLOCK: keys per iteration.
     """
     after_previous()
-    block, head = tl.program_id(0), tl.program_id(1)
+    origin, head = tl.load(starts), tl.program_id(1)
+    block = origin // BLOCK_Q + tl.program_id(0)
     each = sequence_of(starts, inputs, block, BLOCK_Q)
     start = tl.load(starts + each)
     tokens = tl.load(starts + each + 1) - start
     index = (block - (start // BLOCK_Q + each)) * BLOCK_Q
+    start -= origin
     if index < tokens:
         row = index + tl.arange(0, BLOCK_Q)
         d = tl.arange(0, WIDTH)
@@ -84,6 +88,9 @@ def ragged_attention_kernel(
         queries = tl.load(
             q + token[:, None] * q_stride + (head * DIM + d)[None, :], mask=valid, other=0.0
         )  # [BLOCK_Q, WIDTH]
+        if q_bias is not None:
+            added = tl.load(q_bias + head * DIM + d, mask=d < DIM, other=0.0)
+            queries = (queries.to(tl.float32) + added.to(tl.float32)[None, :]).to(queries.dtype)
         before = start.to(tl.int64) * stride + head * DIM
         m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_Q,), tl.float32)
@@ -100,8 +107,22 @@ def ragged_attention_kernel(
                 True, DIM, BLOCK,
             )  # fmt: skip
         found = acc / l[:, None]
-        target = out + (token[:, None] * HEADS + head) * DIM + d[None, :]
+        if v_bias is not None:  # the weights of a query have the sum 1
+            added = tl.load(v_bias + head * DIM + d, mask=d < DIM, other=0.0)
+            found += added.to(tl.float32)[None, :]
+        target = out + token[:, None] * out_stride + (head * DIM + d)[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def layer_norm(values, valid, weight, bias, i, width, eps):
+    """Return the LayerNorm of fp32 rows `[ROWS, WIDTH]`, whose elements are 0 unless ``valid``."""
+    mean = tl.sum(values, axis=1) / width
+    centered = tl.where(valid, values - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, axis=1) / width + eps)
+    weights = tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32)
+    biases = tl.load(bias + i, mask=i < width, other=0.0).to(tl.float32)
+    return centered * scale[:, None] * weights[None, :] + biases[None, :]
 
 
 @triton.jit
@@ -125,13 +146,50 @@ def add_norm_kernel(
     valid = (row < n)[:, None] & (i < width)[None, :]
     values = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)  # [ROWS, WIDTH]
     values += tl.load(added + at, mask=valid, other=0.0).to(tl.float32)
-    mean = tl.sum(values, axis=1) / width
-    centered = tl.where(valid, values - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centered * centered, axis=1) / width + eps)
-    weights = tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32)
-    biases = tl.load(bias + i, mask=i < width, other=0.0).to(tl.float32)
-    made = centered * scale[:, None] * weights[None, :] + biases[None, :]
+    made = layer_norm(values, valid, weight, bias, i, width, eps)
     tl.store(x + at, made.to(x.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def rows_of(table, index, i, valid, width):
+    """Return fp32 rows ``index`` `[ROWS]` of a contiguous table `[…, width]`."""
+    at = index[:, None] * width + i[None, :]
+    return tl.load(table + at, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def embed_kernel(
+    tokens, positions, types, token_rows, position_rows, type_rows, weight, bias, out, n, width,
+    eps, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the LayerNorm of the sum of three embeddings of ROWS tokens, computed in fp32.
+
+    Grid `(ceil(n / ROWS),)`.
+
+    Args:
+        tokens, positions, types: int64 `[n]`, rows of the tables; ``types`` may be None for zeros.
+        token_rows, position_rows, type_rows: the tables, `[…, width]`, contiguous.
+        weight, bias: `[width]`.
+        out: `[n, width]`, contiguous, written.
+        WIDTH: smallest power of two that is at least ``width``.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, WIDTH)
+    inside = row < n
+    valid = inside[:, None] & (i < width)[None, :]
+    token = tl.load(tokens + row, mask=inside, other=0)
+    position = tl.load(positions + row, mask=inside, other=0)
+    values = rows_of(token_rows, token, i, valid, width)
+    values += rows_of(position_rows, position, i, valid, width)
+    if types is None:
+        values += tl.load(type_rows + i, mask=i < width, other=0.0).to(tl.float32)[None, :]
+        values = tl.where(valid, values, 0.0)
+    else:
+        kind = tl.load(types + row, mask=inside, other=0)
+        values += rows_of(type_rows, kind, i, valid, width)
+    made = layer_norm(values, valid, weight, bias, i, width, eps)
+    at = row.to(tl.int64)[:, None] * width + i[None, :]
+    tl.store(out + at, made.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
