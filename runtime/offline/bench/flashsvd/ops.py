@@ -90,14 +90,19 @@ class StreamingAttention:
 
 
 class ResidentAttention(StreamingAttention):
-    """Attention that rebuilds K and V of each input once. They must fit in shared memory."""
+    """Attention that rebuilds K and V of each input once, if they fit in shared memory."""
 
-    tiles = AttentionTiles(queries=128, keys=128, chunk=32, warps=8, stages=2)
+    BLOCKS, LARGEST = 4, 512 * 64
+    """Blocks of keys that the kernel supports, and elements of K of a head for which K and V in
+    bf16 fit."""
+    tiles = AttentionTiles(queries=128, keys=128, chunk=64, warps=8, stages=2)
 
     def __call__(self, inner: Sequence[Tensor], batch: RaggedBatch) -> Tensor:
         n, tiles = len(inner[0]), self.tiles
+        blocks = triton.next_power_of_2(triton.cdiv(batch.longest, tiles.keys))
+        if blocks > self.BLOCKS or blocks * tiles.keys * self._dim > self.LARGEST:
+            return super().__call__(inner, batch)
         out = inner[0].new_empty(n, self._heads * self._dim)
-        blocks = triton.cdiv(batch.longest, tiles.keys)
         resident_attention_kernel[(self._heads, len(batch.lengths))](
             *inner, *(p.stride(0) for p in inner), *self._u, *self._biases, *self._ranks,
             batch.starts, out, self._scale,
@@ -168,6 +173,8 @@ class ResidentFfn(StreamingFfn):
 
 def resident_tiles(rank: int) -> FfnTiles:
     """Return the tiles of `resident_ffn_kernel` for which registers and shared memory suffice."""
+    if rank <= 256:
+        return FfnTiles(tokens=128, inner=64, warps=8, stages=2)
     if rank <= 320:
         return FfnTiles(tokens=128, inner=32, warps=8, stages=2)
     return FfnTiles(tokens=64, inner=32, warps=8, stages=2)

@@ -1,5 +1,4 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code=assignment
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Kernels of FlashSVD v1.5: each tile is rebuilt once, and stays on chip while it is used."""
 
@@ -33,7 +32,7 @@ def resident_attention_kernel(
         out: `[n, HEADS * DIM]`, contiguous, written.
         scale: log2(e) / sqrt(DIM).
         DIM: a power of two, at least 16.
-        BLOCK, BLOCKS: keys of a block, and number of blocks of the longest input.
+        BLOCK, BLOCKS: keys of a block, and number of blocks for the longest input: 1, 2 or 4.
         CHUNK: ranks per iteration.
         MASKED: whether an input has fewer than ``BLOCK * BLOCKS`` tokens.
     """
@@ -42,15 +41,12 @@ def resident_attention_kernel(
     start = tl.load(starts + each)
     tokens = tl.load(starts + each + 1) - start
     columns = head * DIM + tl.arange(0, DIM)
-    keys = ()
-    values = ()
-    for i in tl.static_range(BLOCKS):
-        t = i * BLOCK + tl.arange(0, BLOCK)
-        read = (start + t).to(tl.int64)
-        made = rebuilt(p_k, k_stride, read, t < tokens, u_k, columns, bias_k, k_rank, CHUNK)
-        keys = keys + (tl.trans(made),)
-        made = rebuilt(p_v, v_stride, read, t < tokens, u_v, columns, bias_v, v_rank, CHUNK)
-        values = values + (made,)
+    t = tl.arange(0, BLOCK * BLOCKS)
+    read = (start + t).to(tl.int64)
+    made = rebuilt(p_k, k_stride, read, t < tokens, u_k, columns, bias_k, k_rank, CHUNK)
+    key_blocks = blocks_of(made, BLOCKS)
+    made = rebuilt(p_v, v_stride, read, t < tokens, u_v, columns, bias_v, v_rank, CHUNK)
+    value_blocks = blocks_of(made, BLOCKS)
     for index in range(0, tokens, BLOCK_Q):
         at = index + tl.arange(0, BLOCK_Q)
         rows = (start + at).to(tl.int64)
@@ -60,10 +56,34 @@ def resident_attention_kernel(
         acc = tl.zeros((BLOCK_Q, DIM), tl.float32)
         for i in tl.static_range(BLOCKS):
             allowed = i * BLOCK + tl.arange(0, BLOCK) < tokens
-            m, l, acc = attend_block(queries, keys[i], values[i], m, l, acc, allowed, scale, MASKED)
+            keys = tl.trans(key_blocks[i])
+            values = value_blocks[i]
+            m, l, acc = attend_block(queries, keys, values, m, l, acc, allowed, scale, MASKED)
         found = acc / l[:, None]
         target = out + rows[:, None] * (HEADS * DIM) + columns[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=(at < tokens)[:, None])
+
+
+@triton.jit
+def halves_of(x):
+    """Return the first and the second half of the rows of ``x``."""
+    halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1]))
+    return tl.split(tl.permute(halves, (1, 2, 0)))
+
+
+@triton.jit
+def blocks_of(x, BLOCKS: tl.constexpr):
+    """Return the rows of ``x`` in a tuple of BLOCKS equal blocks: 1, 2 or 4."""
+    if BLOCKS == 1:
+        blocks = (x,)
+    elif BLOCKS == 2:
+        blocks = halves_of(x)
+    else:
+        low, high = halves_of(x)
+        first, second = halves_of(low)
+        third, fourth = halves_of(high)
+        blocks = (first, second, third, fourth)
+    return blocks
 
 
 @triton.jit
