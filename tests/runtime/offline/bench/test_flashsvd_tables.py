@@ -1,5 +1,12 @@
 """Tables of the FlashSVD paper, from given figures."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.offline.bench import encoder
 from runtime.offline.bench.flashsvd.rows import Case, Row, Rows
 from runtime.offline.bench.flashsvd.tables import TABLES, lines, wanted
 
@@ -65,3 +72,21 @@ def test_backends_without_peers_have_no_ratios() -> None:
     head, row = lines(Case("0.5", 32, 512), rows)
     assert head == "keep 0.5, 32 x 512; floor 1.00 ms"
     assert row.split() == ["ours", "64", "10.000", "ms", "400", "MiB", "10.0%", "cosine", "1.00000"]
+
+
+@pytest.mark.slow
+def test_option_paper_measures_the_cases_of_its_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [Case("0.5", 2, 7), Case("full", 1, 7)]
+    monkeypatch.setitem(TABLES, "table 5", replace(TABLES["table 5"], cases=cases))
+    options = ["--device", "cpu", "--shape", "tiny", "--runs", "1", "--paper", "table 5"]
+    options += ["--backends", "naive,ours", "--pass-tokens", "14", "--json", str(tmp_path / "x")]
+    monkeypatch.setattr("sys.argv", ["bench", *options])
+    encoder.main()
+    _, title, *rows = filter(None, capsys.readouterr().out.split("\n"))
+    assert title.startswith("table 5: ")
+    figures = json.loads((tmp_path / "x").read_text())
+    measured = [(each["keep"], each["batch"], each["backend"]) for each in figures]
+    assert measured == [(*case[:2], name) for case in cases for name in ("naive", "ours 14")]
+    assert len(rows) == 2 * (1 + 2)

@@ -82,7 +82,7 @@ def blocks_of(x, BLOCKS: tl.constexpr):
         low, high = halves_of(x)
         first, second = halves_of(low)
         third, fourth = halves_of(high)
-        blocks = (first, second, third, fourth)
+        blocks = (first, second, third, fourth)  # type: ignore[assignment]
     return blocks
 
 
