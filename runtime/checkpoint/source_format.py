@@ -20,6 +20,7 @@ class SourceFormat(StrEnum):
             and ``fc1_v_proj``.
         SVD_LLM_V2: U and V of q are ``q_proj.u_proj`` and ``q_proj.v_proj``.
         LINEAR_PAIR: U and V of q are ``q_proj.ALinear`` and ``q_proj.BLinear``, or the reverse.
+            These two also occur in encoders, where q is ``attention.self.query``.
         BASIS_SHARING: U of q is ``q_proj``, and V ``q_basis``, which layers share.
     """
 
@@ -36,14 +37,21 @@ _ANY_LAYER = r"(?P<layer>model\.(?:decoder\.)?layers\.\d+\.(?:self_attn\.|mlp\.)
 _PROJECTED = r"q|k|v|o|out|gate|up|down"
 _LINEAR = rf"(?P<linear>(?:{_PROJECTED})_proj|fc[12])"
 """Pattern of a linear's module name. All but OPT's fc1 and fc2 end with ``_proj``."""
+_OF_ENCODER = (
+    r"(?P<encoder>(?:(?:bert|roberta)\.)?encoder\.layer\.\d+\."
+    r"(?:attention\.self\.(?:query|key|value)|(?:attention\.output|intermediate|output)\.dense))"
+)
+"""Pattern of a linear of an encoder, with its layer."""
 _END = r"\.(?P<kind>weight|bias)"
 PATTERNS = {
     SourceFormat.SVD_LLM: re.compile(
         rf"{_ANY_LAYER}(?P<linear>{_PROJECTED}|fc[12])_(?P<factor>[uv])_proj{_END}"
     ),
-    SourceFormat.SVD_LLM_V2: re.compile(rf"{_ANY_LAYER}{_LINEAR}\.(?P<factor>[uv])_proj{_END}"),
+    SourceFormat.SVD_LLM_V2: re.compile(
+        rf"(?:{_ANY_LAYER}{_LINEAR}|{_OF_ENCODER})\.(?P<factor>[uv])_proj{_END}"
+    ),
     SourceFormat.LINEAR_PAIR: re.compile(
-        rf"(?:{_ANY_LAYER}{_LINEAR}|lm_head)\.(?P<factor>[AB])Linear{_END}"
+        rf"(?:{_ANY_LAYER}{_LINEAR}|{_OF_ENCODER}|lm_head)\.(?P<factor>[AB])Linear{_END}"
     ),
     SourceFormat.BASIS_SHARING: re.compile(
         rf"{_OF_LAYER}(?P<linear>{_PROJECTED})_(?P<factor>basis){_END}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from runtime.config import EncoderConfig
 from runtime.encoder.attention import RaggedAttention, attention_of
 from runtime.encoder.batch import RaggedBatch
 from runtime.encoder.ffn import feed_forward
+from runtime.encoder.passes import Passes
 from runtime.encoder.pooling import Head
 from runtime.layers.embedding import embedding_op
 from runtime.layers.linear import SharedOps, linear_op
@@ -22,8 +23,7 @@ from runtime.models.bert import EncoderFamily, EncoderParts, activation_of, enco
 from runtime.models.decoder import ServingBuilder
 from runtime.models.registry import model_family
 
-if TYPE_CHECKING:  # optional: Triton
-    from runtime.encoder.packed import Passes
+_DEFAULT_PASSES = Passes()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BertBackbone:
     Args:
         checkpoint: a model of an `EncoderFamily`.
         backend: see `runtime.encoder.attention.attention_of`.
-        passes: how layers in bf16 on a GPU divide their tokens; None for the default.
+        passes: how layers in bf16 on a GPU divide their tokens.
 
     Attributes:
         attention: the attention of all layers.
@@ -103,7 +103,7 @@ class BertBackbone:
         device: torch.device,
         dtype: torch.dtype,
         backend: str,
-        passes: "Passes | None" = None,
+        passes: Passes = _DEFAULT_PASSES,
     ) -> None:
         self.config = encoder_config(checkpoint.config)
         self.attention = attention_of(backend, self.config, device, dtype)
@@ -154,7 +154,7 @@ def _packed(
     embeddings: tuple[Tensor, ...],
     layers: Iterable[Any],
     attention: Any,
-    passes: "Passes | None",
+    passes: Passes,
 ) -> tuple[Callable[[RaggedBatch], Tensor], Callable[[Tensor, RaggedBatch], Tensor]]:
     """Return the embeddings and the layers in bf16 on a GPU.
 
@@ -163,10 +163,10 @@ def _packed(
         layers: weights on the device.
     """
     from runtime.encoder.gpu import FusedEmbeddings  # optional: Triton
-    from runtime.encoder.packed import PackedEncoderLayers, Passes
+    from runtime.encoder.packed import PackedEncoderLayers
 
     tokens, positions, types, weight, bias = embeddings
-    made = PackedEncoderLayers(config, layers, attention, passes or Passes())
+    made = PackedEncoderLayers(config, layers, attention, passes)
     embed = FusedEmbeddings(tokens, positions, types, weight, bias, config.rms_norm_eps)
     return embed, made
 

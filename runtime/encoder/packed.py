@@ -17,31 +17,8 @@ from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.config import EncoderConfig
 from runtime.encoder.batch import RaggedBatch
 from runtime.encoder.gpu import add_norm, gelu
+from runtime.encoder.passes import Passes
 from runtime.kernels.alignment import round_up
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How a layer divides its tokens, which bounds the memory of its activations.
-
-    Attributes:
-        attention_tokens: maximum tokens that attention, with its linears, computes at once, unless
-            a single input has more.
-        mlp_tokens: maximum tokens that the MLP computes at once. A fused MLP computes all.
-        fused_mlp: whether the MLP of factor pairs is computed in rank space where that is supported
-            and fills the GPU.
-        batched_qkv: whether U of q, k and v are one batched matmul if their ranks are equal.
-        gelu_in_matmul: whether GELU is part of the matmul of ``up``, in the form with tanh.
-        hopper_attention: index in `runtime.encoder.hopper_attention.TILES`; None for the portable
-            kernel. The model must be supported.
-    """
-
-    attention_tokens: int = 8192
-    mlp_tokens: int = 8192
-    fused_mlp: bool = True
-    batched_qkv: bool = True
-    gelu_in_matmul: bool = False
-    hopper_attention: int | None = None
 
 
 class Pair:
@@ -161,25 +138,19 @@ class Attends(Protocol):
 
 
 class Attention:
-    """Attention with its linears, without the sum with the residual stream.
-
-    Args:
-        batched: see `Passes.batched_qkv`.
-    """
+    """Attention with its linears, without the sum with the residual stream."""
 
     def __init__(
         self,
         projections: tuple[Linear, Linear, Linear],
         output: Linear,
         attention: Attends,
-        *,
-        batched: bool,
     ) -> None:
         self._attention = attention
         self._output = single(output)
         self._qkv: BatchedPairs | StackedLinears
         self._biases: tuple[Tensor | None, Tensor | None] = None, None
-        if batched and BatchedPairs.supports(projections):
+        if BatchedPairs.supports(projections):
             self._qkv = BatchedPairs([each for each in projections if isinstance(each, FactorPair)])
             self._biases = projections[0].bias, projections[2].bias
         else:
@@ -204,7 +175,6 @@ class Mlp:
         self._between = None
         if passes.fused_mlp and isinstance(self._up, Pair) and isinstance(self._down, Pair):
             self._between = _rank_space_mlp(self._up, self._down)
-        self._gelu_in_matmul = passes.gelu_in_matmul
 
     def fused(self, tokens: int) -> bool:
         """Return whether a call with so many tokens has no inner activations in memory."""
@@ -215,13 +185,7 @@ class Mlp:
         reduced = self._up.reduced(x)
         if self._between is not None and self._between.fills(len(x)):
             return self._down.expanded(self._between(reduced))
-        return self._down(self._activated(reduced))
-
-    def _activated(self, reduced: Tensor) -> Tensor:
-        up = self._up
-        if self._gelu_in_matmul and up.bias is not None:
-            return torch._addmm_activation(up.bias, reduced, up.u.t(), use_gelu=True)
-        return gelu(up.expanded(reduced))
+        return self._down(gelu(self._up.expanded(reduced)))
 
 
 def _rank_space_mlp(up: Pair, down: Pair) -> Any:
@@ -265,9 +229,7 @@ class PackedEncoderLayer:
             weight, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
             return AddNorm(weight, bias, config.rms_norm_eps)
 
-        self._attention = Attention(
-            (weights.q, weights.k, weights.v), weights.o, attention, batched=passes.batched_qkv
-        )
+        self._attention = Attention((weights.q, weights.k, weights.v), weights.o, attention)
         self._mlp = Mlp(weights.up, weights.down, passes)
         self._attention_norm, self._output_norm = norm("attention_norm"), norm("output_norm")
         self._mlp_tokens = passes.mlp_tokens

@@ -51,7 +51,7 @@ def compress_encoder(
     )
     factorized, report = factorize(
         *(dense, calibration, keep, method, allocation, on, out),
-        lambda made: write_encoder(made, source, out),
+        lambda made: write_encoder(made, [source], out),
     )
     with Progress(console=Console(stderr=True)) as progress:
         before, after = (

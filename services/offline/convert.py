@@ -9,12 +9,13 @@ from rich.table import Table
 
 from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.safetensors_file import is_pickle, read_json
+from runtime.config import EncoderConfig
 from runtime.offline.convert import Source
 from runtime.offline.convert import convert as read
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.terminal import diagnostics, results
-from services.offline.output import refuse_existing, write_model
+from services.offline.output import has_modules, refuse_existing, write_encoder, write_model
 from services.tokenizer.huggingface import has_tokenizer
 from services.tokenizer.loading import load_tokenizer
 
@@ -24,7 +25,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     """Convert a checkpoint of any supported family and write it to ``out`` with its tokenizer.
 
-    Tensors are read, converted and written one after another.
+    Tensors are read, converted and written one after another. The other files of the folder are
+    copied for encoders, and for decoders with the ``modules.json`` of sentence-transformers.
 
     Args:
         model: file or folder of the checkpoint.
@@ -39,10 +41,17 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     """
     refuse_existing(out)
     source = resolve_model(model)
-    loaded_tokenizer = load_tokenizer(resolve_model(tokenizer) if tokenizer else _own(source))
+    original_model = resolve_model(tokenizer) if tokenizer else _own(source)
     with diagnostics().status(f"reading {source.name}"):
         converted, original = read(source)
-    write_model(converted, loaded_tokenizer, out, _DTYPES.get(dtype, original.dtype))
+    written = _DTYPES.get(dtype, original.dtype)
+    folders = [original_model, source] if source.is_dir() else [original_model]
+    if isinstance(converted.config, EncoderConfig) or any(map(has_modules, folders)):
+        if not has_tokenizer(original_model):
+            raise SettingsError(f"{original_model} has no tokenizer.json")
+        write_encoder(converted, folders, out, written)
+    else:
+        write_model(converted, load_tokenizer(original_model), out, written)
     _print_report(read_json(out / METADATA), original)
 
 

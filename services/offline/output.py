@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,13 +14,14 @@ from rich.progress import FileSizeColumn, Progress, SpinnerColumn, TextColumn
 
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from runtime.checkpoint.canonical import METADATA
-from runtime.checkpoint.safetensors_file import INDEX
 from services.common.errors import SettingsError
 from services.common.file_errors import naming
 from services.tokenizer.tokenizer import Tokenizer
 
 _COPIED = (".json", ".txt", ".model")
 """Suffixes of the files of a tokenizer and of sentence-transformers."""
+_INDEX = ".index.json"
+"""End of the names of indices of weight files."""
 
 
 @contextmanager
@@ -64,23 +66,29 @@ def write_model(
 
 
 def write_encoder(
-    checkpoint: Checkpoint, source: Path, out: Path, dtype: torch.dtype | None = None
+    checkpoint: Checkpoint, sources: Sequence[Path], out: Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write an encoder to the folder ``out``, with the files beside the weights in ``source``.
+    """Write an encoder to the folder ``out``, with the files beside the weights in ``sources``.
 
-    These are those of the tokenizer and of sentence-transformers. Other arguments and errors are
-    those of `write_model`.
+    These are those of the tokenizer and of sentence-transformers; of files with the same name, the
+    last one is written. Other arguments and errors are those of `write_model`.
     """
-    _write(checkpoint, out, dtype, partial(_copy_beside, source))
+    _write(checkpoint, out, dtype, partial(_copy_beside, sources))
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Copy the files of a model that are not weights, and the folders of its modules."""
-    for path in source.iterdir():
-        if path.is_file() and path.suffix in _COPIED and path.name not in (INDEX, METADATA):
-            shutil.copyfile(path, folder / path.name)
+def has_modules(folder: Path) -> bool:
+    """Return whether a folder names the modules of sentence-transformers."""
+    return (folder / "modules.json").is_file()
+
+
+def _copy_beside(sources: Sequence[Path], folder: Path) -> None:
+    """Copy the files of models that are not weights, and the folders of their modules."""
+    for path in chain.from_iterable(source.iterdir() for source in sources):
+        if path.is_file() and path.suffix in _COPIED:
+            if path.name != METADATA and not path.name.endswith(_INDEX):
+                shutil.copyfile(path, folder / path.name)
         elif path.is_dir() and (path / "config.json").is_file():
-            shutil.copytree(path, folder / path.name)
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
 
 
 def _write(

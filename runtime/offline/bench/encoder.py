@@ -2,29 +2,35 @@
 
 Compares backends on a model of random weights, dense and factorized, with CUDA graphs: time of a
 batch, and peak memory from before the weights are loaded. ``naive`` and ``sdpa`` compute each
-linear of a padded batch by itself, with materialized scores or torch's attention. The floor is the
-time of all floating-point operations at the measured rate of one large matmul.
+linear of a padded batch by itself, with materialized scores or torch's attention. ``flashsvd`` and
+``flashsvd15`` are the two versions of FlashSVD, as we implemented them from the papers; they need
+factor pairs. The floor is the time of all floating-point operations at the measured rate of one
+large matmul. ``--paper`` prints the tables of the FlashSVD v1.5 paper with these figures.
 """
 
 import argparse
 import gc
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, Linear, moved
+from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, Linear
 from runtime.config import EncoderConfig, RopeConfig
 from runtime.encoder.batch import EncoderInput, RaggedBatch
 from runtime.encoder.bert import BertBackbone, encoder_family
-from runtime.encoder.packed import Passes
+from runtime.encoder.passes import Passes
 from runtime.models.bert import EncoderLayerWeights
 from runtime.offline.bench.device import captured, describe, matmul_rate, milliseconds
+from runtime.offline.bench.flashsvd.padded import PaddedEncoder
+from runtime.offline.bench.flashsvd.rows import Case, Row, Rows
+from runtime.offline.bench.flashsvd.tables import TABLES, lines, wanted
 
 _BERT_BASE = EncoderConfig(
     architecture="BertModel",
@@ -44,7 +50,18 @@ _BERT_BASE = EncoderConfig(
 _RANKS = 16
 _FULL = 9.0
 """A fraction with which each factor pair has full rank."""
-SHAPES = {"bert-base": _BERT_BASE}
+_TINY = replace(
+    _BERT_BASE,
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+)
+SHAPES = {"bert-base": _BERT_BASE, "tiny": _TINY}
+BACKENDS = ("naive", "sdpa", "flashsvd", "flashsvd15", "ours")
 
 
 def random_encoder(config: EncoderConfig, keep: float | None) -> Checkpoint:
@@ -97,140 +114,73 @@ def random_encoder(config: EncoderConfig, keep: float | None) -> Checkpoint:
     )
 
 
-class PaddedEncoder:
-    """The transformer over a padded batch, one torch operation after another.
-
-    Args:
-        materialize: whether scores are materialized; otherwise torch's fused attention is used.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, device: str, *, materialize: bool) -> None:
-        assert isinstance(checkpoint.config, EncoderConfig)
-        self._config = checkpoint.config
-        self._materialize = materialize
-        family = encoder_family(self._config)
-        names = [family.token_types, *(f"{family.embedding_norm}.{n}" for n in ("weight", "bias"))]
-        assert checkpoint.positions is not None
-        tensors = [checkpoint.embedding, checkpoint.positions, *(checkpoint.more[n] for n in names)]
-        self._tokens, self._positions, self._types, self._norm, self._norm_bias = (
-            tensor.to(device) for tensor in tensors
-        )
-        self._layers: list[EncoderLayerWeights] = [
-            moved(layer, torch.device(device), torch.bfloat16, {}) for layer in checkpoint.layers
-        ]
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states `[b, length, hidden]` of token ids `[b, length]`."""
-        x = functional.embedding(tokens, self._tokens)
-        x = self._normed(
-            x + self._positions[: tokens.shape[1]] + self._types[0], self._norm, self._norm_bias
-        )
-        for layer in self._layers:
-            attended = _linear(self._attention(x, layer), layer.o)
-            x = self._normed(x + attended, layer.attention_norm, layer.attention_norm_bias)
-            del attended
-            made = _linear(functional.gelu(_linear(x, layer.up)), layer.down)
-            x = self._normed(x + made, layer.output_norm, layer.output_norm_bias)
-        return x
-
-    def _attention(self, x: Tensor, layer: EncoderLayerWeights) -> Tensor:
-        q, k, v = (
-            _linear(x, each).view(*x.shape[:2], -1, self._config.head_dim).transpose(1, 2)
-            for each in (layer.q, layer.k, layer.v)
-        )
-        if self._materialize:
-            scores = q @ k.transpose(2, 3) / math.sqrt(self._config.head_dim)
-            attended = scores.softmax(-1) @ v
-        else:
-            attended = functional.scaled_dot_product_attention(q, k, v)
-        merged: Tensor = attended.transpose(1, 2).flatten(2)
-        return merged
-
-    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.layer_norm(x, weight.shape, weight, bias, self._config.rms_norm_eps)
-
-
-def _linear(x: Tensor, linear: Linear) -> Tensor:
-    if isinstance(linear, Dense):
-        return functional.linear(x, linear.weight, linear.bias)
-    return functional.linear(functional.linear(x, linear.v), linear.u, linear.bias)
-
-
 @dataclass(frozen=True)
 class Measured:
-    """Time of a batch in milliseconds, peak memory in bytes, and the hidden states."""
+    """Time of a batch in milliseconds, memory in bytes as in `Row`, and the hidden states."""
 
     ms: float
     peak: int
+    weights: int
+    activations: int
     output: Tensor
 
 
-def measure(build: Callable[[], Callable[[], Tensor]], device: str) -> Measured:
+def measure(build: Callable[[], Callable[[], Tensor]], device: str, runs: int = 30) -> Measured:
     """Build a backend, and measure its call under a graph."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory = _Memory(device)
+    before = memory.allocated()
     call = build()
+    weights = memory.allocated() - before
     output = call().cpu()
-    ms = milliseconds(captured(call, device=device), device=device)
-    return Measured(ms, torch.cuda.max_memory_allocated() - before, output)
+    first = memory.peak()
+    loaded = memory.allocated()
+    call()
+    activations = memory.peak() - loaded
+    ms = milliseconds(captured(call, device=device), device=device, runs=runs)
+    return Measured(ms, max(first, memory.peak()) - before, weights, activations, output)
+
+
+class _Memory:
+    """Allocated bytes of a GPU, from which unused memory is released first; 0 on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._gpu = device == "cuda"
+        gc.collect()
+        if self._gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self._gpu else 0
+
+    def peak(self) -> int:
+        """Return the maximum of `allocated` since the last call."""
+        if not self._gpu:
+            return 0
+        found = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
 
 def ours(
-    checkpoint: Checkpoint, tokens: Tensor, each: int, variant: "Variant"
+    checkpoint: Checkpoint, tokens: Tensor, each: int, passes: Passes
 ) -> Callable[[], Callable[[], Tensor]]:
     """Return a builder of our backend, in calls of ``each`` inputs of ``tokens`` `[b, length]`."""
 
     def build() -> Callable[[], Tensor]:
-        backbone = BertBackbone(checkpoint, tokens.device, torch.bfloat16, "auto", variant.passes)
+        backbone = BertBackbone(checkpoint, tokens.device, torch.bfloat16, "auto", passes)
         batches = [
             RaggedBatch.of([EncoderInput(tuple(row)) for row in part.tolist()], tokens.device)
             for part in torch.split(tokens, each)
         ]
-        streams = [torch.cuda.Stream() for _ in range(variant.streams - 1)]  # type: ignore[no-untyped-call]
 
         def call() -> Tensor:
-            main = torch.cuda.current_stream()
-            used = [main, *streams]
-            for stream in streams:
-                stream.wait_stream(main)
-            first = []
-            for index, batch in enumerate(batches):
-                with torch.cuda.stream(used[index % len(used)]):
-                    first.append(backbone(batch)[batch.starts[:-1].long()])
-            for stream in streams:
-                main.wait_stream(stream)
+            first = [backbone(batch)[batch.starts[:-1].long()] for batch in batches]
             return torch.cat(first)
 
         return call
 
     return build
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How our backend computes a batch.
-
-    Attributes:
-        streams: CUDA streams to which its calls are distributed. Each stream has memory of its own.
-    """
-
-    passes: Passes
-    streams: int = 1
-
-    @staticmethod
-    def parse(text: str) -> "Variant":
-        """Parse fields of `Passes` and ``streams``, such as ``attention_tokens=4096,streams=2``."""
-        values: dict[str, Any] = {name: int(value) for name, value in _pairs(text)}
-        streams = values.pop("streams", 1)
-        return Variant(replace(Passes(), **values), streams)
-
-
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        yield name, value
 
 
 def padded(
@@ -241,6 +191,25 @@ def padded(
     def build() -> Callable[[], Tensor]:
         model = PaddedEncoder(checkpoint, str(tokens.device), materialize=materialize)
         return lambda: model(tokens)[:, 0]
+
+    return build
+
+
+def flashsvd(
+    checkpoint: Checkpoint, tokens: Tensor, version: str
+) -> Callable[[], Callable[[], Tensor]]:
+    """Return a builder of a version of FlashSVD: ``flashsvd`` or ``flashsvd15``."""
+
+    def build() -> Callable[[], Tensor]:
+        from runtime.offline.bench.flashsvd import model  # optional: Triton
+
+        layer: model.LayerType = (
+            model.FlashSVDLayer if version == "flashsvd" else model.FlashSVD15Layer
+        )
+        encoder = model.FlashSVDEncoder(checkpoint, tokens.device, torch.bfloat16, layer)
+        inputs = [EncoderInput(tuple(row)) for row in tokens.tolist()]
+        batch = RaggedBatch.of(inputs, tokens.device)
+        return lambda: encoder(batch)[:: tokens.shape[1]]
 
     return build
 
@@ -256,63 +225,167 @@ def flops(checkpoint: Checkpoint, batch: int, length: int) -> float:
             if isinstance(linear, Dense):
                 total += 2 * linear.weight.numel() * batch * length
             else:
-                whole = linear.u.shape[0] * linear.v.shape[1]
-                smallest = min(linear.u.numel() + linear.v.numel(), whole)
+                product_size = linear.u.shape[0] * linear.v.shape[1]
+                smallest = min(linear.u.numel() + linear.v.numel(), product_size)
                 total += 2 * smallest * batch * length
         total += 4 * batch * length * length * checkpoint.config.hidden_size
     return total
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How cases are measured.
+
+    Attributes:
+        shape: key of `SHAPES`.
+        backends: some of `BACKENDS`.
+        calls: maximum tokens of a call of our backend, with a row for each.
+        variants: how our backend divides its calls, by name, with a row for each.
+        device: cuda or cpu.
+        runs: timed runs.
+        rate: floating-point operations per millisecond, for the floor.
+    """
+
+    shape: str
+    backends: Sequence[str]
+    calls: Sequence[int]
+    variants: Mapping[str, Passes]
+    device: str
+    runs: int
+    rate: float
+
+    def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Rows]]:
+        """Yield the rows of each case. Consecutive cases of the same keep have the same model."""
+        keeps = {"dense": None, "full": _FULL}
+        for keep, some in groupby(cases, lambda case: case.keep):
+            fraction = keeps[keep] if keep in keeps else float(keep)
+            checkpoint = random_encoder(SHAPES[self.shape], fraction)
+            for case in some:
+                yield case, self._rows(case, checkpoint)
+
+    def _rows(self, case: Case, checkpoint: Checkpoint) -> Rows:
+        vocabulary = checkpoint.config.vocab_size
+        tokens = torch.randint(vocabulary, (case.batch, case.length), device=self.device)
+        floor = flops(checkpoint, case.batch, case.length) / self.rate
+        found: dict[str, Measured] = {}
+        for backend in self.backends:
+            if backend == "ours":
+                found |= self._ours(case, checkpoint, tokens)
+            elif backend in ("naive", "sdpa"):
+                materialize = backend == "naive"
+                found[backend] = self._measured(padded(checkpoint, tokens, materialize=materialize))
+            elif case.keep != "dense":
+                found[backend] = self._measured(flashsvd(checkpoint, tokens, backend))
+        expected = next(iter(found.values())).output.float()
+        cosines = {
+            name: functional.cosine_similarity(one.output.float(), expected).min().item()
+            for name, one in found.items()
+        }
+        return {
+            name: Row(one.ms, floor, one.peak, one.weights, one.activations, cosines[name])
+            for name, one in found.items()
+        }
+
+    def _ours(self, case: Case, checkpoint: Checkpoint, tokens: Tensor) -> dict[str, Measured]:
+        """Return a row for each number of tokens of a call, and each variant."""
+        found: dict[str, Measured] = {}
+        for most, (name, passes) in product(self.calls, self.variants.items()):
+            inputs = max(1, most // case.length)
+            build = ours(checkpoint, tokens, inputs, passes)
+            found[f"ours {most} {name}".strip()] = self._measured(build)
+        return found
+
+    def _measured(self, build: Callable[[], Callable[[], Tensor]]) -> Measured:
+        return measure(build, self.device, self.runs)
+
+
 def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    arguments = _parser().parse_args()
+    names = arguments.paper or ()
+    cases = wanted(names) or [
+        Case(*case)
+        for case in product(
+            arguments.keep.split(","), _ints(arguments.batch), _ints(arguments.length)
+        )
+    ]
+    device, rate = arguments.device, matmul_rate(arguments.device)
+    print(f"{describe(device)}, {rate / 1e9:.0f} TFLOP/s, {arguments.shape}")
+    setting = Setting(
+        arguments.shape,
+        arguments.backends,
+        _ints(arguments.call_tokens),
+        {text: _passes(text) for text in arguments.variants},
+        device,
+        arguments.runs,
+        rate,
+    )
+    found: dict[Case, Rows] = {}
+    for case, rows in setting.measure(cases):
+        found[case] = rows
+        if not names:
+            print(*lines(case, rows), sep="\n", flush=True)
+        if arguments.json:  # after each case, in case the command is ended
+            arguments.json.write_text(json.dumps(document(found), indent=1))
+    for name in names:
+        table = TABLES[name]
+        print(f"\n{name}: {table.about}", *table.lines(table.cases, found), sep="\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m runtime.offline.bench encoder")
     parser.add_argument("--shape", choices=SHAPES, default="bert-base")
     parser.add_argument("--keep", default="dense,0.5,full", help="such as dense,0.5,full")
     parser.add_argument("--batch", default="32")
     parser.add_argument("--length", default="128,512")
     parser.add_argument(
-        "--pass-tokens", default="16384,8192,5632", help="tokens of one call of our backend"
+        "--call-tokens", default="16384", help="maximum tokens of a call of our backend"
     )
     parser.add_argument(
         "--variants",
         nargs="+",
         default=[""],
-        help="fields of runtime.encoder.packed.Passes, and streams: mlp_tokens=4096,streams=2",
+        help="fields of runtime.encoder.passes.Passes, such as mlp_tokens=4096,fused_mlp=0",
     )
-    parser.add_argument("--peers", default="naive,sdpa")
-    arguments = parser.parse_args()
-    rate = matmul_rate()
-    print(f"{describe('cuda')}, {rate / 1e9:.0f} TFLOP/s")
-    passes = _ints(arguments.pass_tokens)
-    keeps = {"dense": None, "full": _FULL}
-    counts = product(arguments.keep.split(","), _ints(arguments.batch), _ints(arguments.length))
-    for keep, batch, length in counts:
-        checkpoint = random_encoder(
-            SHAPES[arguments.shape], keeps[keep] if keep in keeps else float(keep)
-        )
-        tokens = torch.randint(0, 30_000, (batch, length), device="cuda")
-        floor = flops(checkpoint, batch, length) / rate
-        print(f"{arguments.shape}, keep {keep}, {batch} x {length}; floor {floor:.2f} ms")
-        rows: dict[str, Measured] = {}
-        for peer in arguments.peers.split(","):
-            rows[peer] = measure(padded(checkpoint, tokens, materialize=peer == "naive"), "cuda")
-        sizes = sorted({min(batch, max(1, n // length)) for n in passes}, reverse=True)
-        for inputs, variant in product(sizes, arguments.variants):
-            call = ours(checkpoint, tokens, inputs, Variant.parse(variant))
-            rows[f"ours {inputs * length} {variant}"] = measure(call, "cuda")
-        for name, row in rows.items():
-            first = next(iter(rows.values()))
-            cosine = functional.cosine_similarity(row.output.float(), first.output.float()).min()
-            ratios = " ".join(
-                f"{row.ms / other.ms:5.2f}x {row.peak / other.peak:5.2f}x of {peer};"
-                for peer, other in rows.items()
-                if peer in ("naive", "sdpa")
-            )
-            print(
-                f"  {name:12} {row.ms:8.3f} ms {row.peak / 2**20:7.0f} MiB {floor / row.ms:6.1%} "
-                f"{ratios} cosine {cosine:.5f}",
-                flush=True,
-            )
+    parser.add_argument(
+        "--backends", type=_some_of(BACKENDS), default=BACKENDS, help=",".join(BACKENDS)
+    )
+    parser.add_argument(
+        "--paper",
+        type=_some_of([*TABLES]),
+        help="tables and figures of the FlashSVD v1.5 paper, which replace --keep, --batch and "
+        f"--length: all, or some of {','.join(TABLES)}",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=30, help="timed runs of each backend")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser
+
+
+def _passes(text: str) -> Passes:
+    parts = (part.partition("=") for part in filter(None, text.split(",")))
+    values: dict[str, Any] = {name: int(value) for name, _, value in parts}
+    return replace(Passes(), **values)
+
+
+def _some_of(known: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """Return a parser of names with commas between them, or ``all``."""
+
+    def parse(text: str) -> Sequence[str]:
+        names = known if text == "all" else text.split(",")
+        if unknown := set(names) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return names
+
+    return parse
+
+
+def document(found: Mapping[Case, Rows]) -> list[dict[str, object]]:
+    """Return all rows for a JSON file."""
+    return [
+        {**case._asdict(), "backend": name, **asdict(row), "workspace": row.workspace}
+        for case, rows in found.items()
+        for name, row in rows.items()
+    ]
 
 
 def _ints(text: str) -> Sequence[int]:

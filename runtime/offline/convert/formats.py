@@ -70,11 +70,7 @@ def _renamed(
         if match is None:
             yield from _unmatched(source_format, name, tensor, tensors)
             continue
-        owner = _HEAD
-        if match["layer"]:
-            linear = match["linear"]
-            whole = linear.endswith("_proj") or linear.startswith("fc")
-            owner = match["layer"] + (linear if whole else f"{linear}_proj")
+        owner = _owner(match.groupdict())
         factor = "v" if match["factor"] == "basis" else match["factor"]
         bias_on_u = source_format in (SourceFormat.SVD_LLM, SourceFormat.SVD_LLM_V2)
         if match["kind"] == "bias" and bias_on_u:
@@ -83,6 +79,17 @@ def _renamed(
             yield f"{owner}.bias", tensor
         else:
             yield f"{owner}.{factor}.{match['kind']}", tensor
+
+
+def _owner(match: Mapping[str, str | None]) -> str:
+    """Return the canonical name of the linear to which a factor belongs."""
+    if encoder := match.get("encoder"):
+        return encoder
+    layer, linear = match["layer"], match["linear"]
+    if layer is None or linear is None:
+        return _HEAD
+    whole = linear.endswith("_proj") or linear.startswith("fc")
+    return layer + (linear if whole else f"{linear}_proj")
 
 
 def _unmatched(

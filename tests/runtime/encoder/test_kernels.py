@@ -13,7 +13,8 @@ from runtime.encoder.attention import ReferenceAttention
 from runtime.encoder.batch import EncoderInput, RaggedBatch
 from runtime.encoder.bert import BertBackbone
 from runtime.encoder.gpu import FusedEmbeddings, TritonRaggedAttention, add_norm, gelu
-from runtime.encoder.packed import PackedEncoderLayers, Passes, StackedLinears
+from runtime.encoder.packed import PackedEncoderLayers, StackedLinears
+from runtime.encoder.passes import Passes
 from runtime.offline.bench.encoder import SHAPES, random_encoder
 from tests.runtime.device import DEVICE, random
 
@@ -134,8 +135,8 @@ def test_embeddings_equal_torch(types: bool) -> None:
 @pytest.mark.parametrize("keep", [None, 0.5])
 @pytest.mark.parametrize(
     "passes",
-    [Passes(), Passes(attention_tokens=70, mlp_tokens=50), Passes(batched_qkv=False)],
-    ids=["default", "small", "separate"],
+    [Passes(), Passes(attention_tokens=70, mlp_tokens=50)],
+    ids=["default", "small"],
 )
 def test_layers_equal_those_of_the_reference(keep: float | None, passes: Passes) -> None:
     config, batch = shape(32, 2), batch_of(LENGTHS)

@@ -35,18 +35,19 @@ def bert_base(keep: float | None) -> Checkpoint:
     "variant",
     [
         {},
-        {"fused_mlp": False, "batched_qkv": False},
+        {"fused_mlp": False},
         {"attention_tokens": 1000, "mlp_tokens": 999},
         {"hopper_attention": 0},
         {"hopper_attention": 1, "attention_tokens": 700},
-        {"hopper_attention": 2, "batched_qkv": False},
+        {"hopper_attention": 2},
     ],
     ids=str,
 )
 def test_kernels_in_bf16_agree_with_torch_in_fp32(
     keep: float | None, lengths: tuple[int, ...], variant: dict[str, Any]
 ) -> None:
-    from runtime.encoder.packed import PackedEncoderLayers, Passes
+    from runtime.encoder.packed import PackedEncoderLayers
+    from runtime.encoder.passes import Passes
 
     device = torch.device("cuda")
     checkpoint = bert_base(keep)

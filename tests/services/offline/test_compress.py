@@ -4,18 +4,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 
 from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.assemble import named_tensors
-from runtime.encoder import load_encoder
+from runtime.encoder import EncoderInput, load_encoder
 from runtime.errors import CheckpointError
 from runtime.offline import compress as factorization
 from services.common.errors import SettingsError
+from services.common.model_source import DEFAULT_ENCODER, ENCODER_PACKAGE, resolve_model
 from services.offline.compress import compress, is_larger_than
 from services.offline.convert import convert
 from services.offline.factorize import work_folder
@@ -25,7 +28,14 @@ from tests.runtime.encoder.folders import (
     write_encoder,
     write_modules,
 )
-from tests.runtime.offline.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
+from tests.runtime.offline.convert.samples import (
+    EVEN,
+    Rename,
+    dobi,
+    renamed,
+    save_folder,
+    svd_llm_v2,
+)
 from tests.runtime.tiny import tiny_checkpoint
 from tests.services.tiny_model import save_tiny_model, save_tokenizer
 
@@ -120,6 +130,69 @@ def test_compressed_encoder_is_served_from_its_folder(
     # Both have the pooling and the normalization of modules.json.
     torch.testing.assert_close(found.norm(dim=1), torch.ones(len(found)))
     assert 0.3 < torch.cosine_similarity(found, expected).mean() < 1.0
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_converted_encoder_equals_its_source(pickled: bool, tmp_path: Path) -> None:
+    source, out = tmp_path / "theirs", tmp_path / "out"
+    write_encoder(source, "BertModel")
+    write_modules(source, {"pooling_mode": "cls"}, normalize=True)
+    save_word_tokenizer(source)
+    expected = load_encoder(source).encode(random_inputs(typed=True))
+    if pickled:
+        weights = source / "model.safetensors"
+        torch.save(load_file(weights), source / "pytorch_model.bin")
+        weights.unlink()
+    convert(str(source), out, None, "auto")
+    found = load_encoder(out).encode(random_inputs(typed=True))
+    assert torch.equal(found, expected)
+    assert (out / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
+    assert {path.name for path in out.iterdir()} >= {"modules.json", "1_Pooling", "headrace.json"}
+    assert not list(out.glob("*.bin"))
+
+
+@pytest.mark.parametrize("rename", [svd_llm_v2, dobi])
+def test_converted_factor_pairs_of_encoders(rename: Rename, tmp_path: Path) -> None:
+    dense, theirs, out = (tmp_path / name for name in ("dense", "theirs", "out"))
+    write_encoder(dense, "BertForSequenceClassification", num_labels=1)
+    save_word_tokenizer(dense)
+    made, _ = factorization.compress(load_checkpoint(dense), torch.ones(2, 8).long(), 0.6)
+    save_folder(made, renamed(made, rename), theirs, architecture="BertForSequenceClassification")
+    with pytest.raises(CheckpointError, match="headrace convert"):
+        load_encoder(theirs)
+    with pytest.raises(SettingsError, match="--tokenizer"):
+        convert(str(theirs), out, None, "auto")
+    convert(str(theirs), out, str(dense), "auto")
+    converted = load_checkpoint(out)
+    expected = dict(named_tensors(made))
+    assert {name for name, _ in named_tensors(converted)} == expected.keys()
+    assert all(torch.equal(t, expected[name]) for name, t in named_tensors(converted))
+    assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.skipif(find_spec(ENCODER_PACKAGE) is None, reason="the encoder is not installed")
+def test_default_encoder_is_converted(tmp_path: Path) -> None:
+    convert(DEFAULT_ENCODER, tmp_path / "out", None, "auto")
+    inputs = [EncoderInput((101, 7592, 2088, 102)), EncoderInput((101, 102))]
+    found = load_encoder(tmp_path / "out").encode(inputs)
+    assert torch.equal(found, load_encoder(resolve_model(DEFAULT_ENCODER)).encode(inputs))
+
+
+def test_converted_embedder_keeps_its_modules(dense: Path, tmp_path: Path) -> None:
+    """A decoder with modules of sentence-transformers, such as Qwen3-Embedding."""
+    write_modules(dense, {"pooling_mode": "lasttoken"}, normalize=True)
+    convert(str(dense), tmp_path / "out", None, "auto")
+    inputs = random_inputs((1, 5))
+    found = load_encoder(tmp_path / "out").encode(inputs)
+    assert torch.equal(found, load_encoder(dense).encode(inputs))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
+
+
+def test_conversion_needs_the_tokenizer_of_an_encoder(tmp_path: Path) -> None:
+    for name in ("dense", "other"):
+        write_encoder(tmp_path / name, "BertModel")
+    with pytest.raises(SettingsError, match=r"other has no tokenizer\.json"):
+        convert(str(tmp_path / "dense"), tmp_path / "out", str(tmp_path / "other"), "auto")
 
 
 def test_encoder_without_tokenizer_is_refused(tmp_path: Path) -> None:

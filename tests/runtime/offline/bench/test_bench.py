@@ -151,6 +151,23 @@ def test_tables_of_the_deinfer_paper_run(tmp_path: Path) -> None:
         assert f"{name}: {table['about']}" in done.stdout
 
 
+def test_encoder_benchmark_runs(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "runtime.offline.bench", "encoder", "--shape", "tiny"]
+    command += ["--device", "cpu", "--runs", "1", "--backends", "naive,sdpa,ours"]
+    command += ["--keep", "dense,0.5", "--batch", "2", "--length", "9", "--call-tokens", "18,9"]
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(target.read_text())
+    backends = ["naive", "sdpa", "ours 18", "ours 9"]
+    expected = [(keep, backend) for keep in ("dense", "0.5") for backend in backends]
+    assert [(figure["keep"], figure["backend"]) for figure in figures] == expected
+    assert all(figure["ms"] > 0 and figure["cosine"] > 0.999 for figure in figures)
+    assert all(f"  {backend} " in done.stdout for backend in backends)
+
+
 _HELP = """
 import sys
 sys.modules["triton"] = None  # an import raises ImportError

@@ -1,0 +1,23 @@
+"""Division of the tokens of a batch on a GPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a layer divides its tokens, which bounds the memory of its activations.
+
+    Attributes:
+        attention_tokens: maximum tokens that attention, with its linears, computes at once, unless
+            a single input has more.
+        mlp_tokens: maximum tokens that the MLP computes at once. A fused MLP computes all.
+        fused_mlp: whether the MLP of factor pairs is computed in rank space where that is supported
+            and fills the GPU.
+        hopper_attention: index in `runtime.encoder.hopper_attention.TILES`; None for the portable
+            kernel. The model must be supported.
+    """
+
+    attention_tokens: int = 8192
+    mlp_tokens: int = 5632
+    fused_mlp: bool = True
+    hopper_attention: int | None = None

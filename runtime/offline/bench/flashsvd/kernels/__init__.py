@@ -1,0 +1,1 @@
+"""Triton kernels that compute in rank space."""
