@@ -64,9 +64,8 @@ class GatewaySettings(ServiceSettings):
     )
     encoder_model: str | None = Field(
         None,
-        min_length=1,
         description="all-minilm-l6-v2, or path of an encoder, for embeddings and scores; only its "
-        "tokenizer is read; default: none is served",
+        "tokenizer is read; default and empty: none is served",
     )
     served_encoder_name: str | None = Field(
         None,
@@ -329,6 +328,11 @@ class GatewaySettings(ServiceSettings):
     def _check_proxies(cls, proxies: list[str]) -> list[str]:
         ClientAddresses(proxies)
         return proxies
+
+    @field_validator("encoder_model")
+    @classmethod
+    def _drop_empty(cls, model: str | None) -> str | None:
+        return model or None
 
     @model_validator(mode="after")
     def _check_models(self) -> Self:
