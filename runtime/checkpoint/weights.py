@@ -130,7 +130,7 @@ class Checkpoint:
         layers: one instance of the family's ``layer_type`` per layer, see also `LayersOnDemand`.
         final_norm: weight of the norm before the LM head, ``[hidden]``; empty for an encoder.
         lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied, and
-            for an encoder.
+            if the model has none.
         model_hash: hash of config and weights, see `runtime.checkpoint.hashing`. Workers that
             exchange KV must have the same one.
         keep: fraction of the linears' parameters that factorization kept; 1.0 if dense.
@@ -141,6 +141,7 @@ class Checkpoint:
         positions: learned position embeddings ``[context_length, hidden]``, or None.
         final_norm_bias: bias of the norm before the LM head, ``[hidden]``, or None.
         more: other tensors outside the layers by name, see `CheckpointFamily.more_tensors`.
+        has_lm_head: False for a decoder whose files are known to lack one: it only embeds.
     """
 
     config: ModelConfig
@@ -156,6 +157,7 @@ class Checkpoint:
     positions: Tensor | None = None
     final_norm_bias: Tensor | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
+    has_lm_head: bool = True
 
     @property
     def hashed(self) -> HashedFiles:

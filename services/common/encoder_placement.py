@@ -22,11 +22,7 @@ from pydantic import AfterValidator, Field
 
 from services.common.messages import (
     MAX_ADMITTED,
-    MAX_EXCLUDED,
-    MAX_PRIORITY,
     MAX_TOKENS,
-    MAX_WAIT_S,
-    MAX_WEIGHT,
     Address,
     Count,
     Epoch,
@@ -39,9 +35,9 @@ from services.common.messages import (
 )
 from services.common.placement import (
     PROTOCOL,
+    QueuedRequest,
     WorkerAddress,
     WorkerState,
-    new_placement_id,
     same_protocol,
 )
 
@@ -138,24 +134,15 @@ class EncoderHeartbeat(Message):
     reason: Annotated[str, Field(max_length=512)] | None = None
 
 
-class EncodePlaceRequest(Message):
-    """Inputs to place on one encoder worker. Fields without a description: see `PlaceRequest`.
+class EncodePlaceRequest(QueuedRequest):
+    """Inputs to place on one encoder worker.
 
     Attributes:
         tokens: number of tokens of all inputs.
     """
 
-    placement_id: PlacementId = Field(default_factory=new_placement_id)
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
-    admitted: bool = False
-    attempt: Annotated[int, Field(ge=0, le=1000)] = 0
     model: Annotated[str, Field(min_length=1, max_length=256)]
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    tenant: Annotated[str, Field(max_length=128)] | None = None
-    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
-    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class EncodePlacement(Message):

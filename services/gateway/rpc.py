@@ -65,7 +65,7 @@ def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
     settings = gateway.settings
     limits = ServerLimits(
         # gRPC rejects larger messages; the service rejects smaller ones with details.
-        max_message_bytes=2 * settings.max_body_bytes,
+        max_message_bytes=2 * settings.largest_body_bytes,
         max_connections=settings.max_connections,
         max_calls=settings.max_connections,
         max_client_calls=settings.max_client_connections,

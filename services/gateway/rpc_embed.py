@@ -26,14 +26,14 @@ async def embed(
     Raises:
         ServiceError: if the request is invalid or cannot be completed.
     """
-    size, limit = message.ByteSize(), gateway.settings.max_body_bytes
+    size, limit = message.ByteSize(), gateway.settings.max_encoder_body_bytes
     if size > limit:
         raise TooLarge(f"the request is larger than {limit} bytes")
     encoder = gateway.require_encoder(message.model)
     count = _count(message, gateway.settings.max_inputs)
     has = message.HasField
     truncated = message.truncate_prompt_tokens if has("truncate_prompt_tokens") else None
-    builder = InputBuilder.of(encoder, truncated)
+    builder = InputBuilder.of(encoder, truncated, gateway.settings)
     if builder.facts.task is not EncoderTask.EMBED:
         raise gateway.has_no_embeddings()
     dimensions = message.dimensions if has("dimensions") else None

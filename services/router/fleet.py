@@ -60,6 +60,31 @@ class FleetLimits:
     prompt_backlog_s: float = 0.25
     remembered_blocks: int = 4096
 
+    def check_heartbeat(self, heartbeat_s: float) -> None:
+        """Raise a `Refusal` if a worker would be suspect between its heartbeats, or after one."""
+        if 2 * heartbeat_s > self.suspect_after_s:
+            raise Refusal(
+                ErrorCode.INVALID,
+                f"heartbeat_s is {heartbeat_s:g}, but at most half of suspect_after_s "
+                f"({self.suspect_after_s:g}) of this router is allowed",
+            )
+
+    def check_room(self, registered: int, kind: str = "workers") -> None:
+        """Raise a `Refusal` if there are too many workers to register another one."""
+        if registered >= self.max_workers:
+            raise Refusal(
+                ErrorCode.QUEUE_FULL,
+                f"{self.max_workers} {kind} are registered, the limit is max_workers",
+            )
+
+    def probation_after(self, failures: int) -> float:
+        """Return how long a worker is on probation after another failure, seconds.
+
+        Args:
+            failures: number of failures before it, since the last success.
+        """
+        return min(self.probation_s * 2.0 ** min(failures, 64), self.probation_max_s)
+
 
 @dataclass(frozen=True)
 class _PlacementRecord:
@@ -109,12 +134,7 @@ class Fleet:
             Refusal: if it would be suspect between its heartbeats, or after a late one, if the
                 epoch has ended or was replaced, or if ``max_workers`` are registered.
         """
-        if 2 * registration.heartbeat_s > self._limits.suspect_after_s:
-            raise Refusal(
-                ErrorCode.INVALID,
-                f"heartbeat_s is {registration.heartbeat_s:g}, but at most half of suspect_after_s "
-                f"({self._limits.suspect_after_s:g}) of this router is allowed",
-            )
+        self._limits.check_heartbeat(registration.heartbeat_s)
         self._epochs.check(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
         known = self._find(worker_id, epoch)
@@ -126,11 +146,8 @@ class Fleet:
                 self._time(known)
             self._registrations_changed(worker_id)
             return
-        if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
-            raise Refusal(
-                ErrorCode.QUEUE_FULL,
-                f"{self._limits.max_workers} workers are registered, the limit is max_workers",
-            )
+        if worker_id not in self._workers:
+            self._limits.check_room(len(self._workers))
         self._epochs.begin(worker_id, epoch)
         plan, pages = registration.compatibility.page_plan, registration.page_count
         blocks = self._limits.remembered_blocks if registration.reuses_prefixes else 0
@@ -236,8 +253,7 @@ class Fleet:
             if release.outcome is Outcome.OK:
                 worker.failures = 0
             elif release.outcome is Outcome.FAILED and release.blame == address.worker_id:
-                backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
-                worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
+                worker.probation_until = now + self._limits.probation_after(worker.failures)
                 self._changed[address.worker_id] = None
                 heappush(self._timers, (worker.probation_until, address.worker_id))
                 worker.failures += 1

@@ -55,7 +55,7 @@ class PendingPlacement:
 
     @property
     def admitted(self) -> bool:
-        """Whether the request was admitted before; see `PlaceRequest`."""
+        """Whether the request was admitted before; see `QueuedRequest`."""
         return self.request.admitted
 
     def resolve(self, answer: Placement | Refusal) -> None:

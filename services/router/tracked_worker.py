@@ -5,8 +5,8 @@ from math import ceil
 
 from runtime.pages.plan import PageCount, PagePlan
 from services.common.listings import WorkerView
-from services.common.placement import Heartbeat, Registration, Role, WorkerState
-from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.common.placement import Heartbeat, Registration, Role
+from services.router.capacity import REASONS, Demand, WorkerHealth, WorkerSnapshot, health_of
 from services.router.prefix_memory import PrefixMemory
 from services.router.speed import noticeable
 
@@ -157,15 +157,12 @@ class TrackedWorker:
         Args:
             matched: whether it has a partner, see `services.router.matching`.
         """
-        if self.load is None or self.load.state is WorkerState.STARTING:
-            return WorkerHealth.STARTING
-        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
-            return WorkerHealth(self.load.state)
-        if now - self.last_heartbeat_at > suspect_after_s:
-            return WorkerHealth.SUSPECT
-        if now < self.probation_until:
-            return WorkerHealth.PROBATION
-        return WorkerHealth.READY if matched else WorkerHealth.UNMATCHED
+        health = health_of(
+            self.load.state if self.load else None,
+            is_late=now - self.last_heartbeat_at > suspect_after_s,
+            has_failed=now < self.probation_until,
+        )
+        return health if matched or health is not WorkerHealth.READY else WorkerHealth.UNMATCHED
 
     def reason(self, health: WorkerHealth, unmatched: str | None) -> str | None:
         """Return why the worker gets no requests, or fewer than others; None if neither is true.
@@ -178,7 +175,7 @@ class TrackedWorker:
         slow = noticeable(self.slowdown)
         return (
             self.load.reason
-            or _REASONS.get(health)
+            or REASONS.get(health)
             or unmatched
             or (f"its steps take {slow:.1f} times as long as on the fastest" if slow > 1 else None)
         )
@@ -266,9 +263,3 @@ class TrackedWorker:
             model_info=registration.model,
             compatibility=registration.compatibility,
         )
-
-
-_REASONS = {
-    WorkerHealth.SUSPECT: "its heartbeats are late",
-    WorkerHealth.PROBATION: "a request failed on it",
-}

@@ -132,8 +132,8 @@ class EncoderTokenizer:
             limit: maximum tokens, special ones included; the end of a longer text is cut off.
         """
         if limit is None:
-            return _tokens(self._backend.encode(text))
-        encoding = self._backend.encode(text, add_special_tokens=False)
+            return _tokens(self._encode(text, special=True))
+        encoding = self._encode(text, special=False)
         encoding.truncate(max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False)))
         return _tokens(self._backend.post_process(encoding))
 
@@ -145,14 +145,19 @@ class EncoderTokenizer:
                 text, or of both, are cut off.
         """
         if limit is None:
-            return _tokens(self._backend.encode(first, second))
-        one = self._backend.encode(first, add_special_tokens=False)
-        two = self._backend.encode(second, add_special_tokens=False)
+            return _tokens(self._encode((first, second), special=True))
+        one, two = (self._encode(text, special=False) for text in (first, second))
         left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
         lengths = _shortened(len(one.ids), len(two.ids), left)
         for encoding, length in zip((one, two), lengths, strict=True):
             encoding.truncate(length)
         return _tokens(self._backend.post_process(one, two))
+
+    def _encode(self, given: str | tuple[str, str], *, special: bool) -> tokenizers.Encoding:
+        # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
+        # thread would block the event loop.
+        (encoding,) = self._backend.encode_batch([given], add_special_tokens=special)
+        return encoding
 
     @cached_property
     def _pieces(self) -> tuple[bytes, ...]:

@@ -4,26 +4,18 @@ from collections.abc import Mapping
 
 from runtime.engine.prefixes import PrefixCounts
 from runtime.pages.plan import PagePlan
-from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
-from services.common.secret_metrics import SecretMetrics
+from services.common.metrics import STEP_SECONDS, MetricFactory
 from services.worker.engine_thread import EngineThread
 from services.worker.grammars import Grammars
+from services.worker.process_metrics import ProcessMetrics, drain
 
 
-class WorkerMetrics:
-    """The metrics of one worker process.
-
-    Attributes:
-        registry: everything that the worker's ``/metrics`` endpoint serves.
-    """
+class WorkerMetrics(ProcessMetrics):
+    """The metrics of one prefill or decode worker."""
 
     def __init__(self) -> None:
-        self.registry = service_registry(caches=True)
-        self.secrets = SecretMetrics(self.registry)
-        make = MetricFactory(self.registry)
-        self.ready = make.gauge(
-            "worker_ready", "1 while the worker takes requests, NaN while draining, else 0."
-        )
+        super().__init__()
+        make = self.make
         self.streams = make.counter(
             "worker_streams", "Gateway streams that have ended on this worker."
         )
@@ -34,7 +26,6 @@ class WorkerMetrics:
         )
         self.running = make.gauge("num_requests_running", "Sequences in the batch.")
         self.waiting = make.gauge("num_requests_waiting", "Sequences that wait for the batch.")
-        self.queue_tokens = make.gauge("queue_tokens", "Tokens accepted and not yet finished.")
         self.pages_total = make.gauge("kv_pages", "KV pages of a page group.", "group")
         self.pages_free = make.gauge("kv_pages_free", "KV pages that are free.", "group")
         self.cache_usage = make.gauge(
@@ -97,12 +88,8 @@ class WorkerMetrics:
         self.busy_seconds.inc(load.busy_s - self._busy_s)
         self._steps = load.steps
         self._busy_s = load.busy_s
-        for durations, histogram in (
-            (engine.plan_times, self.plan_seconds),
-            (engine.decode_times, self.inter_token_seconds),
-        ):
-            while durations:
-                histogram.observe(durations.popleft())
+        drain(engine.plan_times, self.plan_seconds)
+        drain(engine.decode_times, self.inter_token_seconds)
 
 
 class GrammarMetrics:

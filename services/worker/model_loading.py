@@ -91,6 +91,8 @@ def _read(path: Path, device: str, plan: "KernelPlan | None", peers: Peers) -> C
             prepare=plan.multiply_out if plan and peers.size > 1 else lambda whole: whole,
             known=peers.known_files(),
         )
+        if not checkpoint.has_lm_head:
+            raise SettingsError(f"{path} has no LM head: serve it with `headrace up --encoder`")
         peers.share_files(checkpoint.hashed)
         context.result()
     return checkpoint

@@ -7,10 +7,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry, Gauge
 
 from services.common.addresses import bracketed
 from services.common.grpc_server import GrpcServer
@@ -19,8 +18,8 @@ from services.common.metrics_server import OperationServers
 from services.common.probes import Probes
 from services.common.process_end import end_within
 from services.common.secret_files import reloading
-from services.common.secret_metrics import SecretMetrics
 from services.common.signals import stop_on_signals
+from services.worker.process_metrics import ProcessMetrics
 from services.worker.process_settings import ProcessSettings
 from services.worker.registrar import BaseRegistrar
 from services.worker.threads import set_switch_interval
@@ -29,22 +28,6 @@ log = structlog.get_logger()
 
 
 Start = Callable[[str], BaseRegistrar[Any]]
-
-
-class ProcessMetrics(Protocol):
-    """Metrics that every worker has.
-
-    Attributes:
-        registry: everything that the worker's ``/metrics`` endpoint serves.
-        ready: 1 while the worker takes requests, NaN while draining, else 0.
-    """
-
-    @property
-    def registry(self) -> CollectorRegistry: ...
-    @property
-    def secrets(self) -> SecretMetrics: ...
-    @property
-    def ready(self) -> Gauge: ...
 
 
 class WorkerProcess(ABC):

@@ -11,6 +11,8 @@ from typing import Any
 from tests.clients.environments import NODE_PACKAGES, node_modules, python_of
 from tests.harness.deployment import Running
 
+ENCODER = "all-MiniLM-L6-v2"
+"""Name of the encoder that the deployment serves."""
 PROGRAMS = Path(__file__).parent / "programs"
 _NOT_INHERITED = ("PYTHONPATH", "OPENAI_", "ANTHROPIC_", "LANGSMITH_", "LANGCHAIN_", "LITELLM_")
 _SET = {
@@ -89,4 +91,5 @@ def output_of(command: list[str], variables: dict[str, str], timeout_s: float) -
 def variables_of(running: Running) -> dict[str, str]:
     """Return the environment of a process that uses a deployment."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
-    return own | _SET | {"HEADRACE_URL": running.url, "HEADRACE_MODEL": running.model}
+    served = {"HEADRACE_MODEL": running.model, "HEADRACE_ENCODER": ENCODER}
+    return own | _SET | served | {"HEADRACE_URL": running.url}

@@ -7,11 +7,12 @@ import pytest
 
 from services.common.model_source import resolve_model
 from tests.harness.deployment import Running, deployed
+from tests.harness.encoders import ENCODER
 
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[Running]:
-    with deployed() as deployment:
+    with deployed("--encoder", ENCODER) as deployment:
         yield deployment
 
 

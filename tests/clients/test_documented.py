@@ -17,12 +17,15 @@ _ENVIRONMENTS = {
     "openai": "openai",
     "anthropic": "anthropic",
     "LangChain": "langchain",
+    "LangChain retriever": "langchain",
+    "LlamaIndex retriever": "llama-index",
+    "Haystack": "haystack",
     "LlamaIndex": "llama-index",
     "LiteLLM": "litellm",
     "instructor": "instructor",
     "pydantic-ai": "pydantic-ai",
 }
-_CI = ("openai", "anthropic", "LangChain")
+_CI = ("openai", "anthropic", "LangChain", "LangChain retriever")
 _ADDRESS = "http://127.0.0.1:8000"
 
 

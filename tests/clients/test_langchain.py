@@ -39,3 +39,16 @@ def test_agent_calls_its_tool_and_answers(running: Running) -> None:
 
 def test_agent_answers_in_a_format(running: Running) -> None:
     assert LANGCHAIN.call(running, "agent_with_format").items() >= ANNA.items()
+
+
+def test_retriever_finds_documents(running: Running) -> None:
+    found = LANGCHAIN.call(running, "retrieval")
+    assert len(found) == 5
+    assert all(name == best for name, best in found.items())
+
+
+def test_texts_are_embedded_in_large_requests(running: Running) -> None:
+    found = LANGCHAIN.call(running, "embeddings")
+    assert found["same"]
+    assert found["dimensions"] == 64
+    assert found["many"] == 400

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clients.client import Client, variables_of
+from tests.clients.client import ENCODER, Client, variables_of
 from tests.clients.environments import python_of
 from tests.harness.deployment import Running
 from tests.ports import free_ports
@@ -22,6 +22,16 @@ model_list:
   - model_name: small
     litellm_params:
       model: hosted_vllm/{model}
+      api_base: {url}/v1
+      api_key: unused
+  - model_name: embedder
+    litellm_params:
+      model: hosted_vllm/{encoder}
+      api_base: {url}/v1
+      api_key: unused
+  - model_name: reranker
+    litellm_params:
+      model: hosted_vllm/{encoder}
       api_base: {url}/v1
       api_key: unused
 general_settings:
@@ -52,7 +62,7 @@ def proxy(running: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Run LiteLLM's proxy for the deployment, and return its address."""
     folder = tmp_path_factory.mktemp("proxy")
     (folder / "config.yaml").write_text(
-        _CONFIG.format(model=running.model, url=running.url, key=_KEY)
+        _CONFIG.format(model=running.model, encoder=ENCODER, url=running.url, key=_KEY)
     )
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -89,3 +99,24 @@ def test_proxy_forwards_chats(running: Running, proxy: str) -> None:
     found = LITELLM.call(running, "proxied", HEADRACE_PROXY=proxy, HEADRACE_PROXY_KEY=_KEY)
     assert "Paris" in found["text"]
     assert found["streamed"] == found["text"]
+
+
+def test_texts_are_embedded_with_every_provider(running: Running) -> None:
+    found = LITELLM.call(running, "embeddings")
+    assert set(found) == {"hosted_vllm", "openai", "infinity", "jina_ai"}
+    assert all(shape == [5, 384] for shape in found.values())
+
+
+def test_documents_are_ranked_with_every_provider(running: Running) -> None:
+    found = LITELLM.call(running, "rerank")
+    assert set(found) == {"hosted_vllm", "cohere", "jina_ai", "infinity"}
+    for ranked in found.values():
+        assert len(ranked) == 5
+        assert all(names[0] == name and len(names) == 2 for name, names in ranked.items())
+
+
+def test_proxy_forwards_embeddings_and_ranks(running: Running, proxy: str) -> None:
+    found = LITELLM.call(
+        running, "proxied_embeddings", HEADRACE_PROXY=proxy, HEADRACE_PROXY_KEY=_KEY
+    )
+    assert found == {"dimensions": [384] * 5, "best": "moon"}

@@ -1,4 +1,4 @@
-"""LlamaIndex with llama-index-llms-openai-like."""
+"""LlamaIndex with its packages for servers of OpenAI's API."""
 
 import pytest
 
@@ -26,3 +26,9 @@ def test_output_is_structured(running: Running) -> None:
 
 def test_output_is_structured_by_a_forced_call(running: Running) -> None:
     assert LLAMA_INDEX.call(running, "structured_by_call")["kind"] in ("adult", "child")
+
+
+def test_index_finds_documents(running: Running) -> None:
+    found = LLAMA_INDEX.call(running, "retrieval")
+    assert len(found) == 5
+    assert all(name == best for name, best in found.items())

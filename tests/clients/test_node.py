@@ -51,3 +51,11 @@ def test_responses_are_the_same_whole_and_streamed(running: Running, client: Nod
     found = client.call(running, "responses")
     assert "Paris" in found["text"]
     assert found["streamed"] == found["text"]
+
+
+def test_embeddings_find_documents(running: Running) -> None:
+    found = OPENAI.call(running, "retrieval")
+    assert found["best"] == 1
+    assert found["difference"] < 1e-8
+    assert found["dimensions"] == [384, 64]
+    assert AI_SDK.call(running, "retrieval") == {"compatible": 1, "openai": 1}

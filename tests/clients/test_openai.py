@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.client import Client
+from tests.clients.client import ENCODER, Client
 from tests.harness.deployment import Running
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
@@ -12,7 +12,7 @@ ANNA = {"name": "Anna", "age": 7}
 
 
 def test_models_are_listed(running: Running) -> None:
-    assert OPENAI.call(running, "models") == [running.model]
+    assert OPENAI.call(running, "models") == [running.model, ENCODER]
 
 
 def test_chat_is_the_same_whole_and_streamed(running: Running) -> None:
@@ -75,3 +75,38 @@ def test_responses_are_the_same_whole_and_streamed(running: Running) -> None:
 
 def test_responses_are_parsed(running: Running) -> None:
     assert OPENAI.call(running, "responses_parse").items() >= ANNA.items()
+
+
+def test_embeddings_are_the_same_in_all_forms(running: Running) -> None:
+    found = OPENAI.call(running, "embeddings")
+    # Numbers in JSON have the digits of float32, and a text gives the same result in any batch.
+    assert all(difference < 1e-8 for difference in found["differences"].values())
+    assert found["counts"] == {"float": 5, "user": 5, "single": 1, "async": 5}
+    assert found["indices"] == [0, 1, 2, 3, 4]
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 5
+    assert found["model"] == ENCODER
+
+
+def test_token_ids_and_short_embeddings(running: Running) -> None:
+    found = OPENAI.call(running, "embeddings_of_ids")
+    assert found["difference"] == 0
+    assert found["differences"] == [0, 0]
+    assert found["dimensions"] == 64
+    assert found["length"] == pytest.approx(1, abs=1e-6)
+
+
+def test_embeddings_find_documents(running: Running) -> None:
+    found = OPENAI.call(running, "retrieval")
+    assert len(found) == 5
+    assert all(name == best for name, best in found.items())
+
+
+def test_errors_of_embeddings_have_the_types_of_openai(running: Running) -> None:
+    assert OPENAI.call(running, "embedding_errors") == {
+        "model": ["NotFoundError", "model_not_found", "model"],
+        "generates": ["BadRequestError", "model_not_supported", "model"],
+        "dimensions": ["BadRequestError", "invalid_value", "dimensions"],
+        "tokens": ["BadRequestError", "context_length_exceeded", "input[1]"],
+        "ids": ["BadRequestError", "invalid_value", "input"],
+        "none": ["BadRequestError", "invalid_value", "input"],
+    }

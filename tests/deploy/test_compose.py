@@ -65,7 +65,7 @@ def test_environment_and_flags_are_settings(name: str, monkeypatch: pytest.Monke
     for key, value in given.items():
         field = key.removeprefix(f"HEADRACE_{role.upper()}_").lower()
         if field in settings_of(role).model_fields and not value.startswith("["):
-            assert str(getattr(settings, field)) == value
+            assert str(getattr(settings, field) or "") == value
 
 
 def test_gateway_without_keys_refuses_names_of_web_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_services_find_one_another() -> None:
         if key.endswith("_ROUTERS")
     ]
     port = settings_of("router").model_fields["port"].default
-    assert routers == [f'["http://router:{port}"]'] * 3
+    assert routers == [f'["http://router:{port}"]'] * 4
     assert COMPOSE["services"]["router"]["command"] == ["router"]
 
 
@@ -146,6 +146,8 @@ def test_prometheus_scrapes_the_metrics_of_every_service() -> None:
     targets = {entry["labels"]["component"]: entry["targets"] for entry in listed}
     expected = {}
     for name, service in OURS.items():
+        if "profiles" in service:
+            continue  # it does not always run
         default = settings_of(name).model_fields["port"].default
         port = service["environment"].get(f"HEADRACE_{name.upper()}_METRICS_PORT", default)
         expected[name] = [f"{name}:{port}"]

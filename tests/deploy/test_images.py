@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from services.launch import SERVICES
-from services.local.pull import SMOLLM2
+from services.local.pull import MINILM, SMOLLM2, Wheel
 from tests.deploy.images import (
     DEPLOY,
     FLAVORS,
@@ -37,6 +37,7 @@ MODULES = {
     ],
     "cpu": [
         *("services.cli", "services.prefill.service", "services.decode.service"),
+        "services.encoder.service",
         *("services.gateway.service", "services.router.service", "services.local.up"),
         *("services.offline.calibrate", "services.offline.compress", "services.common.otlp"),
     ],
@@ -198,11 +199,15 @@ def test_make_installs_the_same_versions_for_users_and_developers(name: str) -> 
     assert not {"torch", "nvidia-nccl-cu13"} & locked("dev").keys()
 
 
-def test_default_model_is_the_one_that_headrace_pull_downloads() -> None:
-    ((pin, (digest,)),) = requirements("model.txt")
-    assert digest == f"sha256:{SMOLLM2.sha256}"
-    assert SMOLLM2.name.startswith(f"{pin.name.replace('-', '_')}-{str(pin.specifier)[2:]}-")
-    assert "DEFAULT_MODEL=model.txt" in arguments("ARG")
+@pytest.mark.parametrize(
+    ("wheel", "name"), [(SMOLLM2, "model"), (MINILM, "encoder")], ids=["model", "encoder"]
+)
+def test_default_models_are_those_that_headrace_pull_downloads(wheel: Wheel, name: str) -> None:
+    ((pin, (digest,)),) = requirements(f"{name}.txt")
+    assert digest == f"sha256:{wheel.sha256}"
+    assert pin.name == wheel.project
+    assert wheel.name.startswith(f"{pin.name.replace('-', '_')}-{str(pin.specifier)[2:]}-")
+    assert f"DEFAULT_{name.upper()}={name}.txt" in arguments("ARG")
 
 
 def test_lowest_grpcio_accepts_the_generated_stubs() -> None:

@@ -3,12 +3,17 @@
 {{- if (default dict .Values.encoder).enabled -}}true{{- end -}}
 {{- end -}}
 
-{{/* Settings of gateways and encoder workers for the encoder: (list values prefix suffix), the names of the
-     settings of its path and of its name. */}}
+{{/* Name or path of the encoder: packaged, or on the volume. */}}
+{{- define "headrace.encoderPath" -}}
+{{- $path := default "all-minilm-l6-v2" .Values.encoder.path -}}
+{{- if eq $path "all-minilm-l6-v2" -}}{{- $path -}}{{- else -}}{{- printf "/models/%s" $path | trimSuffix "/" -}}{{- end -}}
+{{- end -}}
+
+{{/* Settings of gateways and encoder workers for the encoder: (list root path name), where path and name are
+     the settings of its path and of its name. */}}
 {{- define "headrace.encoderSettings" -}}
-{{- $encoder := (first .).encoder -}}
-{{ index . 1 }}: {{ printf "/models/%s" $encoder.path | trimSuffix "/" }}
-{{- with $encoder.servedName }}
+{{ index . 1 }}: {{ include "headrace.encoderPath" (first .) }}
+{{- with (first .).Values.encoder.servedName }}
 {{ index $ 2 }}: {{ . | quote }}
 {{- end }}
 {{- end -}}
@@ -186,7 +191,7 @@ port: 8002
 {{- else }}
 routers: {{ include "headrace.routers" $root }}
 {{- if eq .name "encoder" }}
-{{ include "headrace.encoderSettings" (list $values "model" "served_model_name") }}
+{{ include "headrace.encoderSettings" (list $root "model" "served_model_name") }}
 port: 8003
 metrics_port: 9090
 {{- else }}
@@ -198,7 +203,7 @@ served_model_name: {{ . | quote }}
 {{- end }}
 {{- if eq .name "gateway" }}
 {{- if include "headrace.encodes" $root }}
-{{ include "headrace.encoderSettings" (list $values "encoder_model" "served_encoder_name") }}
+{{ include "headrace.encoderSettings" (list $root "encoder_model" "served_encoder_name") }}
 {{- end }}
 port: 8000
 grpc_port: 8001

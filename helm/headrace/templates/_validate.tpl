@@ -10,10 +10,8 @@
 {{- $role := include "headrace.role" (dict "root" $ "name" "encoder") | fromJson -}}
 {{- $context := dict "root" $ "name" "encoder" "role" $role -}}
 {{- $faults = concat $faults (include "headrace.roleFaults" $context | fromJsonArray) (include "headrace.deviceFaults" $context | fromJsonArray) -}}
-{{- if not .Values.encoder.path -}}
-{{- $faults = append $faults "encoder.path: must name the folder of the encoder" -}}
-{{- end -}}
-{{- if not (or .Values.model.claim.enabled .Values.model.volume) -}}
+{{- $packaged := eq "all-minilm-l6-v2" (include "headrace.encoderPath" .) -}}
+{{- if not (or $packaged .Values.model.claim.enabled .Values.model.volume) -}}
 {{- $faults = append $faults "encoder.path: no volume contains the encoder; set model.volume or model.claim" -}}
 {{- end -}}
 {{- end -}}

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.encoder_placement import EncoderModel
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TooLarge
 from services.gateway.encoding.models import ServedEncoder
 from services.gateway.request_errors import ContextLengthExceeded
+from services.gateway.settings import GatewaySettings
 from services.tokenizer.encoder import EncoderTokens
 
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
@@ -19,20 +20,24 @@ class InputBuilder:
 
     Attributes:
         facts: the encoder as its workers registered it.
+        max_chars: maximum characters of a text.
         limit: maximum tokens of an input, whose end is cut off; None: longer ones are refused.
     """
 
     encoder: ServedEncoder
     facts: EncoderModel
+    max_chars: int
     limit: int | None = None
 
     @classmethod
-    def of(cls, encoder: ServedEncoder, truncate_prompt_tokens: int | None) -> "InputBuilder":
+    def of(
+        cls, encoder: ServedEncoder, truncate_prompt_tokens: int | None, settings: GatewaySettings
+    ) -> "InputBuilder":
         """Return a builder for a request.
 
         Args:
             truncate_prompt_tokens: maximum tokens of an input that the client set; -1: as many as
-                the encoder supports; None: nothing is cut.
+                the encoder supports; None: as the settings say.
 
         Raises:
             InvalidRequest: the limit is out of bounds.
@@ -43,7 +48,9 @@ class InputBuilder:
         if limit is not None and not (limit == -1 or 1 <= limit <= facts.max_tokens):
             name = "truncate_prompt_tokens"
             raise InvalidRequest(f"{name} must be -1, or from 1 to {facts.max_tokens}", param=name)
-        return cls(encoder, facts, facts.max_tokens if limit == -1 else limit)
+        if limit == -1 or (limit is None and settings.truncate_inputs):
+            limit = facts.max_tokens
+        return cls(encoder, facts, settings.max_body_bytes, limit)
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name that precedes texts; None: the default of the encoder.
@@ -80,12 +87,14 @@ class InputBuilder:
             param: field of the texts, for errors.
             prompt: text that precedes each of them.
         """
+        self._check_size([(text,) for text in texts], param)
         encode = self.encoder.tokenizer.encode
         found = [encode(prompt + text, limit=self.limit) for text in texts]
         return self._checked(found, param)
 
     def pairs(self, pairs: Sequence[tuple[str, str]], param: str) -> list[EncoderTokens]:
         """Return the inputs of pairs of texts; ``param`` is as in `texts`."""
+        self._check_size(pairs, param)
         encode = self.encoder.tokenizer.encode_pair
         found = [encode(first, second, limit=self.limit) for first, second in pairs]
         return self._checked(found, param)
@@ -101,11 +110,19 @@ class InputBuilder:
             for token in (min(tokens, default=0), max(tokens, default=0)):
                 if not 0 <= token < size:
                     raise InvalidRequest(
-                        f"token id {token} is outside the vocabulary of {size} tokens",
+                        f"token id {token} is outside the vocabulary of {size} tokens; ids must be "
+                        "those of the encoder's own tokenizer, not of tiktoken",
                         param=_place(param, index, inputs),
                     )
         found = [EncoderTokens(tuple(tokens[: self.limit])) for tokens in inputs]
         return self._checked(found, param)
+
+    def _check_size(self, inputs: Sequence[Sequence[str]], param: str) -> None:
+        """Refuse texts whose tokenization would need too much memory."""
+        for index, texts in enumerate(inputs):
+            if sum(map(len, texts)) > self.max_chars:
+                where = _place(param, index, inputs)
+                raise TooLarge(f"{where} has more than {self.max_chars} characters")
 
     def _checked(self, inputs: list[EncoderTokens], param: str) -> list[EncoderTokens]:
         longest = self.facts.max_tokens

@@ -143,7 +143,7 @@ class EncoderRoutes:
 
     def _builder(self, body: EncoderBody) -> InputBuilder:
         encoder = self._gateway.require_encoder(body.model)
-        return InputBuilder.of(encoder, body.truncate_prompt_tokens)
+        return InputBuilder.of(encoder, body.truncate_prompt_tokens, self._gateway.settings)
 
     def _inputs(self, body: EmbeddingsBody, builder: InputBuilder) -> list[EncoderTokens]:
         given = [body.input] if isinstance(body.input, str) else body.input

@@ -13,6 +13,7 @@ from services.gateway.http.encoder_api.bodies import EmbeddingsBody, RerankBody,
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.messages_api.errors import is_messages_path
 from services.gateway.http.messages_api.response_schemas import MessagesErrorResponse
+from services.gateway.http.reading import body_limit
 from services.gateway.http.response_schemas import ErrorResponse
 from services.gateway.http.responses_api.body import ResponsesBody
 from services.gateway.http.schemas import BODIES
@@ -105,8 +106,8 @@ def document_body(body: type[BaseModel], gateway: Gateway) -> dict[str, Any]:
     settings = gateway.settings
     schema = {"$ref": _SCHEMAS.format(model=body.__name__)}
     description = (
-        f"At most {settings.max_body_bytes} bytes (else 413) and {settings.max_json_depth} levels "
-        f"of nesting (else 400), received within {settings.body_timeout_s:g} s (else 408)."
+        f"At most {body_limit(body, settings)} bytes (else 413) and {settings.max_json_depth} "
+        f"levels of nesting (else 400), received within {settings.body_timeout_s:g} s (else 408)."
     )
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": True, "description": description, "content": content}}

@@ -187,9 +187,10 @@ IN_RERANK = {
     **_declare(
         (
             _only(),
-            ("instruction", "max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
+            ("instruction", "max_chunks_per_doc", "max_tokens_per_doc"),
         ),
-        (_only(False), ("return_embeddings",)),
+        (_only(False), ("raw_scores", "return_embeddings")),
+        (_only(["text"]), ("rank_fields",)),
     ),
 }
 IN_SCORE = {**_OF_ENCODER, **_declare((_only(), ("data_1", "data_2", "instruction")))}

@@ -6,9 +6,11 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel
 
 from services.gateway.gateway import Gateway, enforce_deadline
 from services.gateway.http.body import read_body, require_json
+from services.gateway.http.body_model import Body
 from services.gateway.http.encoder_api.bodies import EmbeddingsBody, RerankBody, ScoreBody
 from services.gateway.http.messages_api.body import CountTokensBody, MessagesBody
 from services.gateway.http.middleware import cancel_on_disconnect
@@ -21,6 +23,7 @@ from services.gateway.http.schemas import (
     parse_body,
 )
 from services.gateway.requests import RequestContext
+from services.gateway.settings import GatewaySettings
 
 _Body = TypeVar(
     "_Body",
@@ -39,6 +42,12 @@ _Body = TypeVar(
 
 _OF_TOKENIZER = (TokenizeBody, DetokenizeBody)
 """Requests that an encoder's tokenizer answers if no model generates text."""
+
+
+def body_limit(body: type[BaseModel], settings: GatewaySettings) -> int:
+    """Return the maximum size of a body, bytes."""
+    for_encoder = issubclass(body, Body) and body.for_encoder
+    return settings.max_encoder_body_bytes if for_encoder else settings.max_body_bytes
 
 
 class RequestReader:
@@ -78,7 +87,7 @@ class RequestReader:
                 raw = await read_body(
                     request,
                     grow,
-                    limit=settings.max_body_bytes,
+                    limit=body_limit(body, settings),
                     timeout_s=settings.body_timeout_s,
                 )
             size = len(raw)

@@ -1,6 +1,5 @@
 """Calls of encoder workers, and of gateways that place inputs on them."""
 
-import asyncio
 from collections.abc import Callable
 
 import structlog
@@ -14,9 +13,8 @@ from services.common.encoder_placement import (
 )
 from services.common.placement import Deregistration, HeartbeatReply, Release
 from services.common.tracing import Attributes, Span, resume
-from services.router.calls import Call, Disconnected, JsonCalls
+from services.router.calls import Call, JsonCalls, placed
 from services.router.encoders.dispatcher import EncoderDispatcher
-from services.router.errors import Refusal
 from services.router.metrics import RouterMetrics
 
 log = structlog.get_logger()
@@ -56,24 +54,16 @@ def add_encoder_calls(
     async def place(body: EncodePlaceRequest, call: Call) -> EncodePlacement:
         pending = encoders.submit(body, clock())
         span = _place_span(body, call)
-        outcome = "abandoned"
-        try:
-            await call.until(pending.answered)
-            if not isinstance(pending.answer, EncodePlacement):
-                raise pending.answer or RuntimeError("a placement request ended without an answer")
-            outcome = "placed"
-            return pending.answer
-        except (Disconnected, asyncio.CancelledError):
-            encoders.cancel(pending, clock())
-            raise
-        except Refusal as error:
-            outcome = error.code.value
-            raise
-        finally:
+
+        def record(outcome: str) -> None:
             metrics.encode_placements.labels(outcome).inc()
             metrics.encode_place_seconds.observe(clock() - pending.arrived)
             span.set({"headrace.outcome": outcome})
             span.end()
+
+        return await placed(
+            call, pending, cancel=lambda: encoders.cancel(pending, clock()), record=record
+        )
 
     @calls.post("/v1/encoders/release", Release)
     async def release(body: Release, _call: Call) -> None:

@@ -53,24 +53,15 @@ class EncoderFleet:
             Refusal: if it would be suspect between its heartbeats, if the epoch has ended or was
                 replaced, or if ``max_workers`` are registered.
         """
-        if 2 * registration.heartbeat_s > self._limits.suspect_after_s:
-            raise Refusal(
-                ErrorCode.INVALID,
-                f"heartbeat_s is {registration.heartbeat_s:g}, but at most half of suspect_after_s "
-                f"({self._limits.suspect_after_s:g}) of this router is allowed",
-            )
+        self._limits.check_heartbeat(registration.heartbeat_s)
         worker_id, epoch = registration.worker_id, registration.epoch
         self._epochs.check(worker_id, epoch)
         if known := self._find(worker_id, epoch):
             known.registration = registration
             known.last_heartbeat_at = now
             return
-        if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
-            raise Refusal(
-                ErrorCode.QUEUE_FULL,
-                f"{self._limits.max_workers} encoder workers are registered, the limit is "
-                "max_workers",
-            )
+        if worker_id not in self._workers:
+            self._limits.check_room(len(self._workers), "encoder workers")
         self._epochs.begin(worker_id, epoch)
         self._workers[worker_id] = TrackedEncoder(registration, now)
 
@@ -132,8 +123,7 @@ class EncoderFleet:
             elif (
                 release.outcome is Outcome.FAILED and release.blame == worker.registration.worker_id
             ):
-                backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
-                worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
+                worker.probation_until = now + self._limits.probation_after(worker.failures)
                 worker.failures += 1
         return now - record.placed_at
 

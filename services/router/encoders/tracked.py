@@ -3,14 +3,8 @@
 from dataclasses import dataclass, field
 
 from services.common.encoder_placement import EncoderHeartbeat, EncoderRegistration, EncoderView
-from services.common.placement import WorkerState
-from services.router.capacity import WorkerHealth
+from services.router.capacity import REASONS, WorkerHealth, health_of
 from services.router.encoders.policy import EncoderSnapshot
-
-_REASONS = {
-    WorkerHealth.SUSPECT: "its heartbeats are late",
-    WorkerHealth.PROBATION: "a request failed on it",
-}
 
 
 @dataclass
@@ -68,21 +62,17 @@ class TrackedEncoder:
 
     def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
         """Return the health of the worker."""
-        if self.load is None or self.load.state is WorkerState.STARTING:
-            return WorkerHealth.STARTING
-        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
-            return WorkerHealth(self.load.state)
-        if now - self.last_heartbeat_at > suspect_after_s:
-            return WorkerHealth.SUSPECT
-        if now < self.probation_until:
-            return WorkerHealth.PROBATION
-        return WorkerHealth.READY
+        return health_of(
+            self.load.state if self.load else None,
+            is_late=now - self.last_heartbeat_at > suspect_after_s,
+            has_failed=now < self.probation_until,
+        )
 
     def reason(self, health: WorkerHealth) -> str | None:
         """Return why the worker gets no requests, or None."""
         if self.load is None:
             return "no heartbeat since registration"
-        return self.load.reason or _REASONS.get(health)
+        return self.load.reason or REASONS.get(health)
 
     def snapshot(self, health: WorkerHealth) -> EncoderSnapshot:
         """Return the state of the worker, for the policy."""

@@ -1,10 +1,22 @@
 // The AI SDK of Vercel, with its providers for OpenAI and for servers of OpenAI's API.
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { Output, generateText, stepCountIs, streamText, tool } from "ai";
+import { Output, embed, embedMany, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
-import { KEY, MODEL, Person, QUESTION, SENTENCE, URL, run } from "./call.mjs";
+import {
+  ABOUT_TRAIN,
+  DOCUMENTS,
+  ENCODER,
+  KEY,
+  MODEL,
+  Person,
+  QUESTION,
+  SENTENCE,
+  URL,
+  closest,
+  run,
+} from "./call.mjs";
 
 const compatible = createOpenAICompatible({
   name: "headrace",
@@ -67,4 +79,18 @@ async function tools() {
   return { answer: answer.text, calls: answer.steps[0].toolCalls.map((each) => each.input) };
 }
 
-await run({ chat, openai_chat, responses, structured, tools });
+async function retrieval() {
+  const found = {};
+  const models = {
+    compatible: compatible.embeddingModel(ENCODER),
+    openai: openai.embedding(ENCODER),
+  };
+  for (const [name, model] of Object.entries(models)) {
+    const question = await embed({ model, value: ABOUT_TRAIN, maxRetries: 0 });
+    const documents = await embedMany({ model, values: DOCUMENTS, maxRetries: 0 });
+    found[name] = closest(question.embedding, documents.embeddings);
+  }
+  return found;
+}
+
+await run({ retrieval, chat, openai_chat, responses, structured, tools });

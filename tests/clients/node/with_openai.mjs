@@ -2,7 +2,19 @@
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 
-import { KEY, MODEL, Person, QUESTION, SENTENCE, URL, run } from "./call.mjs";
+import {
+  ABOUT_TRAIN,
+  DOCUMENTS,
+  ENCODER,
+  KEY,
+  MODEL,
+  Person,
+  QUESTION,
+  SENTENCE,
+  URL,
+  closest,
+  run,
+} from "./call.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: KEY, maxRetries: 0 });
 
@@ -90,4 +102,18 @@ async function responses() {
   return { text: whole.output_text, streamed };
 }
 
-await run({ chat, parse, tools, errors, responses });
+async function retrieval() {
+  const input = [ABOUT_TRAIN, ...DOCUMENTS];
+  const create = (more) => client.embeddings.create({ model: ENCODER, input, ...more });
+  const rows = (answer) => answer.data.map((each) => Array.from(each.embedding));
+  const [question, ...documents] = rows(await create({}));
+  const [float] = rows(await create({ encoding_format: "float" }));
+  const [short] = rows(await create({ dimensions: 64 }));
+  return {
+    best: closest(question, documents),
+    difference: Math.max(...question.map((value, at) => Math.abs(value - float[at]))),
+    dimensions: [question.length, short.length],
+  };
+}
+
+await run({ retrieval, chat, parse, tools, errors, responses });

@@ -9,6 +9,8 @@ from typing import Any
 URL = os.environ.get("HEADRACE_URL", "")
 """Base URL of the deployment, without /v1."""
 MODEL = os.environ.get("HEADRACE_MODEL", "")
+ENCODER = os.environ.get("HEADRACE_ENCODER", "")
+"""Name of the model for embeddings."""
 KEY = "unused"
 
 QUESTION = "What is the capital of France?"

@@ -1,12 +1,15 @@
-"""LangChain with langchain-openai: messages, structured output and an agent with a tool."""
+"""LangChain with langchain-openai: messages, structured output, an agent with a tool, retrieval."""
 
+import asyncio
 from typing import Any
 
 import call
+from facts import DOCUMENTS, QUESTIONS
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from person import SENTENCE, Person
 
 
@@ -81,5 +84,41 @@ def agent_with_format() -> dict[str, Any]:
     return answer["structured_response"].model_dump()
 
 
+def embedder(**options: Any) -> OpenAIEmbeddings:
+    """Return an embedding model of the deployment."""
+    return OpenAIEmbeddings(
+        base_url=f"{call.URL}/v1",
+        api_key=call.KEY,
+        model=call.ENCODER,
+        check_embedding_ctx_length=False,  # else it sends token ids of tiktoken
+        max_retries=0,
+        **options,
+    )
+
+
+def retrieval() -> dict[str, Any]:
+    """Return the name of the best document for each question, by a retriever."""
+    store = InMemoryVectorStore(embedder())
+    store.add_texts(list(DOCUMENTS.values()), [{"name": name} for name in DOCUMENTS])
+    retriever = store.as_retriever(search_kwargs={"k": 1})
+    found = {name: retriever.invoke(question) for name, question in QUESTIONS.items()}
+    return {name: best.metadata["name"] for name, (best,) in found.items()}
+
+
+def embeddings() -> dict[str, Any]:
+    """Embed texts: with and without asyncio, shortened, and more than 1 MiB in one request."""
+    texts = list(DOCUMENTS.values())
+    many = [f"{index}{' ' * 3000}." for index in range(400)]  # long, with few tokens
+    return {
+        "same": embedder().embed_documents(texts)
+        == asyncio.run(embedder().aembed_documents(texts)),
+        "dimensions": len(embedder(dimensions=64).embed_query("hello")),
+        "many": len(embedder().embed_documents(many)),
+    }
+
+
 if __name__ == "__main__":
-    call.run(chat, structured, structured_by_call, agent, agent_with_format)
+    call.run(
+        *(chat, structured, structured_by_call, agent, agent_with_format),
+        *(retrieval, embeddings),
+    )

@@ -1,10 +1,14 @@
-"""LlamaIndex with llama-index-llms-openai-like."""
+"""LlamaIndex with llama-index-llms-openai-like and llama-index-embeddings-openai-like."""
 
 from typing import Any
 
 import call
+from facts import DOCUMENTS, QUESTIONS
+from llama_index.core import VectorStoreIndex
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from person import SENTENCE, Person
 
@@ -58,5 +62,16 @@ def structured_by_call() -> dict[str, Any]:
     return answer.model_dump()
 
 
+def retrieval() -> dict[str, str]:
+    """Return the name of the best document for each question, by an index."""
+    embedder = OpenAILikeEmbedding(
+        model_name=call.ENCODER, api_base=f"{call.URL}/v1", api_key=call.KEY, max_retries=0
+    )
+    nodes = [TextNode(text=text, id_=name) for name, text in DOCUMENTS.items()]
+    retriever = VectorStoreIndex(nodes, embed_model=embedder).as_retriever(similarity_top_k=1)
+    found = {name: retriever.retrieve(question) for name, question in QUESTIONS.items()}
+    return {name: best.node_id for name, (best,) in found.items()}
+
+
 if __name__ == "__main__":
-    call.run(chat, completion, structured, structured_by_call)
+    call.run(chat, completion, structured, structured_by_call, retrieval)

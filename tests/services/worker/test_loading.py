@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_format_without_eviction_is_refused_at_start_up(
     settings = settings_of(model, kv_format="int4", kv_eviction=0.5)
     with pytest.raises(SettingsError, match="KV format int4 does not support kv_eviction"):
         load_worker(settings, decodes=True)
+
+
+def test_embedder_without_lm_head_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **options: Any) -> Checkpoint:
+        return replace(load_checkpoint(*arguments, **options), has_lm_head=False)
+
+    monkeypatch.setattr(model_loading, "load_checkpoint", load)
+    with pytest.raises(
+        SettingsError, match="has no LM head: serve it with `headrace up --encoder`"
+    ):
+        load_worker(settings_of(model), decodes=True)
 
 
 def test_kernel_plan_file_needs_a_gpu(

@@ -54,9 +54,9 @@ def rerank_body(
     return_documents: bool,
 ) -> dict[str, Any]:
     """Return the answer with documents in the order of their scores."""
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = [
-        {"index": index, "relevance_score": scores[index]} for index in order
+        {"index": index, "relevance_score": scores[index]} for index in order[: top_n or None]
     ]
     if return_documents:
         for result in results:

@@ -74,8 +74,8 @@ class RerankBody(EncoderBody):
     query: str
     documents: Annotated[list[str | Document], Field(fail_fast=True)]
     top_n: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        Field(description="number of results; default: all documents"),
+        Annotated[int, Field(ge=0)] | None,
+        Field(description="number of results; default and 0: all documents"),
     ] = None
     return_documents: Annotated[bool, Field(description="return the text of each document")] = False
 

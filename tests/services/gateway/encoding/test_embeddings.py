@@ -78,6 +78,23 @@ async def test_long_text_is_refused_or_cut(site: EncoderSite) -> None:
         assert cut == expected(site, text, limit=limit)
 
 
+async def test_long_text_is_cut_by_default_if_the_gateway_says_so(open_site: OpenSite) -> None:
+    site = await open_site(truncate_inputs=True)
+    text = "a " * MAX_TOKENS
+    assert await site.embed(text) == expected(site, text, limit=MAX_TOKENS)
+    assert await site.embed(text, truncate_prompt_tokens=10) == expected(site, text, limit=10)
+
+
+async def test_list_of_texts_may_be_larger_than_a_prompt(open_site: OpenSite) -> None:
+    site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=4096)
+    texts = ["a" * 20] * 100
+    assert await site.embed(*texts) == expected(site, *texts)
+    for given in (texts * 2, ["a", "b" * 1025]):
+        answer = await site.post("/v1/embeddings", {"input": given})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert "input[1] has more than 1024 characters" in answer.json()["error"]["message"]
+
+
 async def test_prompt_precedes_texts(site: EncoderSite) -> None:
     assert await site.embed("abc", prompt_name="query") == expected(site, "q abc")
     answer = await site.post("/v1/embeddings", {"input": "abc", "prompt_name": "other"})

@@ -66,6 +66,17 @@ async def test_cross_encoder_ranks_by_its_scores(cross: EncoderSite) -> None:
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_n": 0}, {"top_n": 9}, {"top_n": None}, {"rank_fields": ["text"], "raw_scores": False}],
+)
+async def test_fields_of_clients_that_select_all_documents(
+    site: EncoderSite, fields: dict[str, Any]
+) -> None:
+    answer = await site.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **fields})
+    assert len(answer.json()["results"]) == 3
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
 async def test_other_paths_of_rerank(site: EncoderSite, path: str) -> None:
     answer = await site.post(path, {"query": QUERY, "documents": DOCUMENTS})
@@ -110,7 +121,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/rerank", {"query": "a", "documents": [1]}, "documents[0]"),
     ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]"),
     ("/v1/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ("/v1/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields"),
     ("/v1/score", {"text_1": "a"}, "text_2"),
     ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
