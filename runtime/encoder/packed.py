@@ -116,7 +116,8 @@ class BatchedPairs:
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """Return the output `[n, out]` of each factor pair."""
-        inner = functional.linear(x, self._v).view(len(x), len(self._u), -1)
+        pairs, _, rank = self._u.shape
+        inner = functional.linear(x, self._v).view(len(x), pairs, rank)
         return torch.bmm(inner.transpose(0, 1), self._u.transpose(1, 2)).unbind()
 
 

@@ -133,7 +133,7 @@ def attend_queries(
     gl.store(out + at, acc.to(element), mask=(row < tokens)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["inputs"], do_not_specialize_on_alignment=["starts"])
 def ragged_attention_kernel(
     q, k, v, q_bias, v_bias, starts, inputs, out, out_stride, scale,
     KEYS: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,

@@ -52,7 +52,7 @@ def attend_keys(
     return new_m, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inputs"], do_not_specialize_on_alignment=["starts"])
 def ragged_attention_kernel(
     q, k, v, q_stride, stride, q_bias, v_bias, starts, inputs, out, out_stride, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -125,7 +125,7 @@ def layer_norm(values, valid, weight, bias, i, width, eps):
     return centered * scale[:, None] * weights[None, :] + biases[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def add_norm_kernel(
     x, added, weight, bias, n, width, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def rows_of(table, index, i, valid, width):
     return tl.load(table + at, mask=valid, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def embed_kernel(
     tokens, positions, types, token_rows, position_rows, type_rows, weight, bias, out, n, width,
     eps, WIDTH: tl.constexpr, ROWS: tl.constexpr,

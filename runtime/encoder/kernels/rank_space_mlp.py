@@ -187,7 +187,7 @@ def transform(
         gl.store(y + at, acc[p].to(element), mask=valid)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tokens"])
 def rank_space_mlp_kernel(
     x, up, down, biases, y, inner, tokens, width,
     UP: gl.constexpr, DOWN: gl.constexpr, PANELS: gl.constexpr, SLOTS: gl.constexpr,

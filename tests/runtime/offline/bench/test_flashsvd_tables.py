@@ -90,3 +90,12 @@ def test_option_paper_measures_the_cases_of_its_tables(
     measured = [(each["keep"], each["batch"], each["backend"]) for each in figures]
     assert measured == [(*case[:2], name) for case in cases for name in ("naive", "ours 14")]
     assert len(rows) == 2 * (1 + 2)
+
+
+def test_dense_models_need_a_backend_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--keep", "dense", "--backends", "flashsvd15"])
+    with pytest.raises(SystemExit):
+        encoder.main()
+    assert "FlashSVD needs factor pairs" in capsys.readouterr().err
