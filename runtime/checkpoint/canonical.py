@@ -2,9 +2,10 @@
 
 The tensors are in ``model.safetensors``, or in several shards with an index. The JSON has the
 config in Hugging Face's format, the rank of each factorized linear (others are dense), the fraction
-of parameters kept (``keep``), the model hash, the provenance of the factorization, and which
-linears share a V. A shared V is stored once, under the first linear's name. Tensors have Hugging
-Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
+of parameters kept (``keep``), whether the model has an LM head (``has_lm_head``; true if absent),
+the model hash, the provenance of the factorization, and which linears share a V. A shared V is
+stored once, under the first linear's name. Tensors have Hugging Face's names; a factor pair is
+``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
 import json
@@ -123,7 +124,12 @@ def load_canonical(directory: Path, known: HashedFiles | None, vocabulary: RowsO
     if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")
     keep = number(metadata, "keep", 1.0)
-    return replace(checkpoint, keep=keep, factorization=_factorization(metadata))
+    return replace(
+        checkpoint,
+        keep=keep,
+        factorization=_factorization(metadata),
+        has_lm_head=_has_lm_head(metadata),
+    )
 
 
 def _hash_of(config: ModelConfig, source: TensorSource) -> str:
@@ -152,11 +158,19 @@ def _metadata(
         "format": FORMAT,
         "model_hash": model_hash,
         "keep": checkpoint.keep,
+        "has_lm_head": checkpoint.has_lm_head,
         "factorization": None if factorization is None else asdict(factorization),
         "config": to_huggingface(checkpoint.config),
         "ranks": ranks,
         "shared_bases": groups,
     }
+
+
+def _has_lm_head(metadata: Mapping[str, Any]) -> bool:
+    value = metadata.get("has_lm_head", True)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{METADATA} has a malformed has_lm_head")
+    return value
 
 
 def _groups(metadata: Mapping[str, Any]) -> Groups:

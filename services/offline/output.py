@@ -16,6 +16,7 @@ from runtime.checkpoint import Checkpoint, write_checkpoint
 from runtime.checkpoint.canonical import METADATA
 from services.common.errors import SettingsError
 from services.common.file_errors import naming
+from services.tokenizer.huggingface import is_tokenizer_file
 from services.tokenizer.tokenizer import Tokenizer
 
 _COPIED = (".json", ".txt", ".model")
@@ -70,8 +71,9 @@ def write_encoder(
 ) -> None:
     """Write an encoder to the folder ``out``, with the files beside the weights in ``sources``.
 
-    These are those of the tokenizer and of sentence-transformers; of files with the same name, the
-    last one is written. Other arguments and errors are those of `write_model`.
+    Files of the tokenizer are read from the first folder only. Of other files with the same name,
+    such as those of sentence-transformers, that of the last folder is written. Other arguments and
+    errors are those of `write_model`.
     """
     _write(checkpoint, out, dtype, partial(_copy_beside, sources))
 
@@ -84,6 +86,8 @@ def has_modules(folder: Path) -> bool:
 def _copy_beside(sources: Sequence[Path], folder: Path) -> None:
     """Copy the files of models that are not weights, and the folders of their modules."""
     for path in chain.from_iterable(source.iterdir() for source in sources):
+        if is_tokenizer_file(path) and path.parent != sources[0]:
+            continue
         if path.is_file() and path.suffix in _COPIED:
             if path.name != METADATA and not path.name.endswith(_INDEX):
                 shutil.copyfile(path, folder / path.name)

@@ -13,6 +13,14 @@ from services.tokenizer.pieces import TokenizerError, flat_decoders, pieces_for
 from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_FILES = frozenset(
+    [
+        TOKENIZER_FILE,
+        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt"),
+    ]
+)
+_SENTENCEPIECE = ".model"
 _CANONICAL_CONFIG = "headrace.json"
 """File that replaces config.json in a canonical checkpoint."""
 
@@ -20,6 +28,11 @@ _CANONICAL_CONFIG = "headrace.json"
 def has_tokenizer(path: Path) -> bool:
     """Return whether a directory has a tokenizer that `load_directory` reads."""
     return (path / TOKENIZER_FILE).is_file()
+
+
+def is_tokenizer_file(path: Path) -> bool:
+    """Return whether a file of a directory belongs to its tokenizer, judged by its name."""
+    return path.name in _FILES or path.suffix == _SENTENCEPIECE
 
 
 def load_directory(path: Path) -> Tokenizer:

@@ -5,8 +5,7 @@
 
 {{/* Name or path of the encoder: packaged, or on the volume. */}}
 {{- define "headrace.encoderPath" -}}
-{{- $path := default "all-minilm-l6-v2" .Values.encoder.path -}}
-{{- if eq $path "all-minilm-l6-v2" -}}{{- $path -}}{{- else -}}{{- printf "/models/%s" $path | trimSuffix "/" -}}{{- end -}}
+{{- with .Values.encoder.path -}}{{- printf "/models/%s" . | trimSuffix "/" -}}{{- else -}}all-minilm-l6-v2{{- end -}}
 {{- end -}}
 
 {{/* Settings of gateways and encoder workers for the encoder: (list root path name), where path and name are

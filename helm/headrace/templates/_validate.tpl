@@ -10,9 +10,8 @@
 {{- $role := include "headrace.role" (dict "root" $ "name" "encoder") | fromJson -}}
 {{- $context := dict "root" $ "name" "encoder" "role" $role -}}
 {{- $faults = concat $faults (include "headrace.roleFaults" $context | fromJsonArray) (include "headrace.deviceFaults" $context | fromJsonArray) -}}
-{{- $packaged := eq "all-minilm-l6-v2" (include "headrace.encoderPath" .) -}}
-{{- if not (or $packaged .Values.model.claim.enabled .Values.model.volume) -}}
-{{- $faults = append $faults "encoder.path: no volume contains the encoder; set model.volume or model.claim" -}}
+{{- if not (or (empty .Values.encoder.path) .Values.model.claim.enabled .Values.model.volume) -}}
+{{- $faults = append $faults "encoder.path: no volume contains the encoder; set model.volume or model.claim, or leave encoder.path empty for the packaged encoder" -}}
 {{- end -}}
 {{- end -}}
 {{- range $set, $values := $sets -}}

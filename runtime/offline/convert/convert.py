@@ -13,7 +13,7 @@ from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.family import architectures
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.checkpoint.hashing import hash_tensors
-from runtime.checkpoint.huggingface import CONFIG, read_configs
+from runtime.checkpoint.huggingface import CONFIG, lacks_head, read_configs, with_head
 from runtime.checkpoint.huggingface_config import family_of_config, parse_config
 from runtime.checkpoint.load import load_checkpoint
 from runtime.checkpoint.safetensors_file import (
@@ -77,15 +77,19 @@ def convert(path: Path) -> tuple[Checkpoint, Source]:
 
 
 def _convert(path: Path) -> tuple[Checkpoint, Source]:
-    hf_config, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
-    hf_config = _with_known_architecture(hf_config)
+    stored, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
+    stored = _with_known_architecture(stored)
+    hf_config = with_head(stored)
     family = family_of_config(hf_config)
     full = full_names(family.tensor_names, tensors)
-    named = to_canonical({name: tensors[stored] for name, stored in full.items()})
+    named = to_canonical({name: tensors[key] for name, key in full.items()})
     stored_dtype = _stored_dtype(named.tensors)
     config = parse_config(hf_config, generation)
     if named.head_was_factorized:
         config = replace(config, tied_embeddings=False)
+    has_head = not lacks_head(path, stored, family.tensor_names, named.tensors)
+    if not has_head:
+        config = replace(config, tied_embeddings=True)
     names = {name: name for name in named.tensors}
     source = in_parts(_TensorsInMemory(named.tensors), names, family.stored_parts(config))
     if named.format is SourceFormat.DENSE:
@@ -94,7 +98,7 @@ def _convert(path: Path) -> tuple[Checkpoint, Source]:
         optional = optional_tensors_of(config, source)
     made = assemble(config, source, optional, HashedFiles("", ()))
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
-    made = replace(made, keep=round(parameters_kept(made), 4))
+    made = replace(made, keep=round(parameters_kept(made), 4), has_lm_head=has_head)
     return made, Source(named.format, stored_dtype)
 
 

@@ -68,10 +68,22 @@ def test_default_encoder_is_the_packaged_one_beside_any_model(
     assert gateway.encoder_model == worker.model == DEFAULT_ENCODER
 
 
-def test_folder_without_a_volume_is_refused() -> None:
+def test_folder_with_the_name_of_the_packaged_encoder_is_on_the_volume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifests = scenario("encoder", "--set", f"encoder.path={DEFAULT_ENCODER}")
+    worker = effective(
+        "encoder", variables(main_container(pod_of(manifests, "encoder"))), monkeypatch
+    )
+    assert isinstance(worker, EncoderSettings)
+    assert worker.model == f"/models/{DEFAULT_ENCODER}"
+
+
+@pytest.mark.parametrize("path", ["minilm", DEFAULT_ENCODER])
+def test_folder_without_a_volume_is_refused(path: str) -> None:
     token = "auth.clusterToken.existingSecret=t"
     with pytest.raises(ToolError, match=r"encoder\.path"):
-        helm("4.1").render("--set", f"{token},encoder.enabled=true,encoder.path=minilm")
+        helm("4.1").render("--set", f"{token},encoder.enabled=true,encoder.path={path}")
 
 
 def test_encoder_workers_are_autoscaled_by_their_queue() -> None:

@@ -183,6 +183,7 @@ def test_altered_checkpoints_are_refused(change: str, tmp_path: Path) -> None:
     ("change", "complaint"),
     [
         ({"keep": []}, r"keep = \[\]"),
+        ({"has_lm_head": 0}, "malformed has_lm_head"),
         ({"shared_bases": [["none", "model.layers.0.self_attn.k_proj"]]}, "without a tensor none"),
     ],
 )
@@ -194,6 +195,16 @@ def test_malformed_metadata_is_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=complaint):
         load_checkpoint(tmp_path / "model")
+
+
+def test_model_has_an_lm_head_unless_the_metadata_deny_it(tmp_path: Path) -> None:
+    write_checkpoint(replace(random_checkpoint(), has_lm_head=False), tmp_path / "model")
+    assert not load_checkpoint(tmp_path / "model").has_lm_head
+    path = tmp_path / "model" / "headrace.json"
+    metadata = json.loads(path.read_text())
+    del metadata["has_lm_head"]
+    path.write_text(json.dumps(metadata))
+    assert load_checkpoint(tmp_path / "model").has_lm_head
 
 
 @pytest.mark.parametrize("version", [1, 3])

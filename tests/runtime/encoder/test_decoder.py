@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from runtime.checkpoint import write_checkpoint
+from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.load import load_checkpoint
 from runtime.encoder import Encoder, EncoderTask, load_encoder
 from runtime.errors import CheckpointError, InvalidRequest
+from runtime.offline.convert import convert
 from tests.runtime.encoder.folders import (
     VOCABULARY,
     peer_inputs,
@@ -78,14 +82,15 @@ def test_embeddings_equal_those_of_transformers(folder: Path, encoder: Encoder) 
     assert (1 - torch.cosine_similarity(found, expected)).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"architectures": ["Qwen3Model"]},
-        {"architectures": ["Qwen3Model"], "tie_word_embeddings": False},
-        {"tie_word_embeddings": False},  # as in Qwen3-Embedding-8B
-    ],
-)
+WITHOUT_HEAD = [
+    {"architectures": ["Qwen3Model"]},
+    {"architectures": ["Qwen3Model"], "tie_word_embeddings": False},
+    {"tie_word_embeddings": False},  # as in Qwen3-Embedding-8B
+]
+"""Configs of models whose files are known to lack an LM head."""
+
+
+@pytest.mark.parametrize("changes", WITHOUT_HEAD)
 def test_config_may_name_a_model_with_or_without_head(
     folder: Path, encoder: Encoder, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -94,6 +99,46 @@ def test_config_may_name_a_model_with_or_without_head(
         load_encoder(changed).encode(random_inputs()), encoder.encode(random_inputs())
     )
     assert not load_checkpoint(changed).has_lm_head
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("changes", WITHOUT_HEAD)
+def test_converted_embedder_has_no_lm_head(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], pickled: bool
+) -> None:
+    changed = copied(folder, tmp_path / "changed", **changes)
+    expected = load_checkpoint(changed)
+    if pickled:
+        weights = changed / "model.safetensors"
+        torch.save(load_file(weights), changed / "pytorch_model.bin")
+        weights.unlink()
+    converted, _ = convert(changed)
+    assert not converted.has_lm_head
+    write_checkpoint(converted, tmp_path / "out")
+    found = load_checkpoint(tmp_path / "out")
+    assert not found.has_lm_head
+    assert found.config == expected.config
+    for (name, ours), (other, theirs) in zip(
+        named_tensors(found), named_tensors(expected), strict=True
+    ):
+        assert name == other
+        assert torch.equal(ours, theirs)
+
+
+def test_converted_model_with_lm_head_has_it(folder: Path, tmp_path: Path) -> None:
+    (copied(folder, tmp_path / "changed") / "modules.json").unlink()
+    converted, _ = convert(tmp_path / "changed")
+    write_checkpoint(converted, tmp_path / "out")
+    assert load_checkpoint(tmp_path / "out").has_lm_head
+
+
+def test_conversion_of_a_folder_that_lacks_the_head_is_an_error(
+    folder: Path, tmp_path: Path
+) -> None:
+    changed = copied(folder, tmp_path / "changed", tie_word_embeddings=False)
+    (changed / "modules.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        convert(changed)
 
 
 def test_head_that_another_folder_lacks_is_an_error(folder: Path, tmp_path: Path) -> None:

