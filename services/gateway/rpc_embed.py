@@ -26,7 +26,7 @@ async def embed(
     Raises:
         ServiceError: if the request is invalid or cannot be completed.
     """
-    size, limit = message.ByteSize(), gateway.settings.max_encoder_body_bytes
+    size, limit = message.ByteSize(), gateway.settings.encoder_body_bytes
     if size > limit:
         raise TooLarge(f"the request is larger than {limit} bytes")
     encoder = gateway.require_encoder(message.model)

@@ -351,7 +351,14 @@ class GatewaySettings(ServiceSettings):
         return self
 
     @property
+    def encoder_body_bytes(self) -> int:
+        """Maximum size of a request body on the encoder's routes, bytes.
+
+        Without an encoder, it is that of other routes.
+        """
+        return self.max_body_bytes if self.encoder_model is None else self.max_encoder_body_bytes
+
+    @property
     def largest_body_bytes(self) -> int:
         """Maximum size of a request body on any route, bytes."""
-        has_encoder = self.encoder_model is not None
-        return max(self.max_body_bytes, self.max_encoder_body_bytes if has_encoder else 0)
+        return max(self.max_body_bytes, self.encoder_body_bytes)

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from runtime.encoder.model import EncoderInput
 from services.common.errors import ModelNotFound
 from services.gateway.gateway import Gateway
+from services.gateway.http.encoder_api.bodies import EmbeddingsBody
 from services.gateway.http.other_fields import IN_EMBEDDINGS, IN_RERANK, IN_SCORE
+from services.gateway.http.reading import body_limit
+from services.gateway.http.schemas import CompletionBody
 from services.gateway.keys import ApiKeys
 from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
@@ -183,6 +187,24 @@ async def test_gateway_without_an_encoder_says_so() -> None:
     with pytest.raises(ModelNotFound, match="no encoder is served"):
         gateway.require_encoder(None)
     await gateway.close()
+
+
+@pytest.mark.parametrize("encoder", [None, "all-minilm-l6-v2"])
+def test_limit_of_encoder_bodies_applies_only_with_an_encoder(encoder: str | None) -> None:
+    limits = {"max_body_bytes": 1 << 20, "max_encoder_body_bytes": 1 << 22}
+    given = {"model": "smollm2-135m", "encoder_model": encoder, **limits}
+    settings = GatewaySettings.model_validate(given)
+    expected = 1 << 20 if encoder is None else 1 << 22
+    assert body_limit(EmbeddingsBody, settings) == expected
+    assert settings.largest_body_bytes == expected
+    assert body_limit(CompletionBody, settings) == 1 << 20
+
+
+def test_memory_for_bodies_counts_bodies_of_an_encoder_only_with_an_encoder() -> None:
+    given = {"model": "smollm2-135m", "max_buffered_bytes": 1 << 23}
+    assert GatewaySettings.model_validate(given).largest_body_bytes == 1 << 20
+    with pytest.raises(ValidationError, match="four times max_encoder_body_bytes"):
+        GatewaySettings.model_validate({**given, "encoder_model": "all-minilm-l6-v2"})
 
 
 async def test_long_list_is_cut_and_spread_over_workers(open_site: OpenSite) -> None:
