@@ -164,7 +164,7 @@ class GatewaySettings(ServiceSettings):
         ge=1024,
         le=1 << 30,
         description="maximum size of a request body with texts for the encoder, bytes; each text "
-        "may have at most max_body_bytes characters",
+        "or pair may have at most max_body_bytes",
     )
     max_buffered_bytes: int = Field(
         1 << 27,
@@ -190,7 +190,7 @@ class GatewaySettings(ServiceSettings):
     truncate_inputs: bool = Field(
         False,
         description="cut off the end of texts that are too long for the encoder, if a request does "
-        "not set truncate_prompt_tokens; by default, they are refused",
+        "not set truncate_prompt_tokens; by default, they are refused, as token ids always are",
     )
     encode_part_tokens: int = Field(
         4096,

@@ -20,14 +20,17 @@ class InputBuilder:
 
     Attributes:
         facts: the encoder as its workers registered it.
-        max_chars: maximum characters of a text.
-        limit: maximum tokens of an input, whose end is cut off; None: longer ones are refused.
+        max_bytes: maximum bytes of a text or pair in UTF-8.
+        limit: maximum tokens of a text or pair, whose end is cut off; None: longer ones are
+            refused.
+        ids_limit: as ``limit``, for inputs of token ids.
     """
 
     encoder: ServedEncoder
     facts: EncoderModel
-    max_chars: int
+    max_bytes: int
     limit: int | None = None
+    ids_limit: int | None = None
 
     @classmethod
     def of(
@@ -37,7 +40,8 @@ class InputBuilder:
 
         Args:
             truncate_prompt_tokens: maximum tokens of an input that the client set; -1: as many as
-                the encoder supports; None: as the settings say.
+                the encoder supports; None: as the settings say, which apply only to texts. Cut
+                token ids would lose the special token at their end.
 
         Raises:
             InvalidRequest: the limit is out of bounds.
@@ -48,9 +52,12 @@ class InputBuilder:
         if limit is not None and not (limit == -1 or 1 <= limit <= facts.max_tokens):
             name = "truncate_prompt_tokens"
             raise InvalidRequest(f"{name} must be -1, or from 1 to {facts.max_tokens}", param=name)
-        if limit == -1 or (limit is None and settings.truncate_inputs):
+        if limit == -1:
             limit = facts.max_tokens
-        return cls(encoder, facts, settings.max_body_bytes, limit)
+        ids_limit = limit
+        if limit is None and settings.truncate_inputs:
+            limit = facts.max_tokens
+        return cls(encoder, facts, settings.max_body_bytes, limit, ids_limit)
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name that precedes texts; None: the default of the encoder.
@@ -114,15 +121,15 @@ class InputBuilder:
                         "those of the encoder's own tokenizer, not of tiktoken",
                         param=_place(param, index, inputs),
                     )
-        found = [EncoderTokens(tuple(tokens[: self.limit])) for tokens in inputs]
+        found = [EncoderTokens(tuple(tokens[: self.ids_limit])) for tokens in inputs]
         return self._checked(found, param)
 
     def _check_size(self, inputs: Sequence[Sequence[str]], param: str) -> None:
         """Refuse texts whose tokenization would need too much memory."""
         for index, texts in enumerate(inputs):
-            if sum(map(len, texts)) > self.max_chars:
+            if sum(len(text.encode()) for text in texts) > self.max_bytes:
                 where = _place(param, index, inputs)
-                raise TooLarge(f"{where} has more than {self.max_chars} characters")
+                raise TooLarge(f"{where} has more than {self.max_bytes} bytes")
 
     def _checked(self, inputs: list[EncoderTokens], param: str) -> list[EncoderTokens]:
         longest = self.facts.max_tokens

@@ -89,6 +89,17 @@ async def test_long_text_is_cut_by_default_if_the_gateway_says_so(open_site: Ope
     assert await site.embed(text, truncate_prompt_tokens=10) == expected(site, text, limit=10)
 
 
+async def test_setting_does_not_cut_token_ids(open_site: OpenSite) -> None:
+    site = await open_site(truncate_inputs=True)
+    ids = list(site.encoder.tokenizer.encode("a " * MAX_TOKENS).tokens)
+    answer = await site.post("/v1/embeddings", {"input": ids})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    cut = await site.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 10})
+    assert cut.status_code == 200
+    assert cut.json()["usage"]["prompt_tokens"] == 10
+
+
 async def test_list_of_texts_may_be_larger_than_a_prompt(open_site: OpenSite) -> None:
     site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=4096)
     texts = ["a" * 20] * 100
@@ -96,7 +107,15 @@ async def test_list_of_texts_may_be_larger_than_a_prompt(open_site: OpenSite) ->
     for given in (texts * 2, ["a", "b" * 1025]):
         answer = await site.post("/v1/embeddings", {"input": given})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
-    assert "input[1] has more than 1024 characters" in answer.json()["error"]["message"]
+    assert "input[1] has more than 1024 bytes" in answer.json()["error"]["message"]
+
+
+async def test_limit_of_a_text_counts_bytes(open_site: OpenSite) -> None:
+    site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=8192)
+    assert len(await site.embed("é " * 340, truncate_prompt_tokens=-1)) == 1  # 1,020 bytes
+    for text in ("é " * 342, "語" * 342):  # 1,026 bytes, fewer characters than 1,024
+        answer = await site.post("/v1/embeddings", {"input": text})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
 async def test_prompt_precedes_texts(site: EncoderSite) -> None:
