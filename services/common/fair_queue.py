@@ -157,6 +157,14 @@ class FairQueue(Generic[_Item]):
             del self._lines[item.tenant]
         return True
 
+    def charge(self, tenant: Hashable, cost: int) -> None:
+        """Delay the queued items of a tenant as if an item of this cost had been served.
+
+        Deficit round robin keeps no account of a tenant without queued items: it is not charged.
+        """
+        if line := self._lines.get(tenant):
+            line.start += cost / line.weight
+
     def earliest_ahead(self, item: _Item) -> Iterator[_Item]:
         """Yield the first item of each urgency among the preceding items of the same tenant."""
         for rank in self._lines[item.tenant].until(item):

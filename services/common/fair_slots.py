@@ -76,6 +76,10 @@ class FairSlots:
             if waiter.granted:
                 self._release(tenant)
 
+    def charge(self, tenant: str, cost: int) -> None:
+        """Add the cost of work in a held slot that was not known when it was granted."""
+        self._queue.charge(tenant, cost)
+
     def _grant(self) -> None:
         """Grant the free slots in the order of the queue."""
         if not self._free:

@@ -64,17 +64,24 @@ class PromptTokenizer:
         self._python = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._encoding = ThreadPoolExecutor(_SLOTS, thread_name_prefix="tokenizer")
 
-    def is_available(self, owner: Tenant, size: int) -> bool:
+    def is_available(self, owner: Tenant, size: int, *, held: int = 0) -> bool:
         """Return whether `slot` would not wait."""
-        return size <= _SMALL or self._slots.is_free(owner.name)
+        return size <= _SMALL or held > _SMALL or self._slots.is_free(owner.name)
 
-    def slot(self, owner: Tenant, size: int) -> AbstractAsyncContextManager[None]:
+    def slot(self, owner: Tenant, size: int, *, held: int = 0) -> AbstractAsyncContextManager[None]:
         """Hold a slot for a request in the ``with`` block, if it is large. Cancellation is safe.
+
+        Args:
+            held: size for which the request called `slot` before, in whose block it still is. If it
+                has a slot, it keeps that one, and only the difference is charged to its owner.
 
         Raises:
             Overloaded: if too many large requests wait.
         """
         if size <= _SMALL:
+            return nullcontext()
+        if held > _SMALL:  # a second slot could deadlock with other requests that hold one
+            self._slots.charge(owner.name, size - held)
             return nullcontext()
         return self._slots.hold(owner.name, weight=owner.weight, cost=size)
 

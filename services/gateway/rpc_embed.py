@@ -7,12 +7,11 @@ from services.common.encoder_placement import EncoderTask
 from services.common.errors import InvalidRequest, TooLarge
 from services.common.grpc_server import MAX_ITEM_BYTES
 from services.common.messages import MAX_PRIORITY
-from services.gateway.encoding.inputs import InputBuilder
+from services.gateway.encoding.inputs import InputBuilder, Tokenization, tokenize_inputs
 from services.gateway.encoding.request import FLOAT_BYTES, EncodingRequest
 from services.gateway.encoding.scores import check_dimensions, rows_of, shortened
 from services.gateway.gateway import Gateway
 from services.gateway.requests import RequestContext
-from services.tokenizer.encoder import EncoderTokens
 
 _INPUT_BYTES = 64
 """Memory that an input needs besides its content, bytes."""
@@ -26,7 +25,7 @@ async def embed(
     Raises:
         ServiceError: if the request is invalid or cannot be completed.
     """
-    size, limit = message.ByteSize(), gateway.settings.max_encoder_body_bytes
+    size, limit = message.ByteSize(), gateway.settings.encoder_body_bytes
     if size > limit:
         raise TooLarge(f"the request is larger than {limit} bytes")
     encoder = gateway.require_encoder(message.model)
@@ -45,7 +44,13 @@ async def embed(
     with gateway.buffers.open(accepted.owner.name) as grow, accepted.span.child("tokenize"):
         grow(size + _INPUT_BYTES * count)
         async with gateway.prompts.slot(accepted.owner, size):
-            inputs = await gateway.prompts.tokenize(size, partial(_inputs, message, builder))
+            inputs = await tokenize_inputs(
+                gateway.prompts,
+                accepted.owner,
+                size,
+                partial(_inputs, message, builder),
+                limit=limit,
+            )
     asked = EncodingRequest(
         accepted, encoder.name, inputs, builder.facts.dimension, priority=message.priority
     )
@@ -77,7 +82,7 @@ def _count(message: inference_pb2.EmbedRequest, limit: int) -> int:
     return count
 
 
-def _inputs(message: inference_pb2.EmbedRequest, builder: InputBuilder) -> list[EncoderTokens]:
+def _inputs(message: inference_pb2.EmbedRequest, builder: InputBuilder) -> Tokenization:
     if message.tokens:
         return builder.ids([each.ids for each in message.tokens], "tokens")
     name = message.prompt_name if message.HasField("prompt_name") else None

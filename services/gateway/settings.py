@@ -164,7 +164,7 @@ class GatewaySettings(ServiceSettings):
         ge=1024,
         le=1 << 30,
         description="maximum size of a request body with texts for the encoder, bytes; each text "
-        "may have at most max_body_bytes characters",
+        "or pair may have at most max_body_bytes",
     )
     max_buffered_bytes: int = Field(
         1 << 27,
@@ -190,7 +190,7 @@ class GatewaySettings(ServiceSettings):
     truncate_inputs: bool = Field(
         False,
         description="cut off the end of texts that are too long for the encoder, if a request does "
-        "not set truncate_prompt_tokens; by default, they are refused",
+        "not set truncate_prompt_tokens; by default, they are refused, as token ids always are",
     )
     encode_part_tokens: int = Field(
         4096,
@@ -351,7 +351,14 @@ class GatewaySettings(ServiceSettings):
         return self
 
     @property
+    def encoder_body_bytes(self) -> int:
+        """Maximum size of a request body on the encoder's routes, bytes.
+
+        Without an encoder, it is that of other routes.
+        """
+        return self.max_body_bytes if self.encoder_model is None else self.max_encoder_body_bytes
+
+    @property
     def largest_body_bytes(self) -> int:
         """Maximum size of a request body on any route, bytes."""
-        has_encoder = self.encoder_model is not None
-        return max(self.max_body_bytes, self.max_encoder_body_bytes if has_encoder else 0)
+        return max(self.max_body_bytes, self.encoder_body_bytes)

@@ -1,11 +1,15 @@
 """Texts, pairs and token ids of clients to the inputs of an encoder, within its limits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 from services.common.encoder_placement import EncoderModel
 from services.common.errors import InvalidRequest, TooLarge
 from services.gateway.encoding.models import ServedEncoder
+from services.gateway.keys import Tenant
+from services.gateway.prompts import PromptTokenizer
 from services.gateway.request_errors import ContextLengthExceeded
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.encoder import EncoderTokens
@@ -15,19 +19,38 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True)
+class Tokenization:
+    """Work that returns the inputs of a request.
+
+    Attributes:
+        size: bytes of the texts that it tokenizes, with the repetitions of queries and prompts.
+        run: function that does it. It raises `InvalidRequest` if an input is invalid or too long.
+    """
+
+    size: int
+    run: Callable[[], list[EncoderTokens]]
+
+    def __add__(self, other: "Tokenization") -> "Tokenization":
+        return Tokenization(self.size + other.size, lambda: self.run() + other.run())
+
+
+@dataclass(frozen=True)
 class InputBuilder:
     """Builds the inputs of one request.
 
     Attributes:
         facts: the encoder as its workers registered it.
-        max_chars: maximum characters of a text.
-        limit: maximum tokens of an input, whose end is cut off; None: longer ones are refused.
+        max_bytes: maximum bytes of a text or pair in UTF-8.
+        limit: maximum tokens of a text or pair, whose end is cut off; None: longer ones are
+            refused.
+        ids_limit: as ``limit``, for inputs of token ids.
     """
 
     encoder: ServedEncoder
     facts: EncoderModel
-    max_chars: int
+    max_bytes: int
     limit: int | None = None
+    ids_limit: int | None = None
 
     @classmethod
     def of(
@@ -37,7 +60,8 @@ class InputBuilder:
 
         Args:
             truncate_prompt_tokens: maximum tokens of an input that the client set; -1: as many as
-                the encoder supports; None: as the settings say.
+                the encoder supports; None: as the settings say, which apply only to texts. Cut
+                token ids would lose the special token at their end.
 
         Raises:
             InvalidRequest: the limit is out of bounds.
@@ -48,9 +72,12 @@ class InputBuilder:
         if limit is not None and not (limit == -1 or 1 <= limit <= facts.max_tokens):
             name = "truncate_prompt_tokens"
             raise InvalidRequest(f"{name} must be -1, or from 1 to {facts.max_tokens}", param=name)
-        if limit == -1 or (limit is None and settings.truncate_inputs):
+        if limit == -1:
             limit = facts.max_tokens
-        return cls(encoder, facts, settings.max_body_bytes, limit)
+        ids_limit = limit
+        if limit is None and settings.truncate_inputs:
+            limit = facts.max_tokens
+        return cls(encoder, facts, settings.max_body_bytes, limit, ids_limit)
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name that precedes texts; None: the default of the encoder.
@@ -80,31 +107,47 @@ class InputBuilder:
         names = (name for name in _DOCUMENT_PROMPTS if name in prompts.by_name)
         return prompts.text(next(names, None))
 
-    def texts(self, texts: Sequence[str], param: str, prompt: str = "") -> list[EncoderTokens]:
-        """Return the inputs of texts.
+    def texts(self, texts: Sequence[str], param: str, prompt: str = "") -> Tokenization:
+        """Return the work that tokenizes texts.
 
         Args:
             param: field of the texts, for errors.
             prompt: text that precedes each of them.
-        """
-        self._check_size([(text,) for text in texts], param)
-        encode = self.encoder.tokenizer.encode
-        found = [encode(prompt + text, limit=self.limit) for text in texts]
-        return self._checked(found, param)
-
-    def pairs(self, pairs: Sequence[tuple[str, str]], param: str) -> list[EncoderTokens]:
-        """Return the inputs of pairs of texts; ``param`` is as in `texts`."""
-        self._check_size(pairs, param)
-        encode = self.encoder.tokenizer.encode_pair
-        found = [encode(first, second, limit=self.limit) for first, second in pairs]
-        return self._checked(found, param)
-
-    def ids(self, inputs: Sequence[Sequence[int]], param: str) -> list[EncoderTokens]:
-        """Return the inputs of token ids, which are complete; ``param`` is as in `texts`.
 
         Raises:
-            InvalidRequest: an id is outside the vocabulary.
+            TooLarge: a text is larger than ``max_bytes``.
         """
+        sizes = [len(text.encode()) for text in texts]
+        self._check_sizes(sizes, param)
+        encode = self.encoder.tokenizer.encode
+
+        def run() -> list[EncoderTokens]:
+            found = (encode(prompt + text, limit=self.limit) for text in texts)
+            return self._checked(found, param, len(texts))
+
+        return Tokenization(sum(sizes) + len(prompt.encode()) * len(texts), run)
+
+    def pairs(self, pairs: Sequence[tuple[str, str]], param: str) -> Tokenization:
+        """Return the work that tokenizes pairs of texts; otherwise as `texts`.
+
+        A text counts once for each of its pairs, because it is tokenized as often.
+        """
+        of_text = {text: len(text.encode()) for text in set(chain.from_iterable(pairs))}
+        sizes = [of_text[first] + of_text[second] for first, second in pairs]
+        self._check_sizes(sizes, param)
+        encode = self.encoder.tokenizer.encode_pair
+
+        def run() -> list[EncoderTokens]:
+            found = (encode(first, second, limit=self.limit) for first, second in pairs)
+            return self._checked(found, param, len(pairs))
+
+        return Tokenization(sum(sizes), run)
+
+    def ids(self, inputs: Sequence[Sequence[int]], param: str) -> Tokenization:
+        """Return the work that checks token ids, which are complete; ``param`` is as in `texts`."""
+        return Tokenization(0, lambda: self._ids(inputs, param))
+
+    def _ids(self, inputs: Sequence[Sequence[int]], param: str) -> list[EncoderTokens]:
         size = self.facts.vocab_size
         for index, tokens in enumerate(inputs):
             for token in (min(tokens, default=0), max(tokens, default=0)):
@@ -112,35 +155,75 @@ class InputBuilder:
                     raise InvalidRequest(
                         f"token id {token} is outside the vocabulary of {size} tokens; ids must be "
                         "those of the encoder's own tokenizer, not of tiktoken",
-                        param=_place(param, index, inputs),
+                        param=_place(param, index, len(inputs)),
                     )
-        found = [EncoderTokens(tuple(tokens[: self.limit])) for tokens in inputs]
-        return self._checked(found, param)
+        found = (EncoderTokens(tuple(tokens[: self.ids_limit])) for tokens in inputs)
+        return self._checked(found, param, len(inputs))
 
-    def _check_size(self, inputs: Sequence[Sequence[str]], param: str) -> None:
-        """Refuse texts whose tokenization would need too much memory."""
-        for index, texts in enumerate(inputs):
-            if sum(map(len, texts)) > self.max_chars:
-                where = _place(param, index, inputs)
-                raise TooLarge(f"{where} has more than {self.max_chars} characters")
+    def _check_sizes(self, sizes: Sequence[int], param: str) -> None:
+        """Refuse texts and pairs whose tokenization would need too much memory."""
+        for index, size in enumerate(sizes):
+            if size > self.max_bytes:
+                where = _place(param, index, len(sizes))
+                raise TooLarge(f"{where} has more than {self.max_bytes} bytes")
 
-    def _checked(self, inputs: list[EncoderTokens], param: str) -> list[EncoderTokens]:
+    def _checked(
+        self, inputs: Iterable[EncoderTokens], param: str, count: int
+    ) -> list[EncoderTokens]:
+        """Collect ``count`` inputs; stop at the first one that is empty or too long."""
         longest = self.facts.max_tokens
+        found = []
         for index, each in enumerate(inputs):
-            count = len(each.tokens)
-            if not count:
-                where = _place(param, index, inputs)
+            length = len(each.tokens)
+            if not length:
+                where = _place(param, index, count)
                 raise InvalidRequest(f"{where} has no tokens", param=where)
-            if count > longest:
-                where = _place(param, index, inputs)
+            if length > longest:
+                where = _place(param, index, count)
                 raise ContextLengthExceeded(
                     longest,
-                    f"{count} tokens in {where}; set truncate_prompt_tokens to cut it",
+                    f"{length} tokens in {where}; set truncate_prompt_tokens to cut it",
                     param=where,
-                    prompt_tokens=count,
+                    prompt_tokens=length,
                 )
-        return inputs
+            found.append(each)
+        return found
 
 
-def _place(param: str, index: int, inputs: Sequence[object]) -> str:
-    return f"{param}[{index}]" if len(inputs) > 1 else param
+async def tokenize_inputs(
+    prompts: PromptTokenizer,
+    owner: Tenant,
+    body_bytes: int,
+    plan: Callable[[], Tokenization],
+    *,
+    limit: int,
+    waiting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> list[EncoderTokens]:
+    """Return the inputs of a request, which holds the slot of its body.
+
+    Texts to tokenize may be much larger than the body, because a query is tokenized with each
+    document and a prompt precedes each text. Slot and thread are those of the larger size.
+
+    Args:
+        plan: function that returns the work; it is cheap for small bodies.
+        limit: maximum bytes to tokenize.
+        waiting: context in which the request waits if there is no slot for it.
+
+    Raises:
+        TooLarge: there is more to tokenize than the limit.
+        Overloaded: too many large requests wait.
+    """
+    work = await prompts.compute(body_bytes, plan)
+    if work.size > limit:
+        raise TooLarge(
+            f"the request needs {work.size} bytes of text to be tokenized, more than {limit}: send "
+            "fewer texts or pairs; a query counts once for each pair, a prompt for each text"
+        )
+    size = max(body_bytes, work.size)
+    waits = not prompts.is_available(owner, size, held=body_bytes)
+    async with waiting() if waits else nullcontext(), prompts.slot(owner, size, held=body_bytes):
+        return await prompts.tokenize(size, work.run)
+
+
+def _place(param: str, index: int, count: int) -> str:
+    return f"{param}[{index}]" if count > 1 else param

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from services.common.encoder_placement import EncoderTask
 from services.common.errors import InvalidRequest
-from services.gateway.encoding.inputs import InputBuilder
+from services.gateway.encoding.inputs import InputBuilder, Tokenization, tokenize_inputs
 from services.gateway.encoding.request import EncodingRequest
 from services.gateway.encoding.scores import (
     check_dimensions,
@@ -94,7 +94,7 @@ class EncoderRoutes:
                 raise self._gateway.has_no_embeddings()
             check_dimensions(body.dimensions, builder.facts)
             prepare = partial(self._inputs, body, builder)
-            inputs = await self._gateway.prompts.tokenize(size, prepare)
+            inputs = await self._tokenize(request, context, size, prepare)
         asked = self._request(context, body, builder, inputs, "embeddings")
         outputs = await self._encode(request, asked)
         rows = shortened(rows_of(outputs), body.dimensions)
@@ -109,9 +109,8 @@ class EncoderRoutes:
         async with self._reader.read(request, context, RerankBody) as (body, size):
             texts = body.texts
             pairs = [(body.query, text) for text in texts]
-            scoring = await self._scoring(
-                context, body, pairs, ("query", "documents"), size, "rerank"
-            )
+            names = ("query", "documents")
+            scoring = await self._scoring(request, context, body, pairs, names, size, "rerank")
         scores = await self._scores(request, scoring)
         return json_response(
             answers.rerank_body(
@@ -130,7 +129,7 @@ class EncoderRoutes:
         context = self._reader.accept(request)
         async with self._reader.read(request, context, ScoreBody) as (body, size):
             pairs = body.pairs()
-            scoring = await self._scoring(context, body, pairs, body.names, size, "score")
+            scoring = await self._scoring(request, context, body, pairs, body.names, size, "score")
         scores = await self._scores(request, scoring)
         return json_response(
             answers.score_body(
@@ -145,7 +144,7 @@ class EncoderRoutes:
         encoder = self._gateway.require_encoder(body.model)
         return InputBuilder.of(encoder, body.truncate_prompt_tokens, self._gateway.settings)
 
-    def _inputs(self, body: EmbeddingsBody, builder: InputBuilder) -> list[EncoderTokens]:
+    def _inputs(self, body: EmbeddingsBody, builder: InputBuilder) -> Tokenization:
         given = [body.input] if isinstance(body.input, str) else body.input
         if given and isinstance(given[0], int):
             given = [given]
@@ -154,8 +153,25 @@ class EncoderRoutes:
             return builder.texts(given, "input", builder.prompt(body.prompt_name))
         return builder.ids(cast("list[list[int]]", given), "input")
 
+    async def _tokenize(
+        self,
+        request: Request,
+        context: RequestContext,
+        size: int,
+        plan: Callable[[], Tokenization],
+    ) -> list[EncoderTokens]:
+        return await tokenize_inputs(
+            self._gateway.prompts,
+            context.owner,
+            size,
+            plan,
+            limit=self._gateway.settings.encoder_body_bytes,
+            waiting=partial(cancel_on_disconnect, request.receive),
+        )
+
     async def _scoring(
         self,
+        request: Request,
         context: RequestContext,
         body: RerankBody | ScoreBody,
         pairs: Sequence[tuple[str, str]],
@@ -170,24 +186,24 @@ class EncoderRoutes:
         """
         builder = self._builder(body)
         self._check_count(len(pairs), names[1])
-        prompts = self._gateway.prompts
         if builder.facts.task is EncoderTask.CLASSIFY:
             if builder.facts.dimension != 1:
                 raise WrongModel(
                     f"the encoder has {builder.facts.dimension} labels: only encoders with one "
                     "label score pairs"
                 )
-            inputs = await prompts.tokenize(size, partial(builder.pairs, pairs, names[1]))
+            plan = partial(builder.pairs, pairs, names[1])
+            inputs = await self._tokenize(request, context, size, plan)
             return _Scoring(self._request(context, body, builder, inputs, operation), builder)
         queries, documents = zip(*pairs, strict=True)
         if len(set(queries)) == 1:
             queries = queries[:1]
 
-        def encode() -> list[EncoderTokens]:
+        def both() -> Tokenization:
             first = builder.texts(queries, names[0], builder.query_prompt)
             return first + builder.texts(documents, names[1], builder.document_prompt)
 
-        inputs = await prompts.tokenize(size, encode)
+        inputs = await self._tokenize(request, context, size, both)
         indices = [(index % len(queries), len(queries) + index) for index in range(len(documents))]
         return _Scoring(self._request(context, body, builder, inputs, operation), builder, indices)
 

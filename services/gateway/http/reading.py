@@ -47,7 +47,7 @@ _OF_TOKENIZER = (TokenizeBody, DetokenizeBody)
 def body_limit(body: type[BaseModel], settings: GatewaySettings) -> int:
     """Return the maximum size of a body, bytes."""
     for_encoder = issubclass(body, Body) and body.for_encoder
-    return settings.max_encoder_body_bytes if for_encoder else settings.max_body_bytes
+    return settings.encoder_body_bytes if for_encoder else settings.max_body_bytes
 
 
 class RequestReader:

@@ -120,3 +120,19 @@ async def test_slot_is_wanted_from_the_tenant_with_the_most_if_another_could_use
     await work.finish_all()
     await asyncio.gather(*tasks)
     assert all(map(slots.is_free, "abc"))
+
+
+async def test_charged_tenant_waits_longer() -> None:
+    slots = FairSlots(1, per_tenant=1, max_waiting=8)
+    order: list[str] = []
+
+    async def work(tenant: str) -> None:
+        async with slots.hold(tenant, cost=10):
+            order.append(tenant)
+
+    async with slots.hold("a", cost=10):
+        waiting = [asyncio.create_task(work(tenant)) for tenant in ("a", "b", "b")]
+        await asyncio.sleep(0)
+        slots.charge("a", 15)
+    await asyncio.gather(*waiting)
+    assert order == ["b", "b", "a"]

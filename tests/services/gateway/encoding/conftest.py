@@ -168,7 +168,12 @@ async def _site(
             own = replace(loaded, worker_id=f"encoder-{number}", epoch=f"e{number}")
             workers.append(await stack.enter_async_context(running_worker(own, port, {})))
         settings = GatewaySettings.model_validate(
-            {"deadline_s": 20.0, "routers": [f"http://127.0.0.1:{port}"], **changes}
+            {
+                "deadline_s": 20.0,
+                "routers": [f"http://127.0.0.1:{port}"],
+                "encoder_model": str(path),
+                **changes,
+            }
         )
         served = model or ServedModel.of_encoder(encoder)
         gateway = Gateway(settings, served, keys or ApiKeys(), encoder=encoder)

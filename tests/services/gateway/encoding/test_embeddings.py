@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from runtime.encoder.model import EncoderInput
 from services.common.errors import ModelNotFound
 from services.gateway.gateway import Gateway
+from services.gateway.http.encoder_api.bodies import EmbeddingsBody
 from services.gateway.http.other_fields import IN_EMBEDDINGS, IN_RERANK, IN_SCORE
+from services.gateway.http.reading import body_limit
+from services.gateway.http.schemas import CompletionBody
 from services.gateway.keys import ApiKeys
 from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
@@ -85,6 +89,17 @@ async def test_long_text_is_cut_by_default_if_the_gateway_says_so(open_site: Ope
     assert await site.embed(text, truncate_prompt_tokens=10) == expected(site, text, limit=10)
 
 
+async def test_setting_does_not_cut_token_ids(open_site: OpenSite) -> None:
+    site = await open_site(truncate_inputs=True)
+    ids = list(site.encoder.tokenizer.encode("a " * MAX_TOKENS).tokens)
+    answer = await site.post("/v1/embeddings", {"input": ids})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    cut = await site.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 10})
+    assert cut.status_code == 200
+    assert cut.json()["usage"]["prompt_tokens"] == 10
+
+
 async def test_list_of_texts_may_be_larger_than_a_prompt(open_site: OpenSite) -> None:
     site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=4096)
     texts = ["a" * 20] * 100
@@ -92,7 +107,15 @@ async def test_list_of_texts_may_be_larger_than_a_prompt(open_site: OpenSite) ->
     for given in (texts * 2, ["a", "b" * 1025]):
         answer = await site.post("/v1/embeddings", {"input": given})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
-    assert "input[1] has more than 1024 characters" in answer.json()["error"]["message"]
+    assert "input[1] has more than 1024 bytes" in answer.json()["error"]["message"]
+
+
+async def test_limit_of_a_text_counts_bytes(open_site: OpenSite) -> None:
+    site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=8192)
+    assert len(await site.embed("é " * 340, truncate_prompt_tokens=-1)) == 1  # 1,020 bytes
+    for text in ("é " * 342, "語" * 342):  # 1,026 bytes, fewer characters than 1,024
+        answer = await site.post("/v1/embeddings", {"input": text})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
 async def test_prompt_precedes_texts(site: EncoderSite) -> None:
@@ -183,6 +206,24 @@ async def test_gateway_without_an_encoder_says_so() -> None:
     with pytest.raises(ModelNotFound, match="no encoder is served"):
         gateway.require_encoder(None)
     await gateway.close()
+
+
+@pytest.mark.parametrize("encoder", [None, "all-minilm-l6-v2"])
+def test_limit_of_encoder_bodies_applies_only_with_an_encoder(encoder: str | None) -> None:
+    limits = {"max_body_bytes": 1 << 20, "max_encoder_body_bytes": 1 << 22}
+    given = {"model": "smollm2-135m", "encoder_model": encoder, **limits}
+    settings = GatewaySettings.model_validate(given)
+    expected = 1 << 20 if encoder is None else 1 << 22
+    assert body_limit(EmbeddingsBody, settings) == expected
+    assert settings.largest_body_bytes == expected
+    assert body_limit(CompletionBody, settings) == 1 << 20
+
+
+def test_memory_for_bodies_counts_bodies_of_an_encoder_only_with_an_encoder() -> None:
+    given = {"model": "smollm2-135m", "max_buffered_bytes": 1 << 23}
+    assert GatewaySettings.model_validate(given).largest_body_bytes == 1 << 20
+    with pytest.raises(ValidationError, match="four times max_encoder_body_bytes"):
+        GatewaySettings.model_validate({**given, "encoder_model": "all-minilm-l6-v2"})
 
 
 async def test_long_list_is_cut_and_spread_over_workers(open_site: OpenSite) -> None:

@@ -62,6 +62,21 @@ async def test_invalid_request_is_refused(stub: Stub, values: dict[str, Any]) ->
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_prompts_count_towards_the_limit_of_texts(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = await open_site(max_body_bytes=1024, max_encoder_body_bytes=1024)
+    stub: Stub = InferenceStub(site.rpc)
+    # Each text of 2 bytes has 4 in the message, and with its prompt as many to tokenize.
+    fits = pb.EmbedRequest(texts=["ab"] * 250, prompt_name="query")
+    assert len((await stub.Embed(fits)).embeddings) == 250
+    monkeypatch.setitem(site.encoder.tokenizer.prompts.by_name, "query", "long prompt ")
+    with pytest.raises(aio.AioRpcError, match="bytes of text to be tokenized"):
+        await stub.Embed(fits)
+    body = {"input": ["ab"] * 150, "prompt_name": "query"}
+    assert (await site.post("/v1/embeddings", body)).status_code == 413
+
+
 async def test_unknown_model_and_generation_are_refused(stub: Stub) -> None:
     with pytest.raises(aio.AioRpcError) as refused:
         await stub.Embed(pb.EmbedRequest(texts=["a"], model="gpt"))

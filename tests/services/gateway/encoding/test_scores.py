@@ -1,5 +1,6 @@
 """`/v1/rerank` and `/v1/score` by an embedder and by a cross encoder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,62 @@ async def test_long_pair_is_refused_or_cut(cross: EncoderSite) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents[1]")
     answer = await cross.post("/v1/rerank", {**body, "truncate_prompt_tokens": -1})
     assert answer.status_code == 200
+
+
+@pytest.fixture
+def tokenized(cross: EncoderSite, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Size of each tokenization, and whether it runs while a slot is held."""
+    prompts = cross.gateway.prompts
+    tokenize, found = prompts.tokenize, []
+
+    async def record(size: int, work: Any) -> Any:
+        found.append((size, bool(prompts._slots._held)))
+        return await tokenize(size, work)
+
+    monkeypatch.setattr(prompts, "tokenize", record)
+    return found
+
+
+async def test_small_body_with_many_pairs_is_tokenized_as_a_large_request(
+    cross: EncoderSite, tokenized: list[tuple[int, bool]]
+) -> None:
+    large = {"query": "a " * 1000, "documents": ["b"] * 500}
+    assert len(json.dumps(large, separators=(",", ":"))) <= 4096
+    answer = await cross.post("/v1/rerank", large)  # the first pair is too long
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    small = {"text_1": QUERY, "text_2": ["b"] * 3}
+    assert (await cross.post("/v1/score", small)).status_code == 200
+    small_bytes = len(json.dumps(small, separators=(",", ":")))
+    assert tokenized == [(2001 * 500, True), (small_bytes, False)]
+
+
+async def test_pairs_beyond_the_limit_are_refused_before_they_are_tokenized(
+    cross: EncoderSite, tokenized: list[tuple[int, bool]]
+) -> None:
+    query, documents = "a" * 900_000, ["b"] * 2048
+    for path, body in (
+        ("/v1/rerank", {"query": query, "documents": documents}),
+        ("/v1/score", {"text_1": query, "text_2": documents}),
+    ):
+        answer = await cross.post(path, {**body, "truncate_prompt_tokens": -1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert not tokenized
+
+
+async def test_pairs_after_one_that_is_too_long_are_not_tokenized(
+    cross: EncoderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, found = cross.encoder.tokenizer.encode_pair, []
+
+    def record(first: str, second: str, **options: Any) -> Any:
+        found.append(second)
+        return encode(first, second, **options)
+
+    monkeypatch.setattr(cross.encoder.tokenizer, "encode_pair", record)
+    body = {"query": QUERY, "documents": ["a", "b " * 90, "c"]}
+    answer = await cross.post("/v1/rerank", body)
+    assert answer.json()["error"]["param"] == "documents[1]"
+    assert found == body["documents"][:2]
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
