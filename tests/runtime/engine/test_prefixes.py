@@ -391,7 +391,7 @@ def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [30, pytest.param(150, marks=pytest.mark.long)])
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_chats_produce_the_tokens_of_a_cold_engine(
     name: str, replay: bool, steps: int, tmp_path: Path

@@ -173,7 +173,7 @@ def test_unsuitable_options_are_rejected(options: dict[str, object]) -> None:
         formats(**options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_codebook_has_smaller_errors_than_scalar_codes_on_its_own_samples() -> None:
     """The bound of 2 bits is 0.25 for normal values, that of scalar codes 0.345 = sqrt(0.1188)."""
     values = normal(2, 1024, 64).to(torch.bfloat16)

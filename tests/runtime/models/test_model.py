@@ -87,7 +87,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
     assert worst < 0.02, f"top-1 equal at {equal} of {positions}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="before oneDNN 3.12, bits depend on the number of rows"
 )

@@ -278,7 +278,7 @@ def test_dense_model_is_written_and_loaded(
 
 
 @pytest.mark.triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_packed_gpu_weights_run_phi3(tmp_path: Path) -> None:
     """Heads have 96 dimensions, as in Phi-3 Mini."""
     factors = [1.0 + at / 24 for at in range(48)]

@@ -48,6 +48,7 @@ def test_equal_logits_are_in_the_order_of_token_ids(filters: SamplingParams) -> 
     assert sampler.tokens.tolist() == expected
 
 
+@pytest.mark.long
 def test_tokens_equal_the_reference_over_many_steps() -> None:
     texts = [[7, 9, 700, 3, number] for number in range(len(SAMPLINGS))]
     sampler = DeviceSampler(len(SAMPLINGS), WHOLE, DEVICE, kernels=True)

@@ -72,7 +72,7 @@ def test_kernel_equals_the_reference(own: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", [False, pytest.param(True, marks=[pytest.mark.triton, pytest.mark.slow])]
+    "kernels", [False, pytest.param(True, marks=[pytest.mark.triton, pytest.mark.long])]
 )
 def test_constrained_tokens_equal_the_reference_over_many_steps(kernels: bool) -> None:
     """Every second row is constrained, with a new mask in each step."""

@@ -128,7 +128,8 @@ async def test_killed_run_continues(model: ServedModel, tmp_path: Path) -> None:
         )
         printed, _ = await process.communicate()
         assert process.returncode == 0
-        assert len(site.worker.streams) - sent == 40 - done
+        late = len(site.worker.streams) - sent - (40 - done)
+        assert 0 <= late <= 2, "requests of the killed run that arrived after it"
     assert f"answered 40 requests, 0 with an error ({done} in earlier runs)" in printed.decode()
     assert len(read_answers(output)) == 40
 

@@ -113,6 +113,7 @@ def test_model_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_larger_than(torch.device("cpu"), checkpoint)
 
 
+@pytest.mark.long
 def test_compressed_encoder_is_served_from_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
