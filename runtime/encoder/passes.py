@@ -1,11 +1,11 @@
-"""Division of the tokens of a batch on a GPU."""
+"""Limits on the tokens that a layer computes at once on a GPU."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How a layer divides its tokens, which bounds the memory of its activations.
+    """How many tokens a layer computes at once, which limits the memory of its activations.
 
     Attributes:
         attention_tokens: maximum tokens that attention, with its linears, computes at once, unless

@@ -314,7 +314,7 @@ class Deregistration(Message):
 
 
 class QueuedRequest(Message):
-    """What the router's queues read of a request to place.
+    """Fields of a placement request that the router's queues use.
 
     Attributes:
         placement_id: id of the placement, a new one for each call. The caller chooses it, so that

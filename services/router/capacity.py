@@ -59,7 +59,7 @@ REASONS = {
     WorkerHealth.SUSPECT: "its heartbeats are late",
     WorkerHealth.PROBATION: "a request failed on it",
 }
-"""Why a worker in this state gets no requests."""
+"""Reason, in errors, why workers in this state get no requests."""
 
 
 @dataclass(frozen=True, slots=True)

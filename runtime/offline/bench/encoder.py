@@ -235,7 +235,7 @@ def flops(checkpoint: Checkpoint, batch: int, length: int) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are measured.
+    """Options of the measurement, equal for all cases.
 
     Attributes:
         shape: key of `SHAPES`.

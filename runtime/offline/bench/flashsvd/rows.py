@@ -1,4 +1,4 @@
-"""What is measured: a case, and a row for each of its backends."""
+"""Cases of the benchmark, and the figures of each backend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
