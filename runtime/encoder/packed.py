@@ -266,10 +266,6 @@ class PackedEncoderLayers:
         attention: Attends,
         passes: Passes,
     ) -> None:
-        if passes.hopper_attention is not None:
-            from runtime.encoder.hopper_attention import TILES, HopperRaggedAttention
-
-            attention = HopperRaggedAttention(config, TILES[passes.hopper_attention])
         self._layers = [PackedEncoderLayer(config, each, attention, passes) for each in layers]
         self._attention_tokens = passes.attention_tokens
 

@@ -13,11 +13,8 @@ class Passes:
         mlp_tokens: maximum tokens that the MLP computes at once. A fused MLP computes all.
         fused_mlp: whether the MLP of factor pairs is computed in rank space where that is supported
             and fills the GPU.
-        hopper_attention: index in `runtime.encoder.hopper_attention.TILES`; None for the portable
-            kernel. The model must be supported.
     """
 
     attention_tokens: int = 8192
     mlp_tokens: int = 5632
     fused_mlp: bool = True
-    hopper_attention: int | None = None

@@ -37,9 +37,6 @@ def bert_base(keep: float | None) -> Checkpoint:
         {},
         {"fused_mlp": False},
         {"attention_tokens": 1000, "mlp_tokens": 999},
-        {"hopper_attention": 0},
-        {"hopper_attention": 1, "attention_tokens": 700},
-        {"hopper_attention": 2},
     ],
     ids=str,
 )
