@@ -1,9 +1,10 @@
 """Linear layers with weights that are packed once, and projections that share an input.
 
-On the CPU in fp32, oneDNN multiplies weights in its blocked layout, which is faster than MKL's
-sgemm for the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other
-rows, so a token's KV and logits are bitwise identical in any batch. A few rows are computed by
-compiled loops, which read less memory and whose results are bitwise identical to oneDNN's.
+On the CPU in fp32, compiled loops define the order of each sum. A row's result therefore does not
+depend on the number of other rows, and a token's KV and logits are bitwise identical in any batch.
+oneDNN multiplies many rows by weights for which its results are bitwise identical to those of the
+loops, and is up to a third faster. For other weights, whose sums it orders by the number of rows on
+some processors, it is not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,38 +22,35 @@ from runtime.layers.stored_weight import StoredWeight
 from runtime.parallel.group import ONE_RANK, RankGroup
 from runtime.parallel.partition import LowRankRows
 
-_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
-"""Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
-
-
 LinearOp = Callable[[Tensor], Tensor]
 """``x W^T + b`` for one weight: `[n, in]` to `[n, out]`."""
 
 
 class PackedLinear:
-    """Linear layer computed by oneDNN. A row's result does not depend on other rows.
+    """Linear layer in fp32 on the CPU. A row's result does not depend on other rows.
 
     A weight with a smaller lossless form (`StoredWeight.compact`) is kept in this form only, and
-    expanded when more than a few rows are computed. Any other is kept in oneDNN's layout.
-
-    oneDNN sums a single row in another order than several rows, and is slow for a few rows. If its
-    block size for several rows is one of `_K_BLOCKS`, compiled loops compute a few rows with the
-    same block size. Otherwise a single row is padded.
+    expanded when more than a few rows are computed. Any other is kept as fp32.
 
     Attributes:
-        stored: the weight in a form that compiled loops read; None if only oneDNN can read it.
+        stored: the weight in a form that compiled loops read.
+        onednn: the weight for oneDNN, which multiplies more than `stored.max_rows` rows; None if
+            its results could be others.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._weight, self.stored = _stored_once(weight)
-        self._k_block = 0 if self.stored is None else _k_block_of(self._weight, self.stored)
+        self.onednn, self.stored = _stored_once(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.stored and self._k_block and 0 < len(x) <= self.stored.max_rows:
-            y = self.stored.multiply(x, self._k_block)
+        if self.onednn is None or len(x) <= self.stored.max_rows:
+            y = self.stored.multiply(x)
         else:
-            y = self._weight.multiply(_with_more_rows(x))[: len(x)]
+            parts = [
+                self.onednn.multiply(_with_more_rows(part))[: len(part)]
+                for part in torch.split(x, self.onednn.max_rows)
+            ]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return y if self._bias is None else y.add_(self._bias)
 
 
@@ -67,30 +65,17 @@ def _with_more_rows(x: Tensor) -> Tensor:
     return functional.pad(x, (0, 0, 0, more)) if more else x
 
 
-def _stored_once(weight: Tensor) -> tuple[ExpandedWeight | PackedWeight, StoredWeight | None]:
-    """Return a weight for oneDNN and for compiled loops; both share its memory if possible."""
-    compact = StoredWeight.compact(weight)
-    if compact and (expanded := ExpandedWeight.of(compact, weight)):
-        return expanded, compact
-    packed = PackedWeight(weight)
-    if compact is None and packed.blocks is not None:
+def _stored_once(weight: Tensor) -> tuple[ExpandedWeight | PackedWeight | None, StoredWeight]:
+    """Return a weight for oneDNN, if it can be used, and for compiled loops. They share memory."""
+    if compact := StoredWeight.compact(weight):
+        return ExpandedWeight.of(compact, weight), compact
+    if packed := PackedWeight.of(weight):
         return packed, StoredWeight(packed.blocks, weight.shape)
-    return packed, compact
-
-
-def _k_block_of(weight: ExpandedWeight | PackedWeight, stored: StoredWeight) -> int:
-    """Return the ``k_block`` with which results are bitwise identical to oneDNN's, or 0."""
-    probe = torch.randn(2, stored.shape[1], generator=torch.Generator().manual_seed(0))
-    expected = weight.multiply(probe)
-    for k_block in _K_BLOCKS:
-        y = torch.cat([stored.multiply(row[None], k_block) for row in probe])
-        if torch.equal(y, expected):
-            return k_block
-    return 0
+    return None, StoredWeight.of(weight)
 
 
 def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether linear layers of this device and dtype use oneDNN's packed layout."""
+    """Return whether linear layers of this device and dtype are `PackedLinear`."""
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 

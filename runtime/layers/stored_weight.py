@@ -10,8 +10,8 @@ from runtime.cpu.tiles import GROUP, LANES
 from runtime.layers import loops
 
 _MAX_ROWS = 16
-"""Maximum number of input rows for which compiled loops are faster than expanding the weight for
-oneDNN. The loops compute 8 rows at a time.
+"""Maximum number of input rows for which reading codes or bf16 is faster than expanding the weight.
+The loops compute 8 rows at a time.
 """
 
 
@@ -25,7 +25,7 @@ class StoredWeight:
     Attributes:
         shape: (out, in).
         dtype: dtype of the codes, the patterns or the values.
-        max_rows: maximum number of rows of ``x`` in `multiply`.
+        max_rows: number of rows of ``x`` up to which `multiply` is faster than oneDNN.
     """
 
     def __init__(self, source: loops.Source, shape: torch.Size) -> None:
@@ -33,6 +33,11 @@ class StoredWeight:
         self.shape = shape
         self.dtype = (source[0] if isinstance(source, tuple) else source).dtype
         self.max_rows = 1 if self.dtype == np.float32 else _MAX_ROWS
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "StoredWeight":
+        """Store a weight as fp32."""
+        return cls(blocked(weight).numpy(), weight.shape)
 
     @classmethod
     def compact(cls, weight: Tensor) -> "StoredWeight | None":
@@ -49,10 +54,12 @@ class StoredWeight:
         patterns: Halves = blocked(weight.bfloat16()).view(torch.uint16).numpy()
         return cls(patterns, weight.shape)
 
-    def multiply(self, x: Tensor, k_block: int) -> Tensor:
-        """Return ``x W^T`` for up to `max_rows` rows of ``x``, in the order of `loops.linear`."""
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return ``x W^T``, in the order of `loops.linear`."""
         y = x.new_empty(len(x), self.shape[0])
-        loops.linear(self._source, -(-self.shape[0] // LANES), x.numpy(), k_block, y.numpy())
+        is_expanded = self.dtype != np.float32 and len(x) > self.max_rows
+        multiply = loops.linear_expanded if is_expanded else loops.linear
+        multiply(self._source, -(-self.shape[0] // LANES), x.numpy(), y.numpy())
         return y
 
     def rows(self, indices: Tensor) -> Tensor:

@@ -8,14 +8,12 @@ import grpc
 import httpx
 import psutil
 import pytest
-import torch
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.v1 import inference_pb2 as pb
-from runtime.layers.onednn import PackedWeight
 from tests.harness.deployment import Running, deployed
 
 openai = pytest.importorskip("openai")
@@ -191,8 +189,6 @@ def test_worker_of_the_default_model_needs_at_most_1300_mb(running: Running) -> 
 
     The first deployment compiles the loops, whose intermediate code takes 130 MB more.
     """
-    if PackedWeight(torch.arange(960 * 576.0).view(960, 576)).blocks is None:
-        pytest.skip("oneDNN uses layouts on this processor for which weights are kept twice")
     _send_prompts(running)
     with deployed("--codec", "splitzip") as second:
         _send_prompts(second)

@@ -189,21 +189,22 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
     return (scale * codes + low).flatten(1)
 
 
-def few_rows_dtype(weight: torch.Tensor) -> str | None:
-    """Return the dtype in which a weight is stored for few rows, or None if these use oneDNN."""
-    packed = PackedLinear(weight, None)
-    return f"{packed.stored.dtype}" if packed.stored and packed._k_block else None
+def stored_dtype(weight: torch.Tensor) -> str:
+    """Return the dtype in which a weight is stored."""
+    return f"{PackedLinear(weight, None).stored.dtype}"
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
 @pytest.mark.parametrize("shape", [(2, 32), (63, 96), (64, 576), (100, 1536)])
-def test_codes_and_bf16_weights_give_the_bits_of_onednn(kind: str, shape: tuple[int, int]) -> None:
+def test_codes_and_bf16_weights_give_the_same_bits_for_any_number_of_rows(
+    kind: str, shape: tuple[int, int]
+) -> None:
     if kind == "bf16":
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     else:
         weight = quantized(kind, *shape)
         weight[0, :32] = 0.0
-    assert few_rows_dtype(weight) == ("uint16" if kind == "bf16" else "uint8")
+    assert stored_dtype(weight) == ("uint16" if kind == "bf16" else "uint8")
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
     packed = PackedLinear(weight, bias)
     x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
@@ -216,11 +217,11 @@ def test_codes_and_bf16_weights_give_the_bits_of_onednn(kind: str, shape: tuple[
 def test_codes_and_bf16_weights_are_used_only_if_lossless() -> None:
     weight = quantized("q4_1", 64, 64)
     weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
-    assert few_rows_dtype(weight) == "float32"
+    assert stored_dtype(weight) == "float32"
     weight[63, 63] = torch.nan
     assert stored_weight._find_codes(weight) is None
     assert stored_weight._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
-    assert few_rows_dtype(torch.randn(8, 40).bfloat16().float()) == "uint16"
+    assert stored_dtype(torch.randn(8, 40).bfloat16().float()) == "uint16"
 
 
 @pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
