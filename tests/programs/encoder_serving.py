@@ -62,6 +62,7 @@ def lists_of(folder: Path, length: str, seed: int) -> list[list[str]]:
     """Return lists of texts of a given number of tokens, or of 4 to 128 if it is ``mixed``."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
+    tokenizer.no_truncation()
     draw = random.Random(seed)
     lengths = [
         draw.randint(4, 128) if length == "mixed" else int(length) for _ in range(LISTS * TEXTS)
@@ -70,7 +71,7 @@ def lists_of(folder: Path, length: str, seed: int) -> list[list[str]]:
     return [texts[at : at + TEXTS] for at in range(0, len(texts), TEXTS)]
 
 
-def _send(url: str, bodies: Sequence[bytes], first: int, until: float, done: list[int]) -> None:
+def _send(url: str, bodies: Sequence[bytes], first: int, until: float, done: list[float]) -> None:
     """Send one body after the other, and add the times at which answers arrived to ``done``."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
@@ -87,7 +88,7 @@ def _send(url: str, bodies: Sequence[bytes], first: int, until: float, done: lis
             sizes = {len(base64.b64decode(row["embedding"])) for row in rows}
             if len(rows) != TEXTS or len(sizes) != 1:
                 raise RuntimeError(f"{len(rows)} embeddings of {sizes} bytes")
-        done.append(time.monotonic_ns())
+        done.append(time.monotonic())
         at += 1
     connection.close()
 
@@ -95,7 +96,7 @@ def _send(url: str, bodies: Sequence[bytes], first: int, until: float, done: lis
 def _clients(
     url: str, bodies: Sequence[bytes], threads: int, until: float, out: Connection
 ) -> None:
-    done: list[int] = []
+    done: list[float] = []
     draw = random.Random(os.getpid())
     running = [
         threading.Thread(target=_send, args=(url, bodies, draw.randrange(LISTS), until, done))
@@ -129,7 +130,7 @@ def texts_per_s(
         ).start()
         there.close()
         ends.append(here)
-    times = [at / 1e9 for end in ends for at in end.recv()]
+    times: list[float] = [at for end in ends for at in end.recv()]
     begin = start + seconds / 3
     return sum(begin <= at < until for at in times) * TEXTS / seconds
 
