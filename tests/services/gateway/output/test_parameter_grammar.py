@@ -50,6 +50,7 @@ TREE = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
 ROOT = {"$defs": {"unit": {"enum": ["C", "F"]}, "tree": TREE}}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("value", "good", "bad"),
     [
