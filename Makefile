@@ -35,7 +35,7 @@ FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
 # Tests start hundreds of processes; without byte code, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down fast test test-long test-operate test-clients test-all-clients test-gpu faults check audit equality bench serving soak speed link-policy install clean
+.PHONY: help up down fast test test-long test-operate test-clients test-all-clients test-gpu faults check check-types check-imports check-format audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -77,11 +77,17 @@ test-gpu:                 ## GPU tests: PYTHON=/path/to/python make test-gpu
 	PYTHONPATH=$(CURDIR):$(CURDIR)/proto:$$PYTHONPATH $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -o filterwarnings=default $(PYTEST)
 
 check: $(VENV)/.ready-dev ## formatter, linter, types, import contracts and `make audit`
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-imports check-format audit
+
+check-types:
+	$(BIN)/mypy
+
+check-imports:
+	$(BIN)/lint-imports
+
+check-format:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory audit
 
 audit: $(VENV)/.ready-dev ## known vulnerabilities of the installed packages
 	$(BIN)/python -m tests.audit $(AUDIT)

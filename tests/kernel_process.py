@@ -76,8 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_children] = {}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_kernel_tests(items: list[pytest.Item]) -> None:
     """Add the marker `gpu` to kernel tests on a host with a GPU."""
     for item in items:
         if item.get_closest_marker("triton") and _on_gpu():

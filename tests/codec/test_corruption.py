@@ -24,6 +24,7 @@ HEADER = 96
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["bf16-top16-gaps", *LEVELS])
 def test_flipped_bit_is_detected_unless_it_is_padding(name: str) -> None:
     """Bits are flipped in every byte for the CPU backend, in every seventh for the reference."""
@@ -130,6 +131,7 @@ def mutated(data: bytes, parts: list[tuple[int, int]], rng: random.Random) -> by
 
 
 @pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_mutated_payload_raises_or_decodes_to_the_content(seed: int) -> None:
     """10,000 mutations per seed; every 50th is also decoded by the reference."""

@@ -53,6 +53,7 @@ def encode(
     return encoded, buffer[1 : 1 + encoded.length].clone()
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_bit_pattern_round_trips(name: str, backend: Backend) -> None:
     """The patterns are in order, in random order, or each surrounded by elements with codes."""
@@ -75,6 +76,7 @@ def test_every_bit_pattern_round_trips(name: str, backend: Backend) -> None:
         assert torch.equal(target.content(), source.content())
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("kind", ["normal", "mixed", 0.004, 0.05, 0.3])
 @pytest.mark.parametrize("name", BOOKS)
 def test_pages_round_trip_in_each_backend(name: str, kind: str | float) -> None:
@@ -96,6 +98,7 @@ def test_segment_without_tokens_is_only_a_header(name: str) -> None:
     assert encode(source, EVERY[name])[0] == codec.Encoded(64 + 2 * 16, 0, 0, 0)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", ["random", 0.0, 0.01, 0.1, 1.0])
 @pytest.mark.parametrize("name", [name for name in BOOKS if name.endswith("window")])
 def test_thousand_tokens_round_trip(name: str, kind: str | float) -> None:
@@ -217,6 +220,7 @@ def limit(book: codec.Codebook, length: int) -> int:
     return overflow_words(book.element, book.mode) * -(-length // 32)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("length", [1024, 1023, 290, 40, 32, 5])
 @pytest.mark.parametrize("name", BOOKS)
 def test_chunk_is_stored_uncoded_when_entries_reach_the_limit(

@@ -21,7 +21,7 @@ def drawn(case: Case, logits: torch.Tensor, index: int) -> tuple[int, list[float
     return found.token, [logprob for _, logprob in found.top]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_only_tokens_with_a_small_gap_change_with_rounding(temperature: float) -> None:
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
     changed = close = 0

@@ -64,6 +64,7 @@ def complete(running: Running, prompt: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_deployment_generates_the_tokens_of_transformers(folder: Path) -> None:
     cases = [Case(str(n), prompt_of(n, vocab=VOCAB), 0.0, 0, OUTPUT) for n in LENGTHS]
     with deployed("--model", str(folder), "--device", "cpu", "--codec", "raw") as running:

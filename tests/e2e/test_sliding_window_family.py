@@ -276,7 +276,13 @@ def answers(running: Running) -> dict[int, list[int]]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("flags", [("--colocated",), ()], ids=["colocated", "disaggregated"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--colocated",), marks=pytest.mark.long, id="colocated"),
+        pytest.param((), id="disaggregated"),
+    ],
+)
 def test_deployment_generates_the_tokens_of_transformers(
     flags: tuple[str, ...], served: Path, model: Model, expected: dict[int, list[int]]
 ) -> None:

@@ -126,6 +126,7 @@ def test_log_lines_of_all_processes_have_the_trace_id(
     assert [line["span_id"] for line in lines] == expected
 
 
+@pytest.mark.long
 def test_failover_is_a_second_attempt_in_the_same_trace(
     running: Running, collector: Collector
 ) -> None:

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 MESSAGES = 320
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("port", PORTS)
 async def test_mutated_messages_crash_leak_and_change_nothing(port: str) -> None:
     report = await attack(port, MESSAGES, seed=0)

@@ -115,6 +115,7 @@ def _decoded(running: Running, worker: str) -> float:
     return running.metric(worker, "headrace_worker_streams_total")
 
 
+@pytest.mark.long
 def test_load_generator_kills_a_worker_and_checks_every_request(
     running: Running, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def turns_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize("load", [OPEN, CLOSED], ids=["open", "closed"])
 @pytest.mark.parametrize(
     "prompts", [(), ("--token-ids",), ("--endpoint", "chat")], ids=["text", "token ids", "chat"]

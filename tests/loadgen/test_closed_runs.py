@@ -39,6 +39,7 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rpc", [False, True])
 def test_concurrency_is_kept_and_reported(tmp_path: Path, rpc: bool) -> None:
     with serving(Behaviour(ttft_s=0.05, itl_s=0.02)) as server:

@@ -71,6 +71,7 @@ def test_unpaired_ratio_interval_covers_the_true_ratio() -> None:
     assert hits / 2000 == pytest.approx(0.95, abs=0.02)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("statistic", "truth"), [("mean", 1.0), ("p50", np.log(2)), ("p90", 2.3)])
 def test_bootstrap_interval_covers_the_true_statistic(statistic: str, truth: float) -> None:
     draws = np.random.default_rng(4)

@@ -35,6 +35,7 @@ def loadgen(*arguments: str, missing: tuple[str, ...]) -> "subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_missing_extra_is_named_in_one_line(command: str) -> None:
     done = loadgen(*COMMANDS[command], missing=EXTRA)
@@ -52,6 +53,7 @@ def test_single_missing_package_is_named() -> None:
     assert "matplotlib" not in done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arguments", [(), *((command,) for command in COMMANDS)], ids=str)
 def test_help_needs_no_extra(arguments: tuple[str, ...]) -> None:
     done = loadgen(*arguments, "--help", missing=EXTRA)

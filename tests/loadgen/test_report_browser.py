@@ -95,6 +95,7 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
 
 
 @pytest.mark.slow
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("page", "drawings"),
     [

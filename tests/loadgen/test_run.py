@@ -32,6 +32,7 @@ BUSY_S = 10.0
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rpc", [False, True])
 def test_latencies_during_a_stall_count_from_scheduled_times(tmp_path: Path, rpc: bool) -> None:
     """The server stalls from 0.4 to 1.9 s of a run with 20 requests per second for 2.2 s.
@@ -94,6 +95,7 @@ def test_outcomes_are_counted_and_requirements_are_checked(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop", [("--rate", "20"), ("--concurrency", "8")])
 def test_clients_hang_up_at_the_end_of_the_duration(tmp_path: Path, loop: tuple[str, str]) -> None:
     with serving(Behaviour(ttft_s=0.01, itl_s=30.0)) as server:

@@ -36,6 +36,7 @@ def test_concurrent_threads_encode_and_decode_equal_bytes(codebook: codec.Codebo
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("columns", [1, 2, 7, 31, 32, 33])
 def test_chunks_of_any_number_of_columns_have_the_reference_bytes(name: str, columns: int) -> None:

@@ -19,6 +19,7 @@ def whole_numbers(*shape: int) -> Floats:
     return np.random.default_rng(sum(shape)).integers(-9, 10, shape).astype(np.float32)
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("rows", range(18))
 @pytest.mark.parametrize(("column", "row", "steps"), [(0, 0, 0), (0, 5, 1), (3, 2, 17), (1, 0, 32)])
 @pytest.mark.parametrize("kind", ["floats", "transposed", "patterns"])

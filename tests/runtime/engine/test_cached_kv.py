@@ -63,6 +63,7 @@ def check_cached_kv(engine: Engine, model: Model, tokens: Sequence[int]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_cached_pages_have_the_kv_of_a_prefill(name: str, tmp_path: Path) -> None:
     """Also pages of chunks that followed reused ones, of preempted sequences and of answers."""

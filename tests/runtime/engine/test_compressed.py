@@ -78,6 +78,7 @@ def all_free(engine: Engine) -> bool:
     return pages.free == pages.total == engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_output_equals_a_plain_loop(name: str) -> None:
     model = build_model(tiny_checkpoint(), kv_format=name)
@@ -121,6 +122,7 @@ def test_exact_pages_are_freed_once_they_are_encoded(model: Model) -> None:
     assert all_free(engine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("pages", "stored"), [(16, 64), (64, 16), (17, 17)])
 def test_preempted_sequences_produce_the_same_tokens(
@@ -157,6 +159,7 @@ def test_choices_share_the_stored_pages_of_their_prompt(model: Model) -> None:
     assert all_free(engine)
 
 
+@pytest.mark.long
 def test_choices_are_preempted_individually(model: Model) -> None:
     request = request_of("r", 100, 100, sampling=SEEDED, choices=4)
     expected = drive(engine_of(model, stored=64), Add(request))

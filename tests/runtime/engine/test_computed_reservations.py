@@ -102,6 +102,7 @@ def test_a_prompt_is_computed_only_after_pages_to_which_it_attends(name: str) ->
     assert all_free(receiver)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [DENSE, SLIDING, "fp8", "k4v2"])
 @pytest.mark.parametrize("length", [40, 70, 99, 150])
 def test_a_prompt_computed_after_received_kv_has_the_tokens_of_a_cold_engine(
@@ -123,6 +124,7 @@ def test_a_prompt_computed_after_received_kv_has_the_tokens_of_a_cold_engine(
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", [DENSE, SLIDING, "k4v2"])
 def test_random_chats_are_computed_with_the_tokens_of_a_cold_engine(

@@ -156,6 +156,7 @@ def test_preemption_does_not_change_the_tokens(model: Model, schema: Grammar, re
         assert few.output(request.id) == whole.output(request.id)
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_replay_from_every_prefix_continues_with_the_same_tokens(
     model: Model, schema: Grammar, replay: bool

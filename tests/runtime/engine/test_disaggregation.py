@@ -63,6 +63,7 @@ def disaggregate(model: Model, request: Request) -> Record:
     return record
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])

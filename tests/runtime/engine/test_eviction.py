@@ -140,6 +140,7 @@ def all_free(engine: Engine) -> bool:
     return pages.free == pages.total and engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("replay", [0, 1])
 def test_output_equals_a_plain_loop(model: Model, replay: int) -> None:
     requests = [
@@ -180,6 +181,7 @@ def test_first_token_is_exact_and_later_ones_attend_what_is_kept(model: Model) -
     assert found[1] != exact[1]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
 def test_chunks_do_not_change_what_is_kept(model: Model, chunk: int) -> None:
     """The last chunk may have one token, and QUERIES tokens may be in three chunks."""
@@ -210,8 +212,11 @@ def test_evicted_pages_are_freed(model: Model, replay: int) -> None:
     assert all_free(engine)
 
 
-@pytest.mark.parametrize("replay", [0, 1])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("replay", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(GREEDY, marks=pytest.mark.long, id="greedy"), pytest.param(SEEDED, id="seeded")],
+)
 @pytest.mark.parametrize("scarce", ["full_precision", "compressed"])
 def test_preempted_sequences_produce_the_same_tokens(
     model: Model, sampling: SamplingParams, scarce: str, replay: int
@@ -250,6 +255,7 @@ def test_sequences_that_grow_beyond_the_pages_of_their_tokens_are_preempted() ->
     assert all_free(tight)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("replay", [0, 1])
 @pytest.mark.parametrize("length", [155, 160])
 def test_choices_share_what_is_kept(model: Model, length: int, replay: int) -> None:
@@ -298,6 +304,7 @@ def transfer(prefill: Engine, decode: Engine, output: Record) -> None:
             target[other] = source[one]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [128, 150, 192])

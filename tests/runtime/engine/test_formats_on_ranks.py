@@ -45,6 +45,7 @@ def tokens_on_ranks(
     return on_ranks(size, run)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["dense", "fp8", "k4v2", "stream4-qjl", "kvquant", "fdc"])
 def test_ranks_generate_the_tokens_of_one_rank(name: str, size: int, tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_ranks_generate_the_tokens_of_one_rank(name: str, size: int, tmp_path: P
     assert tokens_on_ranks(spec, size) == [expected] * size
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["dense", "fp8", "int4", "k4v2", "stream4-qjl", "kvquant", "fdc"])
 def test_ranks_that_divide_the_residual_stream_generate_the_tokens_of_one_rank(

@@ -157,6 +157,7 @@ def test_sequences_that_gain_a_token_take_two_words_each() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "replay"), [("dense", False), ("dense", True), ("k4v2", False), ("k4v2", True)]
 )

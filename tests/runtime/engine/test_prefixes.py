@@ -272,6 +272,7 @@ def carry(sender: Engine, receiver: Engine, one: Request, record: Record) -> int
     return reserved.first_token
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [DENSE, SLIDING, "fp8", "k4v2", "stream4"])
 def test_only_missing_pages_are_received(name: str) -> None:
     """Both workers cache; pages that are not sent hold the same bytes."""
@@ -352,6 +353,7 @@ def script_of(model: Model, seed: int, steps: int) -> list[list[Command]]:
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", [DENSE, SLIDING, "k4v2"])
 def test_other_ranks_get_the_shared_pages(name: str, replay: bool) -> None:
@@ -390,6 +392,7 @@ def test_two_ranks_reuse_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.few(4)
 @pytest.mark.parametrize("steps", [30, pytest.param(150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", FORMATS)

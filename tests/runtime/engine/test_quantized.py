@@ -12,6 +12,7 @@ from tests.runtime.kv.calibrated import QUANTIZED, quantized_spec
 from tests.runtime.tiny import drive, engine_of, request_of, tiny_checkpoint
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_output_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
     model = build_model(tiny_checkpoint(), kv_format=quantized_spec(name, tmp_path))

@@ -85,6 +85,7 @@ def run(executor: Executor) -> Record:
     return record
 
 
+@pytest.mark.few(1)
 def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: TwoRanks) -> None:
     found = run(ranks.executor)
     assert found.tokens == expected.record.tokens
@@ -98,6 +99,7 @@ def test_two_ranks_give_the_tokens_and_the_kv_of_one(expected: Result, ranks: Tw
         torch.testing.assert_close(heads, all_heads.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.few(1)
 def test_two_ranks_sample_the_constrained_tokens_of_one(
     options: EngineOptions, ranks: TwoRanks
 ) -> None:

@@ -44,6 +44,7 @@ print(made.metadata.shared)
 """
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("groups", "rows", "epilogue", "apart", "bias", "splits"),
     [

@@ -40,6 +40,7 @@ WIDE = replace(UNEVEN, head_dim=64, vocab_size=47)
 
 @pytest.mark.triton
 @pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("config", "ranks", "head_norms", "size", "scheme"),
     [

@@ -218,6 +218,7 @@ def test_megakernel_passes_read_shared_bases() -> None:
 
 @pytest.mark.triton
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_results_with_shared_bases_are_bitwise_equal(size: int) -> None:
     checkpoint = with_shared(tiny_checkpoint(ranks=PAIRS, config=CONFIG_3), ALL)

@@ -26,6 +26,7 @@ triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, Epilogue.GATED])
 @pytest.mark.parametrize(
     "offsets", [("i32", "i64", "i32"), ("i64", "i32", "i32"), ("i64", "i64", "i64")]

@@ -34,6 +34,7 @@ def of_type(kind: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), kind)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("module", "name", "constants", "types"),
     [

@@ -40,6 +40,7 @@ def made(request: pytest.FixtureRequest, name: str) -> CompressedFormat:
     return create(name, bits=bits, k_outliers=of_k, v_outliers=of_v)
 
 
+@pytest.mark.few(4)
 def test_pages_encoded_alone_or_together_are_identical(made: CompressedFormat) -> None:
     keys, values = held_out()
     first = (1 + torch.arange(16)) * PAGE
@@ -93,6 +94,7 @@ def test_tokens_that_are_not_finite_decode_to_nan(made: CompressedFormat, bad: f
     torch.testing.assert_close(found, (k, v), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("of_k", "of_v"), [(0, 0), (1, 1), (2, 0), (0, 3)])
 @pytest.mark.parametrize("bits", [3, 4])
 def test_bytes_per_token_are_those_of_the_allocated_pages(
@@ -137,6 +139,7 @@ def test_errors_are_bounded_by_the_levels_and_outliers_are_exact(
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["kvquant", "fdc"])
 def test_more_bits_and_outliers_have_smaller_errors(name: str) -> None:
     exact = held_out()

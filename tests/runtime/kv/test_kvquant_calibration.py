@@ -96,6 +96,7 @@ def test_sample_pages_are_evenly_spaced() -> None:
     assert not KVMoments.of(CONFIG).sample_pages
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_artifact_round_trip_and_other_models(name: str, tmp_path: Path) -> None:
     kind, path = name.partition("-")[0], tmp_path / "kv.safetensors"

@@ -76,6 +76,7 @@ def fdc_of(sample: Sample, **options: int | bool | float) -> fdc.FdcFormat:
     return fdc.FdcFormat(sample.config, made)
 
 
+@pytest.mark.long
 def test_fdc_with_higher_rank_has_smaller_errors(sample: Sample) -> None:
     low, high, full = (errors(fdc_of(sample, rank=rank), sample) for rank in (32, 48, 64))
     assert all(a < 0.8 * b for a, b in zip(high, low, strict=True)), (low, high)

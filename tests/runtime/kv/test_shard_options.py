@@ -211,6 +211,7 @@ def test_codebook_keeps_zeros_and_marks_values_that_are_not_finite(bad: float) -
     assert decoded.isfinite().all()
 
 
+@pytest.mark.long
 def test_pages_with_codebooks_do_not_depend_on_other_pages() -> None:
     made = formats(values="vq", allocation="dynamic")
     assert made.describe(1).endswith("V 256 vectors")

@@ -27,6 +27,7 @@ def splits_of(sequences: int) -> int:
     return 2 * (PROGRAMS + sequences * LLAMA_3_8B.num_kv_heads)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [range(1, 257), range(256, 0, -1)], ids=["rising", "falling"])
 def test_memory_does_not_grow_with_the_number_of_batch_sizes(sizes: range) -> None:
     shared = kernels()

@@ -157,6 +157,7 @@ def transformed_back(name: str, out: Tensor) -> Tensor:
     return hadamard(out * units[name]) if name in units else out
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -184,6 +185,7 @@ def test_attention_by_one_warp(
     torch.testing.assert_close(transformed_back(name, found), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("pages", "begin", "magnitude", "factor"),
     [(3, 0, 1.0, 1.0), (9, TILE, 1e20, 1.0), (38, 0, 1.0, 1.2)],

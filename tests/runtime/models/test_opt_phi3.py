@@ -185,6 +185,7 @@ def _longer_positions(folder: Path, length: int) -> None:
     change_weights(folder, change)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("scheme", list(Scheme))
 @pytest.mark.parametrize("name", ["opt", "opt-untied", "phi3-long"])
 @pytest.mark.parametrize("factorized", [False, True])

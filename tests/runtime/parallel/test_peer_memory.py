@@ -48,16 +48,17 @@ def join(problem: str, group: RankGroup) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("problem", "result"),
     [
-        ("", "[0, 0, 0] 3"),
-        ("access", "rank 1: GPU 1 cannot access GPU 0"),
+        pytest.param("", "[0, 0, 0] 3", marks=pytest.mark.long),
+        pytest.param("access", "rank 1: GPU 1 cannot access GPU 0", marks=pytest.mark.long),
         ("allocation", "rank 1: out of memory"),
-        ("mapping", "rank 0: operation not permitted"),
+        pytest.param("mapping", "rank 0: operation not permitted", marks=pytest.mark.long),
     ],
 )
 def test_problem_of_one_rank_is_raised_on_all(problem: str, result: str) -> None:
     assert list(over_ranks(3, "cpu", partial(join, problem))) == [result]
 
 
+@pytest.mark.long
 def test_nccl_p2p_disable_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     results = list(over_ranks(2, "cpu", partial(join, "")))

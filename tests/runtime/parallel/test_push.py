@@ -101,6 +101,7 @@ def check_normed(made: PeerGroup, parts: list[Tensor]) -> None:
     torch.testing.assert_close(exact, expected.bfloat16(), rtol=2**-8, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("one_step", [True, False])
 def test_results_equal_those_of_torch(

@@ -31,6 +31,7 @@ assert "bar.sync" in ptx[ptx.rindex("ld.relaxed.sys"):ptx.index("atom.")]
 """
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "norms"),
     [

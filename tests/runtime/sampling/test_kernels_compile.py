@@ -27,6 +27,7 @@ assert "ex2.approx" not in made.asm["ptx"], "probabilities are fp64"
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mask_kernel", "partial_sums_kernel", "draw_kernel"])
 def test_kernel_compiles(name: str) -> None:
     command = [sys.executable, "-c", _SCRIPT, name]

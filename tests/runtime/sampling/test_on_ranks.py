@@ -99,6 +99,7 @@ def rounded(step: int) -> Tensor:
     return (2 * torch.randn(len(SAMPLINGS), VOCAB, generator=generator)).round()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parts", DIVISIONS)
 @pytest.mark.parametrize("make", [lambda step: logits_of(step)[:, :VOCAB], rounded])
 def test_ranks_sample_the_tokens_of_one_rank(make: Callable[[int], Tensor], parts: Parts) -> None:

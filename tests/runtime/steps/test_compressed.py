@@ -59,6 +59,7 @@ def check(
     return watch
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*COMPRESSED, LOWRANK])
 def test_output_equals_output_without_replay(name: str) -> None:
     model = built(name)
@@ -69,12 +70,14 @@ def test_output_equals_output_without_replay(name: str) -> None:
     assert watch.mixed > 3, "prompts were computed beside sequences with stored pages"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("pages", "stored"), [(17, 64), (64, 16)])
 def test_preempted_sequences_are_computed_again(compressed: Model, pages: int, stored: int) -> None:
     adds = [Add(request(2 * n, 40 + 30 * n, 120, (0, 2, 4, 8)[n], 1)) for n in range(4)]
     check(compressed, [list(adds)], pages=pages, stored=stored)
 
 
+@pytest.mark.few(1)
 def test_slots_that_did_not_advance_keep_the_page_that_leaves_the_window(
     compressed: Model,
 ) -> None:
@@ -87,6 +90,7 @@ def test_slots_that_did_not_advance_keep_the_page_that_leaves_the_window(
     assert watch.unresolved > 50
 
 
+@pytest.mark.few(1)
 def test_replayed_output_is_forced_beside_running_sequences(compressed: Model) -> None:
     whole = [request(2 * n, 50 + 40 * n, 80, kind, 1) for n, kind in enumerate((2, 8, 4))]
     plain, _ = engines(compressed, 64, 64, 4)

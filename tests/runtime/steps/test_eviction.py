@@ -59,6 +59,7 @@ def test_prompts_are_evicted_beside_running_sequences(name: str) -> None:
     assert check(name, script).mixed > 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_slots_that_did_not_advance_attend_what_their_prompt_attended(name: str) -> None:
     """The host draws most tokens, also the first ones, which attend evicted tokens."""

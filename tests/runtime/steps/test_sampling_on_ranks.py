@@ -45,6 +45,7 @@ def run(model: Model, *, replay: bool) -> tuple[Record, int]:
         return play(engine, script()), watch.unresolved
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("replay", [False, True], ids=["direct", "replay"])
 def test_ranks_sample_the_tokens_of_one_rank(model: Model, size: int, replay: bool) -> None:

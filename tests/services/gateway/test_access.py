@@ -115,6 +115,7 @@ def test_invalid_origin_is_a_settings_error(origin: str) -> None:
         GatewaySettings.load([f"--allowed-origins={origin}"])
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     "declared",

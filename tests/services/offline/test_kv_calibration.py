@@ -44,6 +44,7 @@ def run(model: Path, name: str, out: Path, given: Given | None = None) -> Artifa
     return calibrate_kv(str(model), str(model), name, given, out, device="cpu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_written_calibration_is_served_under_its_hash(
     model: Path, name: str, tmp_path: Path

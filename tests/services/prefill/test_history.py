@@ -100,6 +100,7 @@ HISTORY = 80
 """Tokens of the second turn that the decode worker has; the prefill worker has 64 of them."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kv_format", ["dense", "lowrank"])
 @pytest.mark.parametrize("codec", ["raw", "splitzip"])
 async def test_history_of_a_chat_is_read_instead_of_computed(

@@ -89,7 +89,8 @@ async def pages_of_read(prefill: Prefill, decode: Decode) -> tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["raw", "splitzip"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.long), "splitzip"])
 @pytest.mark.parametrize(
     "config", [THREE_HEADS, TWO_HEADS], ids=["uneven heads", "copies of a head"]
 )

@@ -210,6 +210,7 @@ def _answer(call: PendingPlacement) -> Any:
     return answer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_events_have_the_same_answers_in_the_same_order(seed: int) -> None:
     both = Both(seed)

@@ -88,7 +88,7 @@ def test_paces_of_equal_workers_change_no_placement(
     assert len({_names(result) for result in found}) == 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(fleets(), demands, st.integers(0, 9), st.floats(NOTICEABLE, 100))
 def test_worker_that_becomes_slower_gets_no_request_that_it_did_not_get_before(
     fleet: list[WorkerSnapshot], demand: Demand, seed: int, factor: float

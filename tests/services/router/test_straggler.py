@@ -12,6 +12,7 @@ from services.router.straggler_bench import HEALTHY, latencies, simulate, with_s
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("utilization", [0.1, 0.6])
 def test_slow_workers_hardly_affect_the_tail(utilization: float) -> None:
     slow = with_slow("both", 10.0)

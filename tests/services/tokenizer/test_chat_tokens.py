@@ -121,6 +121,7 @@ def reference(folder: Path, tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("write", WRITERS)
 def test_ids_of_ordinary_chats_equal_those_of_transformers(write: Any, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path))

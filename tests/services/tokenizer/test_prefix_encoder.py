@@ -115,6 +115,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sequence", BACKENDS, ids=lambda sequence: sequence[-1][:30])
 @settings(deadline=None)
 @given(text=TEXTS)
@@ -128,6 +129,7 @@ def test_encoding_starts_anew_at_each_break(sequence: tuple[str, ...], text: str
         assert words(backend, text) == words(backend, before) + words(backend, after)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sequence", BACKENDS, ids=lambda sequence: sequence[-1][:30])
 @settings(deadline=None, max_examples=30)
 @given(shared=TEXTS, rests=st.lists(TEXTS, min_size=2, max_size=5))

@@ -57,6 +57,7 @@ def reference() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.slow
+@pytest.mark.few(4)
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
 def test_ids_and_text_equal_those_of_transformers(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, text: str

@@ -66,6 +66,7 @@ def pair(
     return connect(fleet["main"], transports=request.param), fleet["main"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("length", [1, 17, 4095, 4096, 100_003, SLOT_BYTES])
 def test_read_copies_exactly_the_requested_bytes(pair: tuple[Reader, Peer], length: int) -> None:
     reader, peer = pair

@@ -8,6 +8,7 @@ from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_
 from tests.services.workers import Site, output_of, until
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*COMPRESSED, LOWRANK])
 async def test_tokens_equal_those_of_one_worker(site: Site, name: str) -> None:
     prefill, decode = await site.prefill(kv_format=name), await site.decode(kv_format=name)

@@ -44,6 +44,7 @@ async def test_choices_share_what_is_kept(site: Site) -> None:
         assert len(tokens_of(local, choice)) == ANSWER
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dense", "int4"])
 @pytest.mark.parametrize("delivered", [1, 30, ANSWER - 1])
 async def test_replayed_sequence_continues_exactly(site: Site, name: str, delivered: int) -> None:

@@ -222,6 +222,7 @@ def seconds_of(policy: LinkPolicy, world: World, prompts: int = 30, segments: in
     return world.now
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("link", [12.5e6, 125e6, 1.25e9, 5e9, 12.5e9, 50e9, 500e9])
 @pytest.mark.parametrize("zip_speed", [0.4e9, 6e9, 300e9])

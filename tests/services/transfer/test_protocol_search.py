@@ -10,6 +10,7 @@ from tests.services.transfer.protocol.search import search
 _LARGE_STATES = 8_000
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_no_state_of_a_small_case_violates_the_protocol(case: Case) -> None:
     result = search(case.bounds, case.max_states)
@@ -18,6 +19,7 @@ def test_no_state_of_a_small_case_violates_the_protocol(case: Case) -> None:
     assert result.ends
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("bug", [*BUGS, *CACHED_BUGS], ids=lambda bug: bug.name)
 def test_search_finds_a_bug_that_is_put_in(bug: Bug) -> None:
     with bug.present():

@@ -13,6 +13,7 @@ from tests.services.workers import Site, until
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUANTIZED)
 async def test_tokens_equal_those_of_one_worker(site: Site, name: str, tmp_path: Path) -> None:
     spec = quantized_spec(name, tmp_path)

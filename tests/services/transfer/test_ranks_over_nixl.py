@@ -107,6 +107,7 @@ async def pages_of_fetch(prefill: Prefill, decode: Decode) -> list[list[int]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "kind", "codec"),
     [

@@ -186,6 +186,7 @@ async def check(kind: str, config: ModelConfig, senders: int, readers: int, mode
         assert not all(segment.raw for segment in transfer.segments)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "config", [THREE_HEADS, TWO_HEADS], ids=["uneven heads", "copies of a head"]
 )

@@ -53,6 +53,7 @@ async def test_slabs_of_other_sizes_are_served(
     assert await _tokens(site, prefill, decode) == await _tokens(site, {}, {})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "changes",
     [{"max_running": 1}, {"step_tokens": 32}, {"pages": 9}, {"max_waiting": 1}],

@@ -130,6 +130,7 @@ def held(plan: PagePlan, pages: PageCount, slots: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "slots"),
     [("fp8", 256), ("fdc, rank 64", 256), ("int4", 512), ("k4v2", 512), ("shard", 1088)],

@@ -112,6 +112,7 @@ def test_basis_sharing_matches_its_formula() -> None:
         assert first.bias is getattr(MODEL.layers[0], projection).bias
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize("allocation", list(Allocation))
 def test_every_method_and_allocation_keeps_the_budget_and_round_trips(

@@ -72,6 +72,7 @@ def test_exact_equals_the_serving_kernel_up_to_summation_order(length: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [True, False])
 def test_equals_decoding_step_by_step(window: bool) -> None:
     model = tiny_model(bias=True)

@@ -25,6 +25,7 @@ from tests.runtime.tiny import CONFIG, drive, engine_of, prompt_of, request_of, 
 TEXTS = torch.tensor([prompt_of(320, seed) for seed in (1, 2)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["exact", "stream8", "int4"])
 @pytest.mark.parametrize("length", [150, 160])
 def test_logits_equal_those_of_an_engine(name: str, length: int) -> None:

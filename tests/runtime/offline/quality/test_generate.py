@@ -42,6 +42,7 @@ def one_by_one(
     return tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Scaled, TwoBit])
 def test_outputs_equal_those_of_a_naive_loop(kind: type[Identity]) -> None:
     model = tiny_model(head_norms=True)

@@ -50,6 +50,7 @@ def mutated(rng: Random, body: dict[str, Any]) -> bytes:
     return bytes(raw)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", BODIES)
 async def test_fuzzed_body_gets_an_answer_or_a_typed_error(site: EncoderSite, path: str) -> None:
     rng = Random(path)

@@ -154,6 +154,7 @@ def check_calls(message: Parsed, *, parallel: bool = True) -> None:
     assert message.finish == "tool_calls"
 
 
+@pytest.mark.few(25)
 @MODELS
 @FORMATS
 @pytest.mark.parametrize("parallel", [True, False])

@@ -14,6 +14,7 @@ from services.gateway.output.call_parser import CallParser
 from services.gateway.output.formats import TOOL_FORMATS
 from services.gateway.output.message_parser import MessageParser
 from services.tokenizer.loading import load_tokenizer
+from services.tokenizer.tokenizer import Tokenizer
 from tests.runtime.grammar.validation import faults
 from tests.services.gateway.output.samples import parse
 
@@ -21,15 +22,15 @@ FORMAT = TOOL_FORMATS["qwen3_coder"]
 
 
 @cache
-def vocabulary() -> GrammarVocabulary:
+def vocabulary() -> tuple[Tokenizer, GrammarVocabulary]:
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
-    return GrammarVocabulary(tokenizer.json, tokenizer.vocab_size, tokenizer.eos_ids)
+    return tokenizer, GrammarVocabulary(tokenizer.json, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
     """Return whether the parameters of a call may be this text."""
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
-    found = compile_grammar(FORMAT.constraint(schema), vocabulary(), GrammarBounds()).start()
+    tokenizer, words = vocabulary()
+    found = compile_grammar(FORMAT.constraint(schema), words, GrammarBounds()).start()
     found.advance(tokenizer.encode(text, add_special=False))
     return not found.error and bool(found.inner.is_accepting())
 
@@ -147,4 +148,4 @@ def test_schemas_that_the_format_cannot_follow(schema: dict[str, Any]) -> None:
 def test_patterns_that_are_not_supported(pattern: str) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
     with pytest.raises(InvalidGrammar):
-        compile_grammar(FORMAT.constraint(schema), vocabulary(), GrammarBounds())
+        compile_grammar(FORMAT.constraint(schema), vocabulary()[1], GrammarBounds())
