@@ -40,7 +40,7 @@ GOAL = 5_000.0
 """Required throughput with 64 clients on one core, tokens/s."""
 
 _TEXT = "The headrace carries water from the reservoir to the turbine, day and night. Öl, 水, 😀!\n"
-_ADDRESS = "127.0.0.1"
+ADDRESS = "127.0.0.1"
 
 
 class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
@@ -100,7 +100,7 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
 
 
 def _router(worker_port: int) -> Callable[[Scope, Receive, Send], Any]:
-    address = WorkerAddress(worker_id="w", epoch="e", address=f"{_ADDRESS}:{worker_port}")
+    address = WorkerAddress(worker_id="w", epoch="e", address=f"{ADDRESS}:{worker_port}")
     model = ModelInfo(
         name="m", context_length=MAX_TOKENS, vocab_size=1 << 24, max_logprobs=0, model_hash=""
     )
@@ -131,7 +131,7 @@ def _run_backend(core: int, worker_port: int, router_port: int, rate: float) -> 
     tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(_TEXT)
 
     async def main() -> None:
-        server = GrpcServer(f"{_ADDRESS}:{worker_port}", ())
+        server = GrpcServer(f"{ADDRESS}:{worker_port}", ())
         worker = SyntheticWorker(tokens, rate)
         decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)
         await server.start()
@@ -146,7 +146,7 @@ def _run_gateway(core: int, port: int, grpc_port: int, router_port: int) -> None
     os.sched_setaffinity(0, {core})
     configure_logging("gateway", level="error")
     settings = GatewaySettings.model_validate(
-        {"port": port, "grpc_port": grpc_port, "routers": [f"http://{_ADDRESS}:{router_port}"]}
+        {"port": port, "grpc_port": grpc_port, "routers": [f"http://{ADDRESS}:{router_port}"]}
     )
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serve(settings))
@@ -191,7 +191,7 @@ class Clients:
             await asyncio.gather(*(self._client(deadline) for _ in range(self._count)))
 
     async def _client(self, deadline: float) -> None:
-        reader, writer = await asyncio.open_connection(_ADDRESS, self._port)
+        reader, writer = await asyncio.open_connection(ADDRESS, self._port)
         while time.perf_counter() < deadline:
             writer.write(self._request)
             tail = b""
@@ -209,17 +209,17 @@ class Clients:
         return self.responses * self._length
 
 
-def _free_port() -> int:
-    with socket.create_server((_ADDRESS, 0)) as probe:
+def free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-async def _until_listening(*ports: int) -> None:
+async def until_listening(*ports: int) -> None:
     async with asyncio.timeout(60):
         for port in ports:
             while True:
                 try:
-                    _, writer = await asyncio.open_connection(_ADDRESS, port)
+                    _, writer = await asyncio.open_connection(ADDRESS, port)
                 except OSError:
                     await asyncio.sleep(0.05)
                 else:
@@ -230,7 +230,7 @@ async def _until_listening(*ports: int) -> None:
 def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result:
     """Start new processes, warm up, and measure for ``seconds``. ``rate`` limits the worker."""
     cores = sorted(os.sched_getaffinity(0))
-    port, grpc_port, worker_port, router_port = (_free_port() for _ in range(4))
+    port, grpc_port, worker_port, router_port = (free_port() for _ in range(4))
     context = multiprocessing.get_context("spawn")
     backend = context.Process(
         target=_run_backend, args=(cores[-1], worker_port, router_port, rate), daemon=True
@@ -243,7 +243,7 @@ def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result
     os.sched_setaffinity(0, {cores[-1]})
 
     async def run() -> Result:
-        await _until_listening(port, worker_port, router_port)
+        await until_listening(port, worker_port, router_port)
         await Clients(port, clients, 32).run(0.5)
         process = psutil.Process(gateway.pid)
         before, began = process.cpu_times(), time.perf_counter()

@@ -30,6 +30,11 @@ _M = TypeVar("_M")
 _T = TypeVar("_T")
 
 
+def runs_in_thread(size: int) -> bool:
+    """Return whether work for a request of ``size`` bytes runs outside of the event loop."""
+    return size > _SMALL
+
+
 class EncodedChat(NamedTuple):
     """A conversation as packed token ids, and whether it ends in a reasoning block."""
 
@@ -207,7 +212,7 @@ class PromptTokenizer:
             )
 
     async def _run(self, pool: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:
-        if size <= _SMALL:
+        if not runs_in_thread(size):
             return work()
         working = pool.submit(work)
         result = asyncio.wrap_future(working)

@@ -6,10 +6,13 @@ texts, and the length up to which the model was trained.
 """
 
 import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import tokenizers
 
@@ -25,6 +28,12 @@ _LENGTH_FILES = (
     *("sentence_distilbert_config.json", "sentence_xlm-roberta_config.json"),
 )
 _MAX_PROMPT_CHARS = 4096
+_BATCH_CHARS = 1 << 16
+"""Maximum characters of texts that are tokenized together.
+
+It limits the memory for them, and the time for which other calls wait."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +41,11 @@ class EncoderTokens:
     """Token ids of one input, complete with special tokens.
 
     Attributes:
+        tokens: the ids; an ``array("I")`` can be sent to a worker without another conversion.
         types: token type of each token; empty if all are 0.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     types: bytes = b""
 
 
@@ -131,11 +141,8 @@ class EncoderTokenizer:
         Args:
             limit: maximum tokens, special ones included; the end of a longer text is cut off.
         """
-        if limit is None:
-            return _tokens(self._encode(text, special=True))
-        encoding = self._encode(text, special=False)
-        encoding.truncate(max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False)))
-        return _tokens(self._backend.post_process(encoding))
+        (found,) = self.encode_all([text], limit=limit)
+        return found
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> EncoderTokens:
         """Return the tokens of a pair of texts, for a cross encoder.
@@ -144,20 +151,53 @@ class EncoderTokenizer:
             limit: maximum tokens, special ones included. Of a longer pair, the ends of the longer
                 text, or of both, are cut off.
         """
-        if limit is None:
-            return _tokens(self._encode((first, second), special=True))
-        one, two = (self._encode(text, special=False) for text in (first, second))
-        left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
-        lengths = _shortened(len(one.ids), len(two.ids), left)
-        for encoding, length in zip((one, two), lengths, strict=True):
-            encoding.truncate(length)
-        return _tokens(self._backend.post_process(one, two))
+        (found,) = self.encode_pairs([(first, second)], limit=limit)
+        return found
 
-    def _encode(self, given: str | tuple[str, str], *, special: bool) -> tokenizers.Encoding:
-        # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
-        # thread would block the event loop.
-        (encoding,) = self._backend.encode_batch([given], add_special_tokens=special)
-        return encoding
+    def encode_all(
+        self, texts: Iterable[str], *, limit: int | None = None, parallel: bool = False
+    ) -> Iterator[EncoderTokens]:
+        """Yield the tokens of each text; ``limit`` is as in `encode`.
+
+        Args:
+            parallel: tokenize several texts at once, on all cores that the process may use
+                (RAYON_NUM_THREADS sets another number of threads). All calls share these threads,
+                so that a call may wait for another one. Otherwise, the calling thread tokenizes.
+        """
+        encode = self._backend.encode_batch_fast  # without offsets and the text of tokens
+        for batch in _batches(texts, len):
+            if limit is None:
+                yield from map(_tokens, _encode(encode, batch, parallel=parallel))
+                continue
+            left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False))
+            plain = partial(encode, add_special_tokens=False)
+            for encoding in _encode(plain, batch, parallel=parallel):
+                encoding.truncate(left)
+                yield _tokens(self._backend.post_process(encoding))
+
+    def encode_pairs(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        *,
+        limit: int | None = None,
+        parallel: bool = False,
+    ) -> Iterator[EncoderTokens]:
+        """Yield the tokens of each pair; the arguments are as in `encode_pair` and `encode_all`."""
+        # Without a post-processor, `encode_batch_fast` returns other token types for pairs.
+        encode = self._backend.encode_batch
+        for batch in _batches(pairs, lambda pair: len(pair[0]) + len(pair[1])):
+            if limit is None:
+                yield from map(_tokens, _encode(encode, batch, parallel=parallel))
+                continue
+            left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
+            plain = partial(encode, add_special_tokens=False)
+            shared = parallel and len(batch) > 1
+            texts = iter(_encode(plain, list(chain.from_iterable(batch)), parallel=shared))
+            for one, two in zip(texts, texts, strict=True):
+                lengths = _shortened(len(one.ids), len(two.ids), left)
+                for encoding, length in zip((one, two), lengths, strict=True):
+                    encoding.truncate(length)
+                yield _tokens(self._backend.post_process(one, two))
 
     @cached_property
     def _pieces(self) -> tuple[bytes, ...]:
@@ -176,7 +216,35 @@ class EncoderTokenizer:
 
 def _tokens(encoding: Any) -> EncoderTokens:
     types = bytes(encoding.type_ids)
-    return EncoderTokens(tuple(encoding.ids), types if any(types) else b"")
+    return EncoderTokens(array("I", encoding.ids), types if any(types) else b"")
+
+
+def _batches(inputs: Iterable[_T], size_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield lists of at most `_BATCH_CHARS` characters, or of one input, in order."""
+    batch: list[_T] = []
+    size = 0
+    for each in inputs:
+        size += size_of(each)
+        if batch and size > _BATCH_CHARS:
+            yield batch
+            batch, size = [], size_of(each)
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def _encode(
+    encode: Callable[[list[_T]], list[tokenizers.Encoding]], batch: list[_T], *, parallel: bool
+) -> Iterable[tokenizers.Encoding]:
+    """Return the encodings of a batch.
+
+    Only calls with lists release the interpreter lock. Without it, encoding a long text in a thread
+    would block the event loop. The calling thread encodes a list of one input; the threads of the
+    library encode longer lists.
+    """
+    if parallel:
+        return encode(batch)
+    return (encode([each])[0] for each in batch)
 
 
 def _shortened(first: int, second: int, limit: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def test_embeddings_are_those_of_the_runtime_in_any_composition(http: httpx.Clie
     path = resolve_model(ENCODER)
     tokenizer = EncoderTokenizer.load(path)
     texts = [QUERY, *DOCUMENTS, "a", "many words " * 100]
-    inputs = [EncoderInput(tokenizer.encode(text).tokens) for text in texts]
+    inputs = [EncoderInput(tuple(tokenizer.encode(text).tokens)) for text in texts]
     expected = load_encoder(path, max_tokens=tokenizer.trained_tokens).encode(inputs)
     assert torch.equal(embeddings(http, texts), expected)
     alone = torch.cat([embeddings(http, [text]) for text in texts])

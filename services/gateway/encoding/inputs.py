@@ -9,7 +9,7 @@ from services.common.encoder_placement import EncoderModel
 from services.common.errors import InvalidRequest, TooLarge
 from services.gateway.encoding.models import ServedEncoder
 from services.gateway.keys import Tenant
-from services.gateway.prompts import PromptTokenizer
+from services.gateway.prompts import PromptTokenizer, runs_in_thread
 from services.gateway.request_errors import ContextLengthExceeded
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.encoder import EncoderTokens
@@ -119,13 +119,15 @@ class InputBuilder:
         """
         sizes = [len(text.encode()) for text in texts]
         self._check_sizes(sizes, param)
-        encode = self.encoder.tokenizer.encode
+        size = sum(sizes) + len(prompt.encode()) * len(texts)
+        encode_all = self.encoder.tokenizer.encode_all
 
         def run() -> list[EncoderTokens]:
-            found = (encode(prompt + text, limit=self.limit) for text in texts)
+            given = (prompt + text for text in texts)
+            found = encode_all(given, limit=self.limit, parallel=runs_in_thread(size))
             return self._checked(found, param, len(texts))
 
-        return Tokenization(sum(sizes) + len(prompt.encode()) * len(texts), run)
+        return Tokenization(size, run)
 
     def pairs(self, pairs: Sequence[tuple[str, str]], param: str) -> Tokenization:
         """Return the work that tokenizes pairs of texts; otherwise as `texts`.
@@ -135,13 +137,14 @@ class InputBuilder:
         of_text = {text: len(text.encode()) for text in set(chain.from_iterable(pairs))}
         sizes = [of_text[first] + of_text[second] for first, second in pairs]
         self._check_sizes(sizes, param)
-        encode = self.encoder.tokenizer.encode_pair
+        size = sum(sizes)
+        encode_pairs = self.encoder.tokenizer.encode_pairs
 
         def run() -> list[EncoderTokens]:
-            found = (encode(first, second, limit=self.limit) for first, second in pairs)
+            found = encode_pairs(pairs, limit=self.limit, parallel=runs_in_thread(size))
             return self._checked(found, param, len(pairs))
 
-        return Tokenization(sum(sizes), run)
+        return Tokenization(size, run)
 
     def ids(self, inputs: Sequence[Sequence[int]], param: str) -> Tokenization:
         """Return the work that checks token ids, which are complete; ``param`` is as in `texts`."""

@@ -6,6 +6,7 @@ workers, and the loss of one of them costs only its parts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from services.common.grpc_server import MAX_ITEM_BYTES
 from services.common.token_ids import TOKEN_BYTES
@@ -35,7 +36,7 @@ class EncodingRequest:
     priority: int = 0
     operation: str = "embeddings"
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens of all inputs."""
         return sum(len(each.tokens) for each in self.inputs)
@@ -49,15 +50,11 @@ class EncodingRequest:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive inputs of a request, from index ``first``."""
+    """Consecutive inputs of a request, from index ``first``, with ``tokens`` tokens."""
 
     first: int
     inputs: Sequence[EncoderTokens]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the inputs."""
-        return sum(len(each.tokens) for each in self.inputs)
+    tokens: int
 
 
 def cut(
@@ -75,17 +72,18 @@ def cut(
     first = tokens = sent = received = 0
     of_output = dimension * FLOAT_BYTES + _INPUT_BYTES
     for index, each in enumerate(inputs):
-        size = len(each.tokens) * TOKEN_BYTES + len(each.types) + _INPUT_BYTES
+        length = len(each.tokens)
+        size = length * TOKEN_BYTES + len(each.types) + _INPUT_BYTES
         is_full = (
-            tokens + len(each.tokens) > max_tokens
+            tokens + length > max_tokens
             or sent + size > max_bytes
             or received + of_output > max_bytes
         )
         if is_full and index > first:
-            yield Part(first, inputs[first:index])
+            yield Part(first, inputs[first:index], tokens)
             first, tokens, sent, received = index, 0, 0, 0
-        tokens += len(each.tokens)
+        tokens += length
         sent += size
         received += of_output
     if inputs:
-        yield Part(first, inputs[first:])
+        yield Part(first, inputs[first:], tokens)

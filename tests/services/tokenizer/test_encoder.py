@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import processors
 
+from services.tokenizer import encoder
 from services.tokenizer.encoder import EncoderTokenizer
 from services.tokenizer.pieces import TokenizerError
 from tests.services.encoder.samples import CLS, MAX_TOKENS, SEP, write_tokenizer
@@ -59,6 +61,78 @@ def test_of_a_long_pair_the_longer_text_is_cut(
     expected = plain.encode(*texts)
     assert list(found.tokens) == expected.ids
     assert list(found.types or bytes(len(found.tokens))) == expected.type_ids
+
+
+POST_PROCESSORS = {
+    "none": None,
+    "bert": processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS)),
+    "roberta": processors.RobertaProcessing(("[SEP]", SEP), ("[CLS]", CLS)),
+    "types": processors.TemplateProcessing(
+        single="[CLS]:3 $A:1 [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
+    ),
+}
+
+
+@pytest.mark.parametrize("post_processor", POST_PROCESSORS)
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("limit", [None, 5, 64])
+def test_lists_are_tokenized_like_single_inputs(
+    folder: Path,
+    tmp_path: Path,
+    plain: tokenizers.Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    post_processor: str,
+    parallel: bool,
+    limit: int | None,
+) -> None:
+    monkeypatch.setattr(encoder, "_BATCH_CHARS", 20)  # several batches, and one larger text
+    if (processor := POST_PROCESSORS[post_processor]) is None:
+        description = json.loads((folder / "tokenizer.json").read_text())
+        (tmp_path / "tokenizer.json").write_text(json.dumps(description | {"post_processor": None}))
+        plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    else:
+        plain.post_processor = processor
+        plain.save(str(tmp_path / "tokenizer.json"))
+    plain.no_padding()
+    plain.no_truncation()
+    if limit is not None:
+        plain.enable_truncation(limit)
+    tokenizer = EncoderTokenizer.load(tmp_path)
+    texts = ["abc de", "", "a", "fgh ijklm n", "abc " * 10, "? b", "z"]
+    pairs = list(zip(texts, reversed(texts), strict=True))
+    if processor is None and limit is not None:
+        pairs = []  # a pair that is cut has no token types without a post-processor
+    found = [
+        *tokenizer.encode_all(texts, limit=limit, parallel=parallel),
+        *tokenizer.encode_pairs(pairs, limit=limit, parallel=parallel),
+    ]
+    expected = [*map(plain.encode, texts), *(plain.encode(*pair) for pair in pairs)]
+    assert [list(each.tokens) for each in found] == [each.ids for each in expected]
+    types = [list(each.types or bytes(len(each.tokens))) for each in found]
+    assert types == [each.type_ids for each in expected]
+
+
+def test_large_texts_are_tokenized_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_BATCH_CHARS", 10)
+    batches: list[int] = []
+    tokenizer = EncoderTokenizer.load(folder)
+
+    class Recording:
+        def encode_batch_fast(self, given: list[str]) -> list[tokenizers.Encoding]:
+            batches.append(len(given))
+            found: list[tokenizers.Encoding] = backend.encode_batch_fast(given)
+            return found
+
+    backend = tokenizer._backend
+    monkeypatch.setattr(tokenizer, "_backend", Recording())
+    texts = ["abc", "de", "a" * 11, "b" * 10, "c", "d"]
+    assert len(list(tokenizer.encode_all(texts, parallel=True))) == len(texts)
+    assert batches == [2, 1, 1, 2]
+    batches.clear()
+    list(tokenizer.encode_all(texts))  # the calling thread tokenizes lists of one text
+    assert batches == [1] * len(texts)
 
 
 def test_text_of_tokens(folder: Path) -> None:

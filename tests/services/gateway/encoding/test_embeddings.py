@@ -33,7 +33,8 @@ TEXTS = ("abc", "hello world", "a b c d e f g h i j k l m n o p")
 
 def expected(site: EncoderSite, *texts: str, limit: int | None = None) -> list[list[float]]:
     inputs = [
-        EncoderInput(site.encoder.tokenizer.encode(text, limit=limit).tokens) for text in texts
+        EncoderInput(tuple(site.encoder.tokenizer.encode(text, limit=limit).tokens))
+        for text in texts
     ]
     found: list[list[float]] = site.loaded.encoder.encode(inputs).tolist()
     return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime.encoder.model import EncoderInput
+from services.tokenizer import encoder
 from tests.services.gateway.encoding.conftest import EncoderSite, OpenSite
 
 QUERY = "abc"
@@ -23,7 +24,7 @@ async def cross(open_site: OpenSite, cross_encoder: Path) -> EncoderSite:
 def cosines(site: EncoderSite, first: list[str], second: list[str]) -> list[float]:
     encode = site.encoder.tokenizer.encode
     rows = [
-        site.loaded.encoder.encode([EncoderInput(encode(text).tokens) for text in texts])
+        site.loaded.encoder.encode([EncoderInput(tuple(encode(text).tokens)) for text in texts])
         for texts in (first, second)
     ]
     found: list[float] = torch.cosine_similarity(rows[0], rows[1]).tolist()
@@ -32,7 +33,7 @@ def cosines(site: EncoderSite, first: list[str], second: list[str]) -> list[floa
 
 def logits(site: EncoderSite, pairs: list[tuple[str, str]]) -> list[float]:
     found = [site.encoder.tokenizer.encode_pair(*pair) for pair in pairs]
-    inputs = [EncoderInput(each.tokens, tuple(each.types)) for each in found]
+    inputs = [EncoderInput(tuple(each.tokens), tuple(each.types)) for each in found]
     scores = site.loaded.encoder.activation(site.loaded.encoder.encode(inputs))
     values: list[float] = scores[:, 0].tolist()
     return values
@@ -155,17 +156,21 @@ async def test_pairs_beyond_the_limit_are_refused_before_they_are_tokenized(
     assert not tokenized
 
 
+@pytest.mark.parametrize(("size", "batch"), [(1, 100), (3000, 7000)])
 async def test_pairs_after_one_that_is_too_long_are_not_tokenized(
-    cross: EncoderSite, monkeypatch: pytest.MonkeyPatch
+    cross: EncoderSite, monkeypatch: pytest.MonkeyPatch, size: int, batch: int
 ) -> None:
-    encode, found = cross.encoder.tokenizer.encode_pair, []
+    backend = cross.encoder.tokenizer._backend
+    found: list[str] = []
 
-    def record(first: str, second: str, **options: Any) -> Any:
-        found.append(second)
-        return encode(first, second, **options)
+    class Recording:
+        def encode_batch(self, pairs: list[tuple[str, str]]) -> Any:
+            found.extend(second for _, second in pairs)
+            return backend.encode_batch(pairs)
 
-    monkeypatch.setattr(cross.encoder.tokenizer, "encode_pair", record)
-    body = {"query": QUERY, "documents": ["a", "b " * 90, "c"]}
+    monkeypatch.setattr(encoder, "_BATCH_CHARS", batch)
+    monkeypatch.setattr(cross.encoder.tokenizer, "_backend", Recording())
+    body = {"query": QUERY, "documents": ["a" * size, "b " * (90 + size), "c" * size]}
     answer = await cross.post("/v1/rerank", body)
     assert answer.json()["error"]["param"] == "documents[1]"
     assert found == body["documents"][:2]
