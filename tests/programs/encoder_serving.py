@@ -38,8 +38,8 @@ from tests.clients.environments import python_of
 from tests.harness.deployment import deployed
 from tests.programs.encoder_equality import MODEL, texts_of
 
-LISTS, TEXTS = 64, 32
-"""Number of different lists, and of the texts in each."""
+TEXTS = 32
+"""Number of texts in each list."""
 _PROCESSES = 4
 """Maximum number of processes of clients."""
 _TIMEOUT_S = 120.0
@@ -58,14 +58,14 @@ def write_bert_base(folder: Path) -> None:
     pooling.write_text(json.dumps(values))
 
 
-def lists_of(folder: Path, length: str, seed: int) -> list[list[str]]:
+def lists_of(folder: Path, length: str, seed: int, lists: int) -> list[list[str]]:
     """Return lists of texts of a given number of tokens, or of 4 to 128 if it is ``mixed``."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     draw = random.Random(seed)
     lengths = [
-        draw.randint(4, 128) if length == "mixed" else int(length) for _ in range(LISTS * TEXTS)
+        draw.randint(4, 128) if length == "mixed" else int(length) for _ in range(lists * TEXTS)
     ]
     texts = texts_of(tokenizer, lengths, seed)
     return [texts[at : at + TEXTS] for at in range(0, len(texts), TEXTS)]
@@ -99,7 +99,7 @@ def _clients(
     done: list[float] = []
     draw = random.Random(os.getpid())
     running = [
-        threading.Thread(target=_send, args=(url, bodies, draw.randrange(LISTS), until, done))
+        threading.Thread(target=_send, args=(url, bodies, draw.randrange(len(bodies)), until, done))
         for _ in range(threads)
     ]
     for thread in running:
@@ -160,7 +160,7 @@ def peer_texts_per_s(
             text=True,
             check=True,
         )
-    return LISTS * TEXTS / float(json.loads(ended.stdout)["seconds"])
+    return len(lists) * TEXTS / float(json.loads(ended.stdout)["seconds"])
 
 
 @contextmanager
@@ -180,7 +180,8 @@ def _print(line: str) -> None:
 
 def _measure(arguments: argparse.Namespace, folder: Path) -> None:
     lists = {
-        length: lists_of(folder, length, arguments.seed) for length in arguments.lengths.split(",")
+        length: lists_of(folder, length, arguments.seed, arguments.lists)
+        for length in arguments.lengths.split(",")
     }
     peers = dict.fromkeys(lists, 0.0)
     if not arguments.url and not arguments.no_peer:
@@ -204,6 +205,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", default="16,64,mixed", help="tokens of texts")
     parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--lists", type=int, default=8, help="number of different lists")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--url", help="server that already runs")
