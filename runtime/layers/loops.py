@@ -90,44 +90,30 @@ def linear(source: Source, blocks: int, x: Floats, y: Floats) -> None:
         x: fp32 `[n, in]`.
         y: fp32 `[n, out]`, written.
     """
-    part = np.empty((x.shape[0], LANES), np.float32)
-    acc = np.empty((x.shape[0], LANES), np.float32)
+    rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
+    part = np.empty((rows, LANES), np.float32)  # sum over K_BLOCK columns
+    acc = np.empty((rows, LANES), np.float32)
     for b in range(blocks):
-        _multiply_block(source, b, x, part, acc, y[:, b * LANES :])
+        for first in range(0, columns, K_BLOCK):
+            for r in range(rows):
+                for lane in range(LANES):
+                    part[r, lane] = _f(0.0)
+            _add_block(part, x, source, b, first, min(columns, first + K_BLOCK))
+            for r in range(rows):
+                for lane in range(LANES):
+                    acc[r, lane] = part[r, lane] if first == 0 else acc[r, lane] + part[r, lane]
+        for r in range(rows):
+            for lane in range(min(LANES, outputs - b * LANES)):
+                y[r, b * LANES + lane] = acc[r, lane]
 
 
 @compiled
 def linear_expanded(source: Source, blocks: int, x: Floats, y: Floats) -> None:
     """Compute `linear`, faster for many rows of codes or bf16: each block is expanded once."""
-    part = np.empty((x.shape[0], LANES), np.float32)
-    acc = np.empty((x.shape[0], LANES), np.float32)
     block = np.empty((1, x.shape[1], LANES), np.float32)
     for b in range(blocks):
         _expand_block(source, b, x.shape[1], block[0])
-        _multiply_block(block, 0, x, part, acc, y[:, b * LANES :])
-
-
-@compiled
-def _multiply_block(
-    source: Source, b: int, x: Floats, part: Floats, acc: Floats, y: Floats
-) -> None:
-    """Write the product of ``x`` and block ``b`` to the first columns of ``y``.
-
-    Args:
-        part, acc: fp32 `[n, LANES]`, for sums over K_BLOCK columns, and over all.
-    """
-    rows, columns = x.shape
-    for first in range(0, columns, K_BLOCK):
-        for r in range(rows):
-            for lane in range(LANES):
-                part[r, lane] = _f(0.0)
-        _add_block(part, x, source, b, first, min(columns, first + K_BLOCK))
-        for r in range(rows):
-            for lane in range(LANES):
-                acc[r, lane] = part[r, lane] if first == 0 else acc[r, lane] + part[r, lane]
-    for r in range(rows):
-        for lane in range(min(LANES, y.shape[1])):
-            y[r, lane] = acc[r, lane]
+        linear(block, 1, x, y[:, b * LANES : (b + 1) * LANES])
 
 
 @compiled
