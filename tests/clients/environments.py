@@ -8,7 +8,6 @@ uv installs the packages, several times faster than pip. It takes them from the 
 configured to use.
 """
 
-import ast
 import fcntl
 import hashlib
 import os
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pip._internal.models.index import PyPI
+from deploy.uv import sources_of_pip
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -27,15 +26,6 @@ NODE_PACKAGES = Path(__file__).parent / "node"
 _INSTALL_S = 1800.0
 _KEY_DIGITS = 12
 _TORCH_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
-_DEFAULT_INDEX = PyPI.simple_url
-_PIP_SECTIONS = ("global", "install", ":env:")
-"""Sections of pip's configuration that apply to installations, by increasing precedence."""
-_UV_VARIABLES = {
-    "find-links": ("UV_FIND_LINKS", ","),
-    "trusted-host": ("UV_INSECURE_HOST", " "),
-    "cert": ("SSL_CERT_FILE", " "),
-}
-"""Variable of uv for each option of pip, and the separator of its values."""
 
 
 class InstallationFailed(Exception):
@@ -55,7 +45,7 @@ def python_of(client: str) -> Path:
     with _environment(client, requirements.read_bytes()) as (folder, is_new):
         python = folder / "bin" / "python"
         if is_new:
-            variables = _sources()
+            variables = sources_of_pip()
             _uv(["venv", "--python", sys.executable, str(folder)], variables)
             install = ["pip", "install", "--python", str(python), "--no-deps", "-r"]
             try:
@@ -102,38 +92,6 @@ def _environment(client: str, content: bytes) -> Iterator[tuple[Path, bool]]:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         yield folder, is_new
         done.touch()
-
-
-def _sources() -> dict[str, str]:
-    """Return variables with which uv uses the sources of pip, whose configuration it ignores."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    options: dict[tuple[str, str], str] = {}
-    for line in listed.splitlines():
-        name, _, value = line.partition("=")
-        section, _, option = name.rpartition(".")
-        options[section, option] = ast.literal_eval(value)
-    effective = {
-        option: options[section, option].split()
-        for section in _PIP_SECTIONS
-        for found, option in options
-        if found == section
-    }
-    # As with pip, the newest version of all sources counts. Of a version, uv takes the files of one
-    # source only, and the index of pip has all of them. Its default index is the last one for uv.
-    index = effective.get("index-url") or [_DEFAULT_INDEX]
-    *first, last = [*index, *effective.get("extra-index-url", [])]
-    return {
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_INDEX": " ".join(first),
-        "UV_DEFAULT_INDEX": last,
-        **{
-            variable: separator.join(effective[option])
-            for option, (variable, separator) in _UV_VARIABLES.items()
-            if option in effective
-        },
-    }
 
 
 def _uv(arguments: list[str], variables: dict[str, str]) -> None:

@@ -171,12 +171,13 @@ def test_image_installs_only_files_with_known_hashes_and_what_it_has_built() -> 
 
 def test_make_installs_only_torch_without_hashes() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    installs = re.findall(r"^\t.*(?:\$\(PIP\)|pip install).*$", makefile, re.MULTILINE)
+    installs = re.findall(r"^\t.*(?:\$\((?:PIP|UV)\)|pip install).*$", makefile, re.MULTILINE)
     assert len(installs) >= 6
     for line in installs:
         if "torch==" not in line:
             assert "--require-hashes" in line or "--no-build-isolation -e ." in line, line
     assert re.search(r"^PIP +:= .* --no-deps$", makefile, re.MULTILINE)
+    assert re.search(r"^UV +:= .* --no-deps --require-hashes$", makefile, re.MULTILINE)
 
 
 def test_locked_build_packages_meet_the_build_requirements() -> None:
