@@ -10,7 +10,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCKED := deploy/requirements
 LOCKS  := $(foreach name,run build model encoder,-r $(LOCKED)/$(name).txt)
 PIP    := $(BIN)/pip install --progress-bar on --no-deps
-# uv is several times faster than pip. pip is used where uv lacks something, such as an option of pip's configuration.
+# uv is several times faster than pip. pip is used where uv is missing or fails, such as with options of pip's
+# configuration that it lacks.
 UV     := $(BIN)/python deploy/uv.py pip install --no-deps --require-hashes
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
 # Fraction of the parameters of linear layers to keep. 1 serves the dense model. Below 1, the model is factorized in
@@ -133,7 +134,7 @@ endif
 
 $(VENV)/.uv: | $(VENV)/bin/pip
 	sed -n '/^uv==/,/[^\\]$$/p' $(LOCKED)/dev.txt > $@.txt
-	$(PIP) --require-hashes -r $@.txt
+	-$(PIP) --require-hashes -r $@.txt
 	@touch $@
 
 $(VENV)/.ready: pyproject.toml $(wildcard $(LOCKED)/*.txt) proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch $(VENV)/.uv

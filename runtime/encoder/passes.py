@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Passes:
-    """How many tokens a layer computes at once, which limits the memory of its activations.
+    """Maximum tokens that a layer computes at once. They determine the memory of activations.
 
     Attributes:
         attention_tokens: maximum tokens that attention, with its linears, computes at once, unless
