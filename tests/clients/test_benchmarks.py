@@ -31,8 +31,11 @@ def test_guidellm_counts_every_request(
         *("--output", f"kind=json,path={report}"),
     ]
     output_of(command, variables_of(running), 300)
-    metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
-    assert metrics["request_totals"]["successful"] == REQUESTS
+    benchmark = json.loads(report.read_text())["benchmarks"][0]
+    metrics, requests = benchmark["metrics"], benchmark["requests"]
+    assert metrics["request_totals"]["successful"] == REQUESTS, {
+        kind: requests[kind] for kind in ("errored", "incomplete")
+    }
     assert metrics["request_totals"]["errored"] == 0
     assert metrics["output_token_count"]["successful"]["mean"] == OUTPUT
 
