@@ -1,8 +1,9 @@
 """Cost of constrained output: compilation and masks, and steps of SmolLM2-135M on the CPU.
 
 ``python -m tests.programs.grammars`` compiles random JSON schemas for the tokenizer of SmolLM2 and
-generates random allowed tokens. ``--steps N`` also generates up to N tokens of one batch of
-schemas with the model, with and without the constraint. All times are processor times.
+generates random allowed tokens. ``--steps N`` also generates N tokens of one batch of lists with
+the model, whose items follow the schemas, with and without the constraint. All times are processor
+times.
 
 ``--answers`` instead lets the model answer a chat for each schema, with `ANSWER_TOKENS` tokens at
 most and temperature 1, the default of the API. The prompt has the names of the fields, but not
@@ -49,6 +50,7 @@ RANDOM_TOKENS = 150
 ANSWER_TOKENS = 400
 _PROGRESS = 50
 """Number of answers after which the result so far is printed."""
+_MIN_ITEMS = 100
 _CLOSING = (b'"', b"}", b"]")
 
 _Pair = tuple[dict[str, Any], Grammar]
@@ -79,7 +81,16 @@ def main(
         return
     _generate_at_random(accepted, tokenizer, random)
     if steps:
-        _generate_with_model(path, tokenizer, accepted[:batch], steps)
+        lists = [_long_list_of(schema) for schema, _ in accepted[:batch]]
+        constraints = [each for each in _compiled(lists, vocabulary) if each]
+        _generate_with_model(path, tokenizer, constraints, steps)
+
+
+def _long_list_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of lists whose items follow another one, and which do not end soon."""
+    items = {key: value for key, value in schema.items() if key != "$defs"}
+    definitions = schema.get("$defs", {})
+    return {"type": "array", "items": items, "minItems": _MIN_ITEMS, "$defs": definitions}
 
 
 def _compiled(
@@ -131,19 +142,17 @@ def _generate_at_random(pairs: Sequence[_Pair], tokenizer: Tokenizer, random: Ra
 
 
 def _generate_with_model(
-    path: Path, tokenizer: Tokenizer, pairs: Sequence[_Pair], steps: int
+    path: Path, tokenizer: Tokenizer, constraints: Sequence[Grammar], steps: int
 ) -> None:
     model = build_model(load_checkpoint(path, torch.float32))
-    ends = frozenset(tokenizer.eos_ids)
+    text = tokenizer.render_chat([{"role": "user", "content": "Write a long list of objects."}])
+    prompt = tuple(tokenizer.encode_rendered(text))
     requests = []
-    for number, (schema, grammar) in enumerate(pairs):
-        content = f"Answer with JSON that follows this schema: {json.dumps(schema)}"
-        text = tokenizer.render_chat([{"role": "user", "content": content}])
-        tokens = tuple(tokenizer.encode_rendered(text)[:300])
+    for number, grammar in enumerate(constraints):
         sampling = SamplingParams(temperature=0.7, seed=number, constrained=True)
-        state = grammar.start()
+        ends, state = frozenset(tokenizer.eos_ids), grammar.start()
         requests.append(
-            Request(str(number), tokens, len(tokens), sampling, steps, ends, grammar=state)
+            Request(str(number), prompt, len(prompt), sampling, steps, ends, grammar=state)
         )
     free = [
         replace(
@@ -154,12 +163,10 @@ def _generate_with_model(
         )
         for request in requests
     ]
-    pages = model.layout.plan.each(len(pairs) * (300 + steps) // 16 + 64)
-    limits = Limits(max_running=len(pairs), max_waiting=len(pairs), step_tokens=512)
-    _run("without constraints", Engine(LocalExecutor(model, EngineOptions(pages, limits))), free)
-    engine = Engine(LocalExecutor(model, EngineOptions(pages, limits)))
-    outputs, reasons = _run("with constraints", engine, requests)
-    _print_finished(tokenizer, pairs, outputs, reasons)
+    pages = model.layout.plan.each(len(requests) * (len(prompt) + steps) // 16 + 64)
+    limits = Limits(max_running=len(requests), max_waiting=len(requests), step_tokens=512)
+    for title, batch in (("without constraints", free), ("with constraints", requests)):
+        _run(title, Engine(LocalExecutor(model, EngineOptions(pages, limits))), batch)
 
 
 def _answer(
@@ -226,12 +233,8 @@ def _print_finished(
     )
 
 
-def _run(
-    title: str, engine: Engine, requests: Sequence[Request]
-) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+def _run(title: str, engine: Engine, requests: Sequence[Request]) -> None:
     """Generate, and print the time of steps in which all requests decode."""
-    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
-    reasons: dict[str, FinishReason] = {}
     times: list[float] = []
     commands = [Add(request) for request in requests]
     while commands or engine.has_work:
@@ -240,11 +243,8 @@ def _run(
         commands = []
         if len(output.tokens) == len(requests):
             times.append(time.process_time() - begin)
-        for name, token in output.tokens:
-            outputs[name].append(token.token)
-        reasons |= {name: reason for name, _, reason in output.finished}
+    assert times, "no step in which all requests decode"
     console.print(f"step of {len(requests)} sequences {title}: {_quantiles(times[1:], 1e3)} ms")
-    return outputs, reasons
 
 
 def _quantiles(values: Sequence[float], scale: float) -> str:
