@@ -104,7 +104,7 @@ class Running:
         """Return the metrics URL of the gateway and of each worker, by process name."""
         urls = {"gateway": f"{self.url}/metrics"}
         for name in sorted(self.state.pids):
-            if name.startswith(("prefill", "decode")):
+            if name.startswith(("prefill", "decode", "encoder")):
                 port = self.records(name, "ready")[-1]["metrics_port"]
                 urls[name] = self._metrics_url(port)
         return urls

@@ -65,6 +65,9 @@ def configure(folder: Path, targets: Mapping[str, list[str]], token: str) -> Pat
     shutil.copytree(SOURCE, folder, dirs_exist_ok=True)
     (folder / "cluster-token").write_text(token)
     groups = yaml.safe_load((folder / "targets.yaml").read_text())
+    listed = {group["labels"]["component"] for group in groups}
+    for component in sorted(targets.keys() - listed):  # in a comment there, as the encoder is
+        groups.append({"labels": {**groups[0]["labels"], "component": component}})
     for group in groups:
         group["targets"] = targets[group["labels"]["component"]]
     (folder / "targets.yaml").write_text(yaml.safe_dump(groups))

@@ -21,10 +21,11 @@ from tests.deploy.expressions import (
     selectors,
 )
 from tests.harness.deployment import Running, deployed
+from tests.harness.encoders import ENCODER, needs_encoder
 from tests.operate.debian import Unpacked, unpack
 from tests.operate.prometheus import SOURCE, Prometheus, configure, serving
 
-pytestmark = [pytest.mark.operate, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.operate, pytest.mark.timeout(900), needs_encoder]
 
 COLLECT_S = 240.0
 """Time in which all expressions must have data: two scrapes, 15 s apart, and a busy machine."""
@@ -45,7 +46,7 @@ def package() -> Unpacked:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed() as deployment:
+    with deployed("--encoder", ENCODER) as deployment:
         yield deployment
 
 
@@ -83,9 +84,13 @@ def traffic(running: Running) -> Iterator[None]:
                 body = {"model": running.model, "prompt": prompt, "max_tokens": 8}
                 if number % 2:  # constraints that are not known from earlier requests
                     body["guided_choice"] = [f"river {number}", "turbine"]
-                answer = client.post("/v1/completions", json=body)
-                if answer.status_code != httpx.codes.OK:
-                    failures.append(answer.text)
+                answers = [
+                    client.post("/v1/completions", json=body),
+                    client.post(
+                        "/v1/embeddings", json={"model": "all-MiniLM-L6-v2", "input": prompt}
+                    ),
+                ]
+                failures.extend(a.text for a in answers if a.status_code != httpx.codes.OK)
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -169,7 +174,7 @@ def promtool(package: Unpacked, *arguments: str | Path) -> None:
 def test_all_targets_are_scraped(prometheus: Prometheus) -> None:
     targets = prometheus.targets()
     assert {target["labels"]["component"]: target["health"] for target in targets} == dict.fromkeys(
-        ("gateway", "router", "prefill", "decode"), "up"
+        ("gateway", "router", "prefill", "decode", "encoder"), "up"
     ), [target["lastError"] for target in targets]
 
 
@@ -209,7 +214,7 @@ def active_alerts(prometheus: Prometheus) -> set[str]:
 
 
 def test_sums_over_a_deployment_count_once(prometheus: Prometheus) -> None:
-    """Each metric is exported by one component, or by both roles of workers."""
+    """One component exports a metric, or prefill and decode workers do, or all workers."""
     shared = prometheus.query(
         'count by (__name__) (count by (__name__, component) ({__name__=~"headrace_.*"})) > 1'
     )
@@ -218,4 +223,4 @@ def test_sums_over_a_deployment_count_once(prometheus: Prometheus) -> None:
     for name in {name for name in names if not name.startswith(OF_EVERY_PROCESS)}:
         components = prometheus.query(f"count by (component) ({name})")
         found = {sample["metric"]["component"] for sample in components}
-        assert found == {"prefill", "decode"}, name
+        assert found - {"encoder"} == {"prefill", "decode"}, name

@@ -1,7 +1,6 @@
 """The chart as Flux and Argo CD package and render it."""
 
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ TOKEN = ("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecre
 
 
 def flux_package(version: str, folder: Path) -> Path:
-    """Package the chart from an archive of its Git repository, as Flux makes it: without links."""
-    archive = folder / "repository.tar.gz"
-    with tarfile.open(archive, "w:gz") as writer:
-        for path in sorted(CHART.rglob("*")):
-            if path.is_file() and not path.is_symlink():
-                writer.add(path, path.relative_to(CHART.parent))
-    with tarfile.open(archive) as reader:
-        reader.extractall(folder / "source", filter="data")
-    done = helm(version).run("package", str(folder / "source" / CHART.name), cwd=folder)
+    """Package a copy of the chart without links, which Flux leaves out of its Git repository."""
+    source = folder / CHART.name
+    for path in CHART.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            copy = source / path.relative_to(CHART)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    done = helm(version).run("package", str(source), cwd=folder)
     assert done.returncode == 0, done.stderr
     (package,) = folder.glob("headrace-*.tgz")
     return package
