@@ -66,7 +66,7 @@ def configure(folder: Path, targets: Mapping[str, list[str]], token: str) -> Pat
     (folder / "cluster-token").write_text(token)
     groups = yaml.safe_load((folder / "targets.yaml").read_text())
     listed = {group["labels"]["component"] for group in groups}
-    for component in sorted(targets.keys() - listed):  # in a comment there, as the encoder is
+    for component in sorted(targets.keys() - listed):  # the encoder's is in a comment
         groups.append({"labels": {**groups[0]["labels"], "component": component}})
     for group in groups:
         group["targets"] = targets[group["labels"]["component"]]

@@ -51,6 +51,7 @@ ANSWER_TOKENS = 400
 _PROGRESS = 50
 """Number of answers after which the result so far is printed."""
 _MIN_ITEMS = 100
+"""Length of lists that do not end within the tokens of ``--steps``."""
 _CLOSING = (b'"', b"}", b"]")
 
 _Pair = tuple[dict[str, Any], Grammar]
@@ -147,10 +148,10 @@ def _generate_with_model(
     model = build_model(load_checkpoint(path, torch.float32))
     text = tokenizer.render_chat([{"role": "user", "content": "Write a long list of objects."}])
     prompt = tuple(tokenizer.encode_rendered(text))
-    requests = []
+    requests, ends = [], frozenset(tokenizer.eos_ids)
     for number, grammar in enumerate(constraints):
         sampling = SamplingParams(temperature=0.7, seed=number, constrained=True)
-        ends, state = frozenset(tokenizer.eos_ids), grammar.start()
+        state = grammar.start()
         requests.append(
             Request(str(number), prompt, len(prompt), sampling, steps, ends, grammar=state)
         )

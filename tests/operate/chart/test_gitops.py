@@ -14,7 +14,7 @@ TOKEN = ("--set", "auth.clusterToken.value=token,auth.clusterToken.existingSecre
 
 
 def flux_package(version: str, folder: Path) -> Path:
-    """Package a copy of the chart without links, which Flux leaves out of its Git repository."""
+    """Package a copy of the chart without links, which Flux leaves out of its archives."""
     source = folder / CHART.name
     for path in CHART.rglob("*"):
         if path.is_file() and not path.is_symlink():
