@@ -104,14 +104,13 @@ async def test_exception_in_on_output_is_a_fault(start: Callable[..., EngineThre
 async def test_stop_abandons_a_thread_that_hangs(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_thread, "STOP_S", 0.05)
     engine = engine_of(tiny_model())
     outputs = Outputs()
     gate = Gate(engine, monkeypatch)
     thread = start(engine, outputs.queue.put_nowait)
     thread.submit(Add(request_of("r", 20)))
     assert (await outputs.next()).started
-    await asyncio.wait_for(thread.stop(), LIMIT_S / 2)
+    await asyncio.wait_for(thread.stop(wait_s=0.05), LIMIT_S / 2)
     assert outputs.queue.empty()
     gate.open.set()
     assert (await outputs.next()).computed
