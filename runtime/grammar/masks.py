@@ -81,4 +81,4 @@ def allowed_tokens(mask: MaskWords, first: int, count: int) -> NDArray[np.bool_]
         mask: masks `[…, words]`.
     """
     bits = np.unpackbits(mask.view(np.uint8), axis=-1, bitorder="little")
-    return bits[..., first : first + count].astype(np.bool_)
+    return bits[..., first : first + count].view(np.bool_)

@@ -26,6 +26,8 @@ CANDIDATES = 1024
 ROUNDING = 1e-9
 """Relative tolerance with which a sum of probabilities counts as top-p or more. The rounding of
 sums may depend on the batch, and sums of equal probabilities often meet top-p exactly."""
+_MIN_EXPONENT = -700.0
+"""Bound on exponents, whose exponential is a normal fp64 number."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
         A draw for each row, or None if the row's logits are not finite.
     """
     processed = _process(logits, rows)
-    tokens = processed.argmax(dim=-1).tolist()
     random = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    if len(random) < len(rows):
+        tokens: list[int] = processed.argmax(dim=-1).tolist()
+        processed = processed[random]
+    else:
+        tokens = [0] * len(rows)
     if random:
         drawn_rows = [rows[number] for number in random]
         parameters = SamplingTensors.of(drawn_rows, logits.shape[-1], logits.device)
-        drawn = _draw_all(processed[random], parameters)
-        for number, token in zip(random, drawn, strict=True):
+        for number, token in zip(random, _draw_all(processed, parameters), strict=True):
             tokens[number] = token
     finite = logits.sum(dim=-1).isfinite().tolist()
     draws = _with_logprobs(tokens, logits, rows)
@@ -205,7 +210,7 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
         logits[excluded] = -MAX_LOGIT
     if row.mask is not None:
         allowed = torch.from_numpy(allowed_tokens(row.mask, 0, len(logits)))
-        logits.masked_fill_(~allowed.to(logits.device), FORBIDDEN)
+        logits.masked_fill_(allowed.to(logits.device).logical_not_(), FORBIDDEN)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -279,7 +284,10 @@ def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
 def _log_sum(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return `Candidates.log_sum` of all logits."""
     m = logits.amax(dim=-1, keepdim=True)
-    return ((logits - m).double() / temperature).logsumexp(dim=-1, keepdim=True)
+    scaled = (logits - m).double().div_(temperature)
+    # The largest is 0, so that smaller terms than this do not change the sum. Without the bound,
+    # the exponentials of masked tokens underflow, which is slow on a CPU.
+    return scaled.clamp_(min=_MIN_EXPONENT).exp_().sum(dim=-1, keepdim=True).log_()
 
 
 def _masses(values: Tensor, log_sum: Tensor, parameters: SamplingTensors) -> Tensor:

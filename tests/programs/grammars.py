@@ -166,8 +166,14 @@ def _generate_with_model(
     ]
     pages = model.layout.plan.each(len(requests) * (len(prompt) + steps) // 16 + 64)
     limits = Limits(max_running=len(requests), max_waiting=len(requests), step_tokens=512)
-    for title, batch in (("without constraints", free), ("with constraints", requests)):
-        _run(title, Engine(LocalExecutor(model, EngineOptions(pages, limits))), batch)
+    engines = [Engine(LocalExecutor(model, EngineOptions(pages, limits))) for _ in range(2)]
+    times = _in_turn(engines, (free, requests))
+    for title, each in zip(("without", "with"), times, strict=True):
+        console.print(
+            f"step of {len(free)} sequences {title} constraints: {_quantiles(each, 1e3)} ms"
+        )
+    relative = np.median(times[1]) / np.median(times[0]) - 1
+    console.print(f"median with constraints {relative:+.1%}")
 
 
 def _answer(
@@ -234,18 +240,23 @@ def _print_finished(
     )
 
 
-def _run(title: str, engine: Engine, requests: Sequence[Request]) -> None:
-    """Generate, and print the time of steps in which all requests decode."""
-    times: list[float] = []
-    commands = [Add(request) for request in requests]
-    while commands or engine.has_work:
-        begin = time.process_time()
-        output = engine.step(commands)
-        commands = []
-        if len(output.tokens) == len(requests):
-            times.append(time.process_time() - begin)
-    assert times, "no step in which all requests decode"
-    console.print(f"step of {len(requests)} sequences {title}: {_quantiles(times[1:], 1e3)} ms")
+def _in_turn(
+    engines: Sequence[Engine], batches: Sequence[Sequence[Request]]
+) -> tuple[list[float], ...]:
+    """Step engines in turn; return for each the times of steps in which all requests decode."""
+    times = tuple(list[float]() for _ in engines)
+    waiting = [[Add(request) for request in batch] for batch in batches]
+    while any(waiting) or any(engine.has_work for engine in engines):
+        for number, engine in enumerate(engines):
+            if not waiting[number] and not engine.has_work:
+                continue
+            begin = time.process_time()
+            output = engine.step(waiting[number])
+            waiting[number] = []
+            if len(output.tokens) == len(batches[number]):
+                times[number].append(time.process_time() - begin)
+    assert all(len(each) > 1 for each in times), "no step in which all requests decode"
+    return tuple(each[1:] for each in times)
 
 
 def _quantiles(values: Sequence[float], scale: float) -> str:
