@@ -24,7 +24,7 @@ from services.common.terminal import results
 from services.offline.chats import ChatFidelity, answer, as_text, compare_chats, questions
 from services.offline.compress_encoder import compress_encoder
 from services.offline.factorize import factorize, print_costs, progress_callback
-from services.offline.output import refuse_existing, write_model
+from services.offline.output import has_modules, refuse_existing, write_encoder, write_model
 from services.offline.real_kv import load_model
 from services.tokenizer.loading import load_tokenizer
 from services.tokenizer.tokenizer import Tokenizer
@@ -61,7 +61,8 @@ def compress(
     Finished layers are kept in a folder beside ``out``: after an interruption, a call with the same
     arguments continues from them.
 
-    An encoder is calibrated on documentation only, and its embeddings are compared.
+    An encoder is calibrated on documentation only, and its embeddings are compared. A decoder with
+    the ``modules.json`` of sentence-transformers keeps that and the files that it names.
 
     Args:
         model: name or path of a checkpoint.
@@ -115,7 +116,7 @@ def _compress_decoder(
     with _reported_shortage("use --device cpu"):
         factorized, report = factorize(
             *(dense, calibration, keep, method, allocation, on, out),
-            lambda made: write_model(made, tokenizer, out),
+            lambda made: _write(made, source, tokenizer, out),
         )
         before, after = _perplexities(dense, factorized, held_out, on, console)
     _print_report(report, held_out, before, after)
@@ -123,6 +124,13 @@ def _compress_decoder(
         with _reported_shortage(f"but {out} is complete"), console.status("comparing answers"):
             fidelity = _compared_chats(source, out, tokenizer, held_out_chats, on)
         _print_fidelity(fidelity)
+
+
+def _write(factorized: Checkpoint, source: Path, tokenizer: Tokenizer, out: Path) -> None:
+    if has_modules(source):
+        write_encoder(factorized, [source], out)
+    else:
+        write_model(factorized, tokenizer, out)
 
 
 def is_larger_than(device: torch.device, model: Checkpoint) -> bool:

@@ -209,6 +209,14 @@ def test_converted_embedder_keeps_its_modules(dense: Path, tmp_path: Path) -> No
     torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
 
 
+def test_compressed_embedder_keeps_its_modules(dense: Path, tmp_path: Path) -> None:
+    write_modules(dense, {"pooling_mode": "lasttoken"}, normalize=True)
+    compress(str(dense), 0.7, tmp_path / "out", rows=2, device="cpu", held_out_chats=0)
+    found = load_encoder(tmp_path / "out").encode(random_inputs((1, 5)))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
+    assert load_checkpoint(tmp_path / "out").keep == 0.7
+
+
 def test_conversion_needs_the_tokenizer_of_an_encoder(tmp_path: Path) -> None:
     for name in ("dense", "other"):
         write_encoder(tmp_path / name, "BertModel")
