@@ -31,13 +31,13 @@ def environment() -> dict[str, str]:
     return dict(pairs)
 
 
-def copied_sources() -> list[str]:
-    """Return the sources of COPY instructions that are in the build context."""
+def copied_sources(*flavors: str) -> list[str]:
+    """Return the sources of COPY instructions that are in the build context, for these flavors."""
     sources = []
     for rest in arguments("COPY"):
         parts = rest.split()
         if not parts[0].startswith("--from"):
-            for flavor in FLAVORS:
+            for flavor in flavors:
                 sources += [part.replace("${FLAVOR}", flavor) for part in parts[:-1]]
     return sorted(set(sources))
 

@@ -82,7 +82,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 def test_build_context_is_exactly_what_the_dockerfile_copies() -> None:
-    sources = copied_sources()
+    sources = copied_sources(*FLAVORS)
     assert all((ROOT / source).exists() for source in sources)
     files = tracked_files()
     sent = {file for file in files if not is_ignored(file)}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.images import DEPLOY, ROOT, arguments
+from tests.deploy.images import DEPLOY, ROOT, arguments, copied_sources
 from tests.operate.debian import CACHE
 
 FOLDER = CACHE / "images"
@@ -116,7 +116,7 @@ class Buildah:
 
 def _wheels(flavor: str) -> Path:
     """Return a folder with all wheels that the build of an image installs."""
-    files = [DEPLOY / "requirements" / f"{name}.txt" for name in (flavor, "model", "build")]
+    files = [ROOT / path for path in copied_sources(flavor) if path.endswith(".txt")]
     (index,) = (rest for rest in arguments("ARG") if rest.startswith("TORCH_INDEX="))
     key = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     folder = FOLDER / f"wheels-{flavor}-{key[:12]}"

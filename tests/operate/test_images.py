@@ -16,7 +16,7 @@ from tests.ports import free_port
 
 pytestmark = [pytest.mark.operate, pytest.mark.timeout(3600)]
 
-MOST_BYTES = {"control": 350e6, "cpu": 1.5e9}
+MOST_BYTES = {"control": 400e6, "cpu": 1.5e9}
 ROLES = {"router": "control", "gateway": "control", "prefill": "cpu", "decode": "cpu"}
 START_S = 300.0
 USER = 10001
