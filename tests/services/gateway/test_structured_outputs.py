@@ -274,11 +274,11 @@ async def test_exploding_schema_is_refused_while_others_are_served(model: Served
                 last = time.monotonic()
         with pytest.raises(InvalidRequest, match="takes more than 3 s to compile"):
             exploding.result()
-        assert max(gaps) < 0.5
+        assert max(gaps) < 1.5, "less than the compilation took"
         begin = time.monotonic()
         with pytest.raises(InvalidRequest, match="takes more than 3 s"):
             await checker.check(bad, Tenant("a"))
-        assert time.monotonic() - begin < 0.5, "the result is kept"
+        assert time.monotonic() - begin < 1.5, "the result is kept"
         name, labels = "headrace_grammars_refused_total", {"reason": "timeout"}
         assert metrics.registry.get_sample_value(name, labels) == 2
         await checker.check(fine, Tenant("a"))
