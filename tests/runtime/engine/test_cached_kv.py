@@ -11,11 +11,11 @@ from runtime.engine import Add, Cancel, Engine
 from runtime.kv.names import DENSE
 from runtime.models.model import Model
 from runtime.pages.prefix import PageHashes, root_hash
+from tests.runtime.engine.by_hand import all_free
 from tests.runtime.engine.test_prefixes import (
     FORMATS,
     PAGE,
     ROOT,
-    all_free,
     cache_of,
     engine_of,
     model_of,

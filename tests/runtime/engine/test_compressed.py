@@ -20,7 +20,7 @@ from runtime.models.build import build_model
 from runtime.models.model import Model
 from runtime.pages.plan import PageCount, pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
-from runtime.sampling.reference import SamplingRow, sample
+from tests.runtime.engine.by_hand import GREEDY, SEEDED, all_free, sampled_by_hand
 from tests.runtime.pages.plans import compressed_plan
 from tests.runtime.tiny import Record, drive, engine_of, replayed, request_of, tiny_checkpoint
 
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.slow
 
 PAGE = 16
 PLAN = compressed_plan(PAGE)
-GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
-SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +57,7 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
 
 def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[SampledToken]:
     """Return the output of a choice, without the engine."""
-    steps = logits_by_hand(model, request)
-    logits = next(steps)
-    tokens = list(request.tokens)
-    output = []
-    for index in range(request.max_tokens):
-        row = SamplingRow(request.sampling, choice, tokens, request.prompt_tokens)
-        [draw] = sample(logits, [row])
-        assert draw is not None
-        output.append(SampledToken(choice, index, draw.token, draw.logprob, draw.top))
-        tokens.append(draw.token)
-        logits = steps.send(draw.token)
-    return output
-
-
-def all_free(engine: Engine) -> bool:
-    pages = engine.scheduler.pages
-    return pages.free == pages.total == engine.scheduler.pages.free == engine.scheduler.pages.total
+    return sampled_by_hand(logits_by_hand(model, request), request, choice)
 
 
 @pytest.mark.few(3)

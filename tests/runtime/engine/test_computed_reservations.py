@@ -5,10 +5,10 @@ import pytest
 from runtime.engine import Add, Cancel, Command, Engine, Reserve
 from runtime.kv.names import DENSE
 from runtime.models.model import Model
+from tests.runtime.engine.by_hand import all_free
 from tests.runtime.engine.mirrored import Mirrored
 from tests.runtime.engine.test_prefixes import (
     SLIDING,
-    all_free,
     carry,
     engine_of,
     model_of,

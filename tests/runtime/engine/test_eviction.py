@@ -20,7 +20,7 @@ from runtime.models.model import Model
 from runtime.pages.eviction import QUERIES, evicted_tokens
 from runtime.pages.plan import pages_for
 from runtime.pages.window import SINK_PAGES, first_recent
-from runtime.sampling.reference import SamplingRow, sample
+from tests.runtime.engine.by_hand import GREEDY, SEEDED, all_free, sampled_by_hand
 from tests.runtime.kv.calibrated import quantized_spec
 from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
 from tests.runtime.pages.plans import compressed_plan
@@ -40,8 +40,6 @@ pytestmark = pytest.mark.slow
 PAGE = 16
 PLAN = compressed_plan(PAGE)
 SHARE = 0.5
-GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
-SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 FORMATS = ("dense", "k4v2")
 
 
@@ -121,23 +119,7 @@ def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, Non
 
 def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[SampledToken]:
     """Return the output of a choice, without the engine."""
-    steps = logits_by_hand(model, request)
-    logits = next(steps)
-    tokens = list(request.tokens)
-    output = []
-    for index in range(request.max_tokens):
-        row = SamplingRow(request.sampling, choice, tokens, request.prompt_tokens)
-        [draw] = sample(logits, [row])
-        assert draw is not None
-        output.append(SampledToken(choice, index, draw.token, draw.logprob, draw.top))
-        tokens.append(draw.token)
-        logits = steps.send(draw.token)
-    return output
-
-
-def all_free(engine: Engine) -> bool:
-    pages = engine.scheduler.pages
-    return pages.free == pages.total and engine.scheduler.pages.free == engine.scheduler.pages.total
+    return sampled_by_hand(logits_by_hand(model, request), request, choice)
 
 
 @pytest.mark.few(1)

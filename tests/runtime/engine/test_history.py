@@ -18,10 +18,10 @@ from runtime.engine import (
 from runtime.errors import InvalidRequest, NotCached
 from runtime.kv.names import COMPRESSED, DENSE, LOWRANK
 from runtime.models.model import Model
+from tests.runtime.engine.by_hand import all_free
 from tests.runtime.engine.test_prefixes import (
     PAGE,
     SLIDING,
-    all_free,
     cache_of,
     engine_of,
     model_of,

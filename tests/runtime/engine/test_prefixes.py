@@ -33,6 +33,7 @@ from runtime.models.model import Model
 from runtime.pages.count import PageCount
 from runtime.pages.prefix import root_hash
 from runtime.sampling.reference import Draw
+from tests.runtime.engine.by_hand import all_free
 from tests.runtime.engine.fake_executor import FakeExecutor, FakeStep
 from tests.runtime.engine.mirrored import Mirrored
 from tests.runtime.kv.calibrated import calibrated_spec
@@ -92,10 +93,6 @@ def request(
 
 def reused(record: Record) -> dict[str, int]:
     return {name: tokens for step in record.steps for name, tokens in step.reused}
-
-
-def all_free(engine: Engine) -> bool:
-    return engine.scheduler.pages.free == engine.scheduler.pages.total
 
 
 def test_a_second_request_computes_only_the_rest_of_its_prompt(model: Model) -> None:

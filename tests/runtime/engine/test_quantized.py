@@ -7,7 +7,8 @@ import pytest
 
 from runtime.engine import Add
 from runtime.models.build import build_model
-from tests.runtime.engine.test_compressed import GREEDY, SEEDED, all_free, output_by_hand
+from tests.runtime.engine.by_hand import GREEDY, SEEDED, all_free
+from tests.runtime.engine.test_compressed import output_by_hand
 from tests.runtime.kv.calibrated import QUANTIZED, quantized_spec
 from tests.runtime.tiny import drive, engine_of, request_of, tiny_checkpoint
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import strategies as st
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
@@ -17,11 +18,7 @@ from runtime.pages.plan import PageCount
 from runtime.pages.pool import PagePool
 from runtime.sampling.reference import Draw
 from runtime.steps.replay import UNRESOLVED, InFlightStep, StepReplay
-from tests.runtime.tiny import (
-    Record,
-    executor_of,
-    prompt_of,
-)
+from tests.runtime.tiny import Record, executor_of, prompt_of, replayed
 
 STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end with one
 SAMPLINGS = [
@@ -169,3 +166,42 @@ def request(number: int, length: int, tokens: int, kind: int, choices: int) -> R
     prompt = prompt_of(length, number)
     stops = STOPS if number % 2 else frozenset()
     return Request(f"r{number}", prompt, length, SAMPLINGS[kind], tokens, stops, choices)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Commands for each step.
+
+    Attributes:
+        cancelled: ids of the requests that are cancelled.
+    """
+
+    steps: list[list[Command]]
+    cancelled: frozenset[str]
+
+
+def scripts(max_steps: int, min_length: int, max_length: int) -> st.SearchStrategy[Script]:
+    """Return scripts in which sequences join and leave, or continue after a failover."""
+    action = st.sampled_from(["add", "add", "again", "cancel", "wait"])
+    length, kind = st.integers(min_length, max_length), st.integers(0, len(SAMPLINGS) - 1)
+    drawn = st.tuples(action, length, st.integers(1, 70), kind, st.integers(1, 3))
+    return st.lists(drawn, max_size=max_steps).map(_script_of)
+
+
+def _script_of(drawn: list[tuple[str, int, int, int, int]]) -> Script:
+    steps: list[list[Command]] = []
+    cancelled = set()
+    for number, (action, length, tokens, kind, choices) in enumerate(drawn):
+        match action:
+            case "add":
+                steps.append([Add(request(number, length, tokens, kind, choices))])
+            case "again":
+                known = [token for token in range(tokens - 1) if token not in STOPS]
+                one = request(number, length, tokens, kind, 1)
+                steps.append([Add(replayed(one, known))])
+            case "cancel":
+                cancelled.add(f"r{length % (number + 1)}")
+                steps.append([Cancel(f"r{length % (number + 1)}")])
+            case _:
+                steps.append([])
+    return Script(steps, frozenset(cancelled))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from runtime.core.limits import Limits
 from runtime.core.options import EngineOptions
-from runtime.engine import Add, Cancel, Command, Engine, LocalExecutor
+from runtime.engine import Add, Command, Engine, LocalExecutor
 from runtime.kv.names import LOWRANK
 from runtime.kv.registry import COMPRESSED
 from runtime.models.build import build_model
 from runtime.models.model import Model
-from tests.runtime.steps.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
+from tests.runtime.steps.scripts import Script, Watch, compare, play, request, scripts
 from tests.runtime.tiny import CONFIG, checkpoint_for, pages_of, replayed
 
 pytestmark = pytest.mark.slow
@@ -106,46 +106,24 @@ def test_replayed_output_is_forced_beside_running_sequences(compressed: Model) -
         assert found.output(one.id) == outputs.output(one.id)[60:]
 
 
-Sent = st.tuples(
-    st.sampled_from(["add", "add", "again", "cancel", "wait"]),
-    st.integers(1, 170),
-    st.integers(1, 70),
-    st.integers(0, len(SAMPLINGS) - 1),
-    st.integers(1, 3),
-)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(
-    sent=st.lists(Sent, max_size=12),
+    script=scripts(12, 1, 170),
     pages=st.integers(6, 30),
     stored=st.integers(1, 30),
     running=st.integers(1, 6),
 )
 def test_random_scripts(
-    compressed: Model,
-    sent: list[tuple[str, int, int, int, int]],
-    pages: int,
-    stored: int,
-    running: int,
+    compressed: Model, script: Script, pages: int, stored: int, running: int
 ) -> None:
     """Sequences join, leave, grow, are preempted, and continue after a failover."""
-    script: list[list[Command]] = []
-    cancelled = set()
-    for number, (action, length, tokens, kind, choices) in enumerate(sent):
-        match action:
-            case "add":
-                script.append([Add(request(number, length, tokens, kind, choices))])
-            case "again":
-                known = [token for token in range(tokens - 1) if token not in STOPS]
-                one = request(number, length, tokens, kind, 1)
-                script.append([Add(replayed(one, known))])
-            case "cancel":
-                cancelled.add(f"r{length % (number + 1)}")
-                script.append([Cancel(f"r{length % (number + 1)}")])
-            case _:
-                script.append([])
-    found = frozenset(cancelled)
-    check(compressed, script, pages=pages, stored=stored, running=running, cancelled=found)
+    check(
+        compressed,
+        script.steps,
+        pages=pages,
+        stored=stored,
+        running=running,
+        cancelled=script.cancelled,
+    )

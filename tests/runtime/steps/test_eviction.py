@@ -15,8 +15,8 @@ from runtime.models.build import build_model
 from runtime.pages.plan import PageCount
 from runtime.steps.direct import DirectSteps
 from runtime.steps.eviction import PromptEviction
-from tests.runtime.steps.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
-from tests.runtime.tiny import CONFIG, executor_of, pages_of, replayed, tiny_checkpoint
+from tests.runtime.steps.scripts import Script, Watch, compare, play, request, scripts
+from tests.runtime.tiny import CONFIG, executor_of, pages_of, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -102,47 +102,18 @@ def test_queries_of_dropped_prompts_are_forgotten() -> None:
     assert not steps._eviction._queries
 
 
-Sent = st.tuples(
-    st.sampled_from(["add", "add", "again", "cancel", "wait"]),
-    st.integers(90, 250),
-    st.integers(1, 70),
-    st.integers(0, len(SAMPLINGS) - 1),
-    st.integers(1, 3),
-)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=40)
 @given(
-    sent=st.lists(Sent, max_size=10),
+    script=scripts(10, 90, 250),
     pages=st.integers(10, 40),
     stored=st.integers(1, 30),
     running=st.integers(1, 6),
 )
-def test_random_scripts(
-    name: str,
-    sent: list[tuple[str, int, int, int, int]],
-    pages: int,
-    stored: int,
-    running: int,
-) -> None:
+def test_random_scripts(name: str, script: Script, pages: int, stored: int, running: int) -> None:
     """Sequences join, leave, grow, are preempted, and continue after a failover."""
-    script: list[list[Command]] = []
-    cancelled = set()
-    for number, (action, length, tokens, kind, choices) in enumerate(sent):
-        match action:
-            case "add":
-                script.append([Add(request(number, length, tokens, kind, choices))])
-            case "again":
-                known = [token for token in range(tokens - 1) if token not in STOPS]
-                one = request(number, length, tokens, kind, 1)
-                script.append([Add(replayed(one, known))])
-            case "cancel":
-                cancelled.add(f"r{length % (number + 1)}")
-                script.append([Cancel(f"r{length % (number + 1)}")])
-            case _:
-                script.append([])
-    found = frozenset(cancelled)
-    check(name, script, pages=pages, stored=stored, running=running, cancelled=found)
+    check(
+        name, script.steps, pages=pages, stored=stored, running=running, cancelled=script.cancelled
+    )
