@@ -2,7 +2,7 @@
 
 Special tokens, such as ``[CLS]`` and ``[SEP]``, and token types are those that the post-processor
 of ``tokenizer.json`` adds. Files of sentence-transformers beside it declare prompts, which precede
-texts, and the length up to which the model was trained.
+texts, the length up to which the model was trained, and whether texts are converted to lower case.
 """
 
 import json
@@ -23,7 +23,7 @@ from services.tokenizer.pieces import TokenizerError, table_size
 from services.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _SENTENCES = "config_sentence_transformers.json"
-_LENGTH_FILES = (
+_SENTENCE_FILES = (
     *("sentence_bert_config.json", "sentence_roberta_config.json"),
     *("sentence_distilbert_config.json", "sentence_xlm-roberta_config.json"),
 )
@@ -114,7 +114,12 @@ class EncoderTokenizer:
         backend.no_truncation()
         backend.no_padding()
         try:
-            return cls(backend, Prompts.read(path), _trained_tokens(path))
+            sentences = _sentence_config(path)
+            if sentences.get("do_lower_case"):
+                others = [backend.normalizer] if backend.normalizer else []
+                lower = tokenizers.normalizers.Lowercase()
+                backend.normalizer = tokenizers.normalizers.Sequence([lower, *others])
+            return cls(backend, Prompts.read(path), _trained_tokens(sentences))
         except (OSError, ValueError) as error:
             raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error
 
@@ -122,6 +127,10 @@ class EncoderTokenizer:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return len(self._pieces)
+
+    def special_tokens(self, *, is_pair: bool) -> int:
+        """Number of special tokens of an input."""
+        return self._backend.num_special_tokens_to_add(is_pair=is_pair)
 
     @cached_property
     def identity(self) -> TokenizerIdentity:
@@ -169,7 +178,7 @@ class EncoderTokenizer:
             if limit is None:
                 yield from map(_tokens, _encode(encode, batch, parallel=parallel))
                 continue
-            left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False))
+            left = max(0, limit - self.special_tokens(is_pair=False))
             plain = partial(encode, add_special_tokens=False)
             for encoding in _encode(plain, batch, parallel=parallel):
                 encoding.truncate(left)
@@ -189,7 +198,7 @@ class EncoderTokenizer:
             if limit is None:
                 yield from map(_tokens, _encode(encode, batch, parallel=parallel))
                 continue
-            left = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
+            left = max(0, limit - self.special_tokens(is_pair=True))
             plain = partial(encode, add_special_tokens=False)
             shared = parallel and len(batch) > 1
             texts = iter(_encode(plain, list(chain.from_iterable(batch)), parallel=shared))
@@ -259,9 +268,11 @@ def _shortened(first: int, second: int, limit: int) -> tuple[int, int]:
     return (limit - half, half) if first > second else (half, limit - half)
 
 
-def _trained_tokens(path: Path) -> int | None:
-    for name in _LENGTH_FILES:
-        length = read_json(path / name).get("max_seq_length")
-        if isinstance(length, int) and length > 0:
-            return length
-    return None
+def _sentence_config(path: Path) -> dict[str, Any]:
+    """Return the options of sentence-transformers for the first module; empty without a file."""
+    return next(filter(None, (read_json(path / name) for name in _SENTENCE_FILES)), {})
+
+
+def _trained_tokens(sentences: dict[str, Any]) -> int | None:
+    length = sentences.get("max_seq_length")
+    return length if isinstance(length, int) and length > 0 else None

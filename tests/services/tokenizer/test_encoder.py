@@ -165,6 +165,17 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
         found.prompts.text("other")
 
 
+def test_texts_are_converted_to_lower_case_if_the_files_say_so(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": None}))
+    plain = EncoderTokenizer.load(tmp_path)
+    assert plain.encode("ABC") != plain.encode("abc")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    found = EncoderTokenizer.load(tmp_path)
+    assert found.encode("ABC") == found.encode("abc")
+
+
 @pytest.mark.parametrize(
     "declared",
     [{"prompts": ["a"]}, {"prompts": {"a": 1}}, {"prompts": {}, "default_prompt_name": "a"}, []],
