@@ -125,8 +125,15 @@ def self_test_input(encoder_max_tokens: int, vocab_size: int) -> EncoderInput:
     )
 
 
+def _input_of(tokens: int, vocab_size: int) -> EncoderInput:
+    return EncoderInput(tuple(token % vocab_size for token in range(tokens)))
+
+
 def _warm_up(encoder: Encoder, batch_tokens: int) -> None:
     """Compute a short input and a full batch, which compiles kernels, and capture CUDA graphs.
+
+    On a GPU, an input of the maximum length is computed as well if it is longer than a batch, so
+    that a worker without enough memory for it does not start.
 
     Raises:
         ValueError: the output is not finite.
@@ -135,9 +142,11 @@ def _warm_up(encoder: Encoder, batch_tokens: int) -> None:
     vocab_size = encoder.config.vocab_size
     short = self_test_input(encoder.max_tokens, vocab_size)
     longest = min(encoder.max_tokens, batch_tokens)
-    long = EncoderInput(tuple(token % vocab_size for token in range(longest)))
-    full = [long] * (batch_tokens // longest)
-    for name, inputs in (("one input", [short]), ("full batch", full)):
+    full = [_input_of(longest, vocab_size)] * (batch_tokens // longest)
+    stages = {"one input": [short], "full batch": full}
+    if encoder.device.type != "cpu" and encoder.max_tokens > batch_tokens:
+        stages["longest input"] = [_input_of(encoder.max_tokens, vocab_size)]
+    for name, inputs in stages.items():
         began = time.perf_counter()
         output = encoder.encode(inputs)
         if not bool(torch.isfinite(output).all()):

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from runtime.checkpoint import write_checkpoint
 from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.load import load_checkpoint
-from runtime.encoder import Encoder, EncoderTask, load_encoder
+from runtime.encoder import Encoder, EncoderTask, decoder, load_encoder
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.offline.convert import convert
 from tests.runtime.encoder.folders import (
@@ -80,6 +80,21 @@ def test_embeddings_equal_those_of_transformers(folder: Path, encoder: Encoder) 
     assert encoder.backend == "paged"
     # Decoders round K and V to bf16.
     assert (1 - torch.cosine_similarity(found, expected)).max() < 1e-4
+
+
+def test_passes_over_short_inputs_are_bounded_in_pages(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each input needs whole pages of 16 tokens, so that a batch of short ones needs many."""
+    inputs = [*random_inputs((3,) * 7), *random_inputs((40, 2, 100))]
+    expected = encoder.encode(inputs)
+    monkeypatch.setattr(decoder, "_PASS_PAGES", 3)
+    other = load_encoder(folder)
+    assert isinstance(other.backbone, decoder.DecoderBackbone)
+    assert torch.equal(other.encode(inputs[:9]), expected[:9])
+    assert other.backbone._pages == 3
+    assert torch.equal(other.encode(inputs), expected)
+    assert other.backbone._pages == 7, "the longest input is a pass of its own"
 
 
 WITHOUT_HEAD = [
