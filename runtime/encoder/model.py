@@ -103,10 +103,10 @@ class Encoder:
             fp32 `[len(inputs), dimension]` on the device.
 
         Raises:
-            InvalidRequest: an input is empty or too long, or has an unknown token or token type.
+            InvalidRequest: see `check`.
         """
         for each in inputs:
-            self._check(each)
+            self.check(each)
         if not inputs:
             return torch.empty(0, self.dimension, device=self.device)
         most = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
@@ -119,11 +119,12 @@ class Encoder:
             with torch.inference_mode():
                 self.backbone.warm_up()
 
-    def _encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        batch = RaggedBatch.of(inputs, self.device)
-        return self.head(self.backbone(batch), batch).float()
+    def check(self, each: EncoderInput) -> None:
+        """Check that an input can be encoded.
 
-    def _check(self, each: EncoderInput) -> None:
+        Raises:
+            InvalidRequest: it is empty or too long, or has an unknown token or token type.
+        """
         length = len(each.tokens)
         if not 0 < length <= self.max_tokens:
             raise InvalidRequest(
@@ -138,6 +139,10 @@ class Encoder:
         known = self.config.token_types if isinstance(self.config, EncoderConfig) else 1
         if not 0 <= min(each.types) <= max(each.types) < known:
             raise InvalidRequest(f"token types must be below {known}")
+
+    def _encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        batch = RaggedBatch.of(inputs, self.device)
+        return self.head(self.backbone(batch), batch).float()
 
 
 def load_encoder(

@@ -118,6 +118,8 @@ class EncoderHeartbeat(Message):
         tokens_per_s: tokens that it computed per second lately; 0 if that is unknown.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
             an id until the router answers a heartbeat that contains it.
+        ended: ids of admitted placements that have ended since, repeated likewise. The gateway may
+            not have released them, because it has ended, or could not reach this router.
         reason: why the worker is not ready.
     """
 
@@ -131,6 +133,9 @@ class EncoderHeartbeat(Message):
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
         default_factory=list
     )
+    ended: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
+        default_factory=list
+    )
     reason: Annotated[str, Field(max_length=512)] | None = None
 
 
@@ -138,10 +143,13 @@ class EncodePlaceRequest(QueuedRequest):
     """Inputs to place on one encoder worker.
 
     Attributes:
+        model_hash: version of the model for which the inputs were made. Workers of another version
+            get them only if no worker of this one is ready.
         tokens: number of tokens of all inputs.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
+    model_hash: Label
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
@@ -183,12 +191,14 @@ class EncoderReadiness(Message):
     Attributes:
         reason: why not; None if ``ready``.
         infos: the encoder as its ready workers registered it, without repetitions.
+        batch_tokens: tokens of a full batch on the ready workers, the smallest; 0 if none is ready.
     """
 
     model: Label
     ready: bool
     reason: str | None = None
     infos: list[EncoderModel] = Field(default_factory=list)
+    batch_tokens: Count = 0
 
 
 class EncoderList(Message):

@@ -58,7 +58,7 @@ from services.common.messages import (
     WorkerId,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages between workers and routers, and between workers. Increase it with each
 change of them."""
 
@@ -321,6 +321,7 @@ class QueuedRequest(Message):
             it can release a placement without having received the answer.
         admitted: whether the request was admitted before, because it is repeated or another of
             its prompts was placed. It then waits until its deadline, however long the queue is.
+        attempt: number of earlier attempts of the prompt.
         tenant: id of the owner of the API key; None if there are no keys.
         weight: share of the tenant in the placed tokens, relative to other tenants.
         priority: of the requests of a tenant, those with larger values are placed first.
@@ -337,6 +338,15 @@ class QueuedRequest(Message):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = Field(default_factory=list)
     wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """Sort key among the requests of a tenant: repeated ones first, then by priority.
+
+        The further prompts of a client request are not preferred. They would otherwise delay all
+        other requests of the tenant until the last one is placed.
+        """
+        return self.attempt == 0, -self.priority
 
 
 class PlaceRequest(QueuedRequest):

@@ -37,6 +37,7 @@ class Encodes(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    def check(self, each: EncoderInput) -> None: ...
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor: ...
 
 
@@ -177,8 +178,14 @@ class EncodingThread:
         """Queue inputs, at least one, for the next batches.
 
         Raises:
-            EncodeFailure: too many tokens are queued (OVERLOADED).
+            EncodeFailure: an input is invalid (INVALID), or too many tokens are queued
+                (OVERLOADED).
         """
+        try:
+            for each in inputs:
+                self._encoder.check(each)
+        except InvalidRequest as error:
+            raise EncodeFailure(error_pb2.ERROR_CODE_INVALID, str(error)) from None
         lengths = [len(each.tokens) for each in inputs]
         call = EncodeCall(inputs, self._loop.create_future(), time.perf_counter())
         call.outputs, call.left = [b""] * len(inputs), len(inputs)
@@ -282,16 +289,8 @@ class EncodingThread:
 
 
 def _encode(encoder: Encodes, inputs: Sequence[EncoderInput]) -> "list[bytes | EncodeFailure]":
-    """Return the output of each input, or why it has none.
-
-    If the encoder refuses an input, the others are computed one by one.
-    """
-    try:
-        rows = encoder.encode(inputs).to("cpu", torch.float32).contiguous()
-    except InvalidRequest as error:
-        if len(inputs) == 1:
-            return [EncodeFailure(error_pb2.ERROR_CODE_INVALID, str(error))]
-        return [_encode(encoder, [one])[0] for one in inputs]
+    """Return the output of each input, or why it has none."""
+    rows = encoder.encode(inputs).to("cpu", torch.float32).contiguous()
     sound = torch.isfinite(rows).all(dim=1).tolist()
     return [
         row.tobytes() if finite else EncodeFailure(error_pb2.ERROR_CODE_NOT_FINITE, _NOT_FINITE)

@@ -46,5 +46,6 @@ class EncoderRegistrar(BaseRegistrar[EncodingLoad]):
             waiting=load.waiting,
             tokens_per_s=load.tokens_per_s,
             admitted=report.admitted,
+            ended=report.ended,
         )
         return beat.model_dump(mode="json")

@@ -133,6 +133,8 @@ class EncoderWorker(WorkerProcess):
         finally:
             self.thread.cancel(call)
             self._calls.discard(call)
+            if self.registrar is not None:
+                self.registrar.end(request.placement_id)
         return encode_pb2.EncodeReply(
             outputs=encoded.outputs,
             tokens=sum(len(each.tokens) for each in inputs),

@@ -301,7 +301,7 @@ class Gateway:
             self.limits.update(found)
             reasons.append(found.reason or self._unfit(found))
         if self.encoder is not None:
-            self.encoder.update(await self.router.encoders())
+            self.encoder.update(await self.router.encoders(self.encoder.name))
             reasons.append(self.encoder.not_ready)
         self._was_ready = self._was_ready or not any(reasons)
         if self._was_ready and not all(reasons):

@@ -127,7 +127,7 @@ class LiveState:
         not_ready = await self._gateway.not_ready()
         listed = await self._gateway.router.workers()
         encoder = self._gateway.encoder
-        encoders = await self._gateway.router.encoders() if encoder else None
+        encoders = await self._gateway.router.encoders(encoder.name) if encoder else None
         return {
             "model": {
                 "name": model.name,

@@ -198,23 +198,35 @@ class RouterClient:
 
     async def workers(self) -> WorkerList | None:
         """Return the workers as the preferred router sees them, or None if no router answers."""
-        return await self._list("/v1/workers", WorkerList)
-
-    async def encoders(self) -> EncoderList | None:
-        """Return the encoder workers and their models, as `workers` does."""
-        return await self._list("/v1/encoders", EncoderList)
-
-    async def _list(self, path: str, listing: type[M]) -> M | None:
         for router in tuple(self._routers):
-            try:
-                response, body = await self._request(
-                    "GET", f"{router}{path}", timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S)
-                )
-                response.raise_for_status()
-                return listing.model_validate_json(body)
-            except (aiohttp.ClientError, ValidationError) as error:
-                log.debug("router does not list", path=path, router=router, error=repr(error))
+            if listed := await self._list(router, "/v1/workers", WorkerList):
+                return listed
         return None
+
+    async def encoders(self, model: str) -> EncoderList | None:
+        """Return the encoder workers and their models, or None if no router answers.
+
+        A router that can place requests for ``model`` is preferred.
+        """
+        first = None
+        for router in tuple(self._routers):
+            if listed := await self._list(router, "/v1/encoders", EncoderList):
+                if any(each.ready for each in listed.models if each.model == model):
+                    return listed
+                first = first or listed
+        return first
+
+    async def _list(self, router: str, path: str, listing: type[M]) -> M | None:
+        """Return what a router lists, or None if it does not answer."""
+        try:
+            response, body = await self._request(
+                "GET", f"{router}{path}", timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S)
+            )
+            response.raise_for_status()
+            return listing.model_validate_json(body)
+        except (aiohttp.ClientError, ValidationError) as error:
+            log.debug("router does not list", path=path, router=router, error=repr(error))
+            return None
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""

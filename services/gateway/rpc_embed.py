@@ -8,7 +8,7 @@ from services.common.errors import InvalidRequest, TooLarge
 from services.common.grpc_server import MAX_ITEM_BYTES
 from services.common.messages import MAX_PRIORITY
 from services.gateway.encoding.inputs import InputBuilder, Tokenization, tokenize_inputs
-from services.gateway.encoding.request import FLOAT_BYTES, EncodingRequest
+from services.gateway.encoding.request import FLOAT_BYTES
 from services.gateway.encoding.scores import check_dimensions, rows_of, shortened
 from services.gateway.gateway import Gateway
 from services.gateway.requests import RequestContext
@@ -51,9 +51,7 @@ async def embed(
                 partial(_inputs, message, builder),
                 limit=limit,
             )
-    asked = EncodingRequest(
-        accepted, encoder.name, inputs, builder.facts.dimension, priority=message.priority
-    )
+    asked = builder.request(accepted, inputs, priority=message.priority)
     rows = shortened(rows_of(await gateway.encode(asked)), dimensions)
     return inference_pb2.EmbedResponse(
         request_id=accepted.request_id,

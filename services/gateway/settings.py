@@ -196,8 +196,9 @@ class GatewaySettings(ServiceSettings):
         4096,
         ge=1,
         le=1 << 20,
-        description="tokens of the inputs that are sent to an encoder worker together; larger "
-        "requests are cut, and spread over several workers",
+        description="maximum tokens of the inputs that are sent to an encoder worker together; "
+        "larger requests are cut, and spread over several workers; a part has at most one batch of "
+        "the workers",
     )
     max_choices: int = Field(8, ge=1, le=128, description="maximum n, the choices for one prompt")
     max_logprobs: int = Field(

@@ -29,7 +29,7 @@ class PendingPlacement:
             role in which it serves the request; empty before the placement.
         needs: pages that the request needs on the workers of each shape.
         cost: cost of the request, tokens.
-        urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
+        urgency: sort key among the calls of a tenant, see `QueuedRequest.urgency`.
     """
 
     request: PlaceRequest
@@ -51,7 +51,7 @@ class PendingPlacement:
         self.tenant = self.request.tenant
         self.weight = self.request.weight
         self.cost = self.demand.cost
-        self.urgency = not self.request.admitted, -self.request.priority
+        self.urgency = self.request.urgency
 
     @property
     def admitted(self) -> bool:

@@ -44,6 +44,31 @@ class Report:
     reason: str | None
     admitted: list[str]
     computed_here: list[str]
+    ended: list[str]
+
+
+class _Unreported:
+    """Placements that the next heartbeat to each router reports, until it is answered.
+
+    A heartbeat has space for `MAX_ADMITTED` of them: older ones are dropped, and the router lets
+    them expire.
+    """
+
+    def __init__(self, urls: list[str]) -> None:
+        self._ids: dict[str, deque[str]] = {url: deque(maxlen=MAX_ADMITTED) for url in urls}
+
+    def add(self, placement_id: str) -> None:
+        for ids in self._ids.values():
+            ids.append(placement_id)
+
+    def to(self, url: str) -> list[str]:
+        return list(self._ids[url])
+
+    def remove(self, url: str, reported: list[str]) -> None:
+        """Remove the placements that a router has received; some may have been dropped since."""
+        received, left = set(reported), self._ids[url]
+        while left and left[0] in received:
+            left.popleft()
 
 
 class BaseRegistrar(ABC, Generic[L]):
@@ -82,11 +107,8 @@ class BaseRegistrar(ABC, Generic[L]):
         }
         """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
         older ones are dropped, and the router lets them expire."""
-        self._computed_here: dict[str, deque[str]] = {
-            url: deque(maxlen=MAX_ADMITTED) for url in routers
-        }
-        """Placements whose prompts are computed here, and that no heartbeat has reported, by URL;
-        bounded like those above."""
+        self._computed_here = _Unreported(routers)
+        self._ended = _Unreported(routers)
         # Heartbeats to a router are sent one at a time, in order.
         self._beats = {url: asyncio.Lock() for url in routers}
         self._tasks: list[asyncio.Task[None]] = []
@@ -141,8 +163,11 @@ class BaseRegistrar(ABC, Generic[L]):
 
     def computed_here(self, placement_id: str) -> None:
         """Report with the next heartbeat that this worker computes the prompt of a placement."""
-        for pending in self._computed_here.values():
-            pending.append(placement_id)
+        self._computed_here.add(placement_id)
+
+    def end(self, placement_id: str) -> None:
+        """Report with the next heartbeat that an admitted placement has ended on this worker."""
+        self._ended.add(placement_id)
 
     def start(self) -> None:
         """Start registering and sending heartbeats."""
@@ -197,18 +222,18 @@ class BaseRegistrar(ABC, Generic[L]):
     async def _send(self, url: str) -> bool:
         pending = self._admitted[url]
         taken, fields = self._load()
-        computed_here = list(self._computed_here[url])
+        computed_here, ended = self._computed_here.to(url), self._ended.to(url)
         admitted = [placement for number, placement in pending if number <= taken]
         is_blocked = self.state is WorkerState.READY and self.not_ready is not None
         state = WorkerState.NOT_READY if is_blocked else self.state
-        beat = self._heartbeat(Report(state, self.not_ready, admitted, computed_here), fields)
+        report = Report(state, self.not_ready, admitted, computed_here, ended)
+        beat = self._heartbeat(report, fields)
         response = await self._http.post(f"{url}{self._path}/heartbeat", json=beat)
         response.raise_for_status()
         while pending and pending[0][0] <= taken:  # some may have been dropped since
             pending.popleft()
-        reported, left = set(computed_here), self._computed_here[url]
-        while left and left[0] in reported:
-            left.popleft()
+        self._computed_here.remove(url, computed_here)
+        self._ended.remove(url, ended)
         reply = response.json()  # a newer router may send further fields
         self._unmatched[url] = reply.get("unmatched")
         return not reply.get("register_again", False)

@@ -5,8 +5,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,10 @@ LIMIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Running]:
-    environment = {"HEADRACE_GATEWAY_ENCODE_PART_TOKENS": "256"}
+    environment = {
+        "HEADRACE_GATEWAY_ENCODE_PART_TOKENS": "256",
+        "HEADRACE_ROUTER_PLACEMENT_TTL_S": "600",
+    }
     flags = (*ALONE, "--encoders", "2")
     with deployed(*flags, environment=environment, patient=False) as running:
         yield running
@@ -114,11 +118,33 @@ async def test_client_that_leaves_frees_the_workers(deployment: Running) -> None
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call
+    await until_free(deployment)
+
+
+async def test_killed_gateway_leaves_no_load_on_the_workers(deployment: Running) -> None:
+    """It cannot release its placements, and the router would forget them only after minutes."""
+    await until_ready(deployment)
+    async with httpx.AsyncClient(base_url=deployment.url, timeout=LIMIT_S) as client:
+        call = asyncio.create_task(embed(client, TEXTS * 40))
+        await until(deployment, lambda workers: any(each["running"] for each in workers))
+        os.kill(deployment.state.pids["gateway"], signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            await call
+    await until_free(deployment)
+
+
+async def until_free(deployment: Running) -> None:
+    """Wait until no worker has work, as the router knows it."""
+    await until(
+        deployment,
+        lambda workers: not any(each["queue_tokens"] or each["running"] for each in workers),
+    )
+
+
+async def until(deployment: Running, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Wait until something holds for the encoder workers, as the router lists them."""
     deadline = time.monotonic() + LIMIT_S
-    while True:
-        with deployment.state.router_client() as router:
-            workers = router.get("/v1/encoders", timeout=60).json()["workers"]
-        if not any(each["queue_tokens"] or each["running"] for each in workers):
-            return
-        assert time.monotonic() < deadline, workers
-        await asyncio.sleep(0.1)
+    with deployment.state.router_client() as router:
+        while not holds(found := router.get("/v1/encoders", timeout=60).json()["workers"]):
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.1)

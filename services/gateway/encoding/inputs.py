@@ -8,9 +8,11 @@ from itertools import chain
 from services.common.encoder_placement import EncoderModel
 from services.common.errors import InvalidRequest, TooLarge
 from services.gateway.encoding.models import ServedEncoder
+from services.gateway.encoding.request import EncodingRequest
 from services.gateway.keys import Tenant
 from services.gateway.prompts import PromptTokenizer, runs_in_thread
 from services.gateway.request_errors import ContextLengthExceeded
+from services.gateway.requests import RequestContext
 from services.gateway.settings import GatewaySettings
 from services.tokenizer.encoder import EncoderTokens
 
@@ -44,11 +46,13 @@ class InputBuilder:
         limit: maximum tokens of a text or pair, whose end is cut off; None: longer ones are
             refused.
         ids_limit: as ``limit``, for inputs of token ids.
+        part_tokens: see `EncodingRequest`.
     """
 
     encoder: ServedEncoder
     facts: EncoderModel
     max_bytes: int
+    part_tokens: int
     limit: int | None = None
     ids_limit: int | None = None
 
@@ -77,7 +81,23 @@ class InputBuilder:
         ids_limit = limit
         if limit is None and settings.truncate_inputs:
             limit = facts.max_tokens
-        return cls(encoder, facts, settings.max_body_bytes, limit, ids_limit)
+        # Larger parts would reach a worker together, so that it could not take short texts of
+        # other requests first.
+        part_tokens = min(settings.encode_part_tokens, encoder.batch_tokens)
+        return cls(encoder, facts, settings.max_body_bytes, part_tokens, limit, ids_limit)
+
+    def request(
+        self,
+        context: RequestContext,
+        inputs: Sequence[EncoderTokens],
+        *,
+        priority: int,
+        operation: str = "embeddings",
+    ) -> EncodingRequest:
+        """Return the request for inputs; see `EncodingRequest` for the arguments."""
+        return EncodingRequest(
+            context, self.facts, inputs, self.part_tokens, priority=priority, operation=operation
+        )
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name that precedes texts; None: the default of the encoder.
@@ -119,6 +139,7 @@ class InputBuilder:
         """
         sizes = [len(text.encode()) for text in texts]
         self._check_sizes(sizes, param)
+        self._check_limit(is_pair=False)
         size = sum(sizes) + len(prompt.encode()) * len(texts)
         encode_all = self.encoder.tokenizer.encode_all
 
@@ -137,6 +158,7 @@ class InputBuilder:
         of_text = {text: len(text.encode()) for text in set(chain.from_iterable(pairs))}
         sizes = [of_text[first] + of_text[second] for first, second in pairs]
         self._check_sizes(sizes, param)
+        self._check_limit(is_pair=True)
         size = sum(sizes)
         encode_pairs = self.encoder.tokenizer.encode_pairs
 
@@ -169,6 +191,17 @@ class InputBuilder:
             if size > self.max_bytes:
                 where = _place(param, index, len(sizes))
                 raise TooLarge(f"{where} has more than {self.max_bytes} bytes")
+
+    def _check_limit(self, *, is_pair: bool) -> None:
+        """Refuse a limit that leaves no token of a text beside the special tokens."""
+        if self.limit is None:
+            return
+        special = self.encoder.tokenizer.special_tokens(is_pair=is_pair)
+        if self.limit <= special:
+            name = "truncate_prompt_tokens"
+            raise InvalidRequest(
+                f"{name} must be above {special}, the number of special tokens", param=name
+            )
 
     def _checked(
         self, inputs: Iterable[EncoderTokens], param: str, count: int

@@ -1,7 +1,9 @@
 """The encoder that a gateway serves."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +24,9 @@ class ServedEncoder:
 
     Attributes:
         created: time at which it was loaded, seconds since 1970.
-        facts: the encoder as ready workers registered it last; None until then.
+        facts: the encoder as ready workers registered it last; None until then. Of several
+            versions, it is the one known before, if a worker of that is ready.
+        batch_tokens: see `EncoderReadiness.batch_tokens`.
         not_ready: why no request can be served now, or None.
     """
 
@@ -31,6 +35,7 @@ class ServedEncoder:
     identity: TokenizerIdentity
     created: int
     facts: EncoderModel | None = None
+    batch_tokens: int = 0
     not_ready: str | None = "no encoder worker has registered"
 
     @classmethod
@@ -56,7 +61,8 @@ class ServedEncoder:
             return
         self.not_ready = next(filter(None, map(self._unfit, found.infos)), None)
         if self.not_ready is None:
-            self.facts = found.infos[0]
+            self.facts = _facts(found.infos, self.facts)
+            self.batch_tokens = found.batch_tokens
 
     def known(self) -> EncoderModel:
         """Return the facts.
@@ -72,6 +78,14 @@ class ServedEncoder:
         if fault := self.identity.mismatch(model):
             return f"the gateway's tokenizer does not match the encoder of the workers: {fault}"
         return None
+
+
+def _facts(infos: Sequence[EncoderModel], known: EncoderModel | None) -> EncoderModel:
+    """Return the facts of one version. All of its workers accept ``max_tokens`` tokens."""
+    hashes = [each.model_hash for each in infos]
+    version = known.model_hash if known and known.model_hash in hashes else hashes[0]
+    same = [each for each in infos if each.model_hash == version]
+    return min(same, key=attrgetter("max_tokens"))
 
 
 def _reason(name: str, found: EncoderReadiness | None, listed: EncoderList) -> str:

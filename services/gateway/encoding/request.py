@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from services.common.encoder_placement import EncoderModel
 from services.common.grpc_server import MAX_ITEM_BYTES
 from services.common.token_ids import TOKEN_BYTES
 from services.gateway.requests import RequestContext
@@ -23,18 +24,23 @@ class EncodingRequest:
     """Inputs to encode, validated.
 
     Attributes:
-        model: name of the encoder.
-        dimension: numbers in the output for one input.
+        encoder: the encoder as its workers registered it.
+        part_tokens: maximum tokens of a part.
         priority: priority among the requests of the tenant; lower is earlier.
         operation: name of the operation, for traces.
     """
 
     context: RequestContext
-    model: str
+    encoder: EncoderModel
     inputs: Sequence[EncoderTokens]
-    dimension: int
+    part_tokens: int
     priority: int = 0
     operation: str = "embeddings"
+
+    @property
+    def model(self) -> str:
+        """Name of the encoder."""
+        return self.encoder.name
 
     @cached_property
     def tokens(self) -> int:

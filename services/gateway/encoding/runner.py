@@ -93,11 +93,11 @@ class EncodingRunner:
             models.add(model_hash)
             outputs[part.first : part.first + len(found)] = found
 
-        limit = self._settings.encode_part_tokens
+        dimension, limit = request.encoder.dimension, request.part_tokens
         failure: ServiceError | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for part in cut(request.inputs, request.dimension, max_tokens=limit):
+                for part in cut(request.inputs, dimension, max_tokens=limit):
                     group.create_task(follow(part))
         except* ServiceError as errors:
             failure = next(e for e in errors.exceptions if isinstance(e, ServiceError))
@@ -105,6 +105,7 @@ class EncodingRunner:
             raise failure
         if len(models) > 1:
             raise Unavailable(f"workers serve different versions of {request.model!r}")
+        assert all(outputs), "a part has ended without outputs"
         return outputs
 
     async def _part(
@@ -115,6 +116,7 @@ class EncodingRunner:
         message = EncodePlaceRequest(
             request_id=context.request_id,
             model=request.model,
+            model_hash=request.encoder.model_hash,
             tokens=part.tokens,
             tenant=context.tenant.id if context.tenant else None,
             weight=context.tenant.weight if context.tenant else 1,
@@ -149,7 +151,7 @@ class EncodingRunner:
         placement = routed.placement
         if fault := self._identity.mismatch(placement.model):
             raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
-        if placement.model.dimension != request.dimension:
+        if placement.model.dimension != request.encoder.dimension:
             raise Unavailable(f"workers serve different versions of {request.model!r}")
         attributes: dict[str, str | int] = {
             "headrace.attempt": retries.number,

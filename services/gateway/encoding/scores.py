@@ -20,16 +20,16 @@ def shortened(embeddings: Floats, dimensions: int | None) -> Floats:
     """Return the first ``dimensions`` numbers of each embedding, scaled to the length 1.
 
     Embeddings of models that were trained for it (Matryoshka representation learning, Kusupati et
-    al., 2022) lose little by this. None: the embeddings are not changed.
+    al., 2022) lose little by this. None, or all of them: the embeddings are not changed.
     """
     if dimensions is None or dimensions == embeddings.shape[1]:
         return embeddings
-    return _normalized(embeddings[:, :dimensions])
+    return normalized(embeddings[:, :dimensions])
 
 
 def similarities(first: Floats, second: Floats) -> list[float]:
     """Return the cosine of each pair of rows."""
-    products = _normalized(first) * _normalized(second)
+    products = normalized(first) * normalized(second)
     return [float(value) for value in products.sum(axis=1, dtype=np.float64)]
 
 
@@ -50,7 +50,8 @@ def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:
         )
 
 
-def _normalized(rows: Floats) -> Floats:
+def normalized(rows: Floats) -> Floats:
+    """Return rows scaled to the length 1."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: Floats = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
     return unit

@@ -16,6 +16,7 @@ from services.gateway.encoding.request import EncodingRequest
 from services.gateway.encoding.scores import (
     check_dimensions,
     label_scores,
+    normalized,
     rows_of,
     shortened,
     similarities,
@@ -98,6 +99,8 @@ class EncoderRoutes:
         asked = self._request(context, body, builder, inputs, "embeddings")
         outputs = await self._encode(request, asked)
         rows = shortened(rows_of(outputs), body.dimensions)
+        if body.normalize:
+            rows = normalized(rows)
         content = await answers.embeddings_body(
             rows, asked.model, asked.tokens, body.encoding_format
         )
@@ -107,6 +110,7 @@ class EncoderRoutes:
         """Return documents in the order of their relevance for a query."""
         context = self._reader.accept(request)
         async with self._reader.read(request, context, RerankBody) as (body, size):
+            self._check_count(len(body.documents), "documents")
             texts = body.texts
             pairs = [(body.query, text) for text in texts]
             names = ("query", "documents")
@@ -128,6 +132,7 @@ class EncoderRoutes:
         """Return the scores of pairs of texts."""
         context = self._reader.accept(request)
         async with self._reader.read(request, context, ScoreBody) as (body, size):
+            self._check_count(body.count, body.names[1])
             pairs = body.pairs()
             scoring = await self._scoring(request, context, body, pairs, body.names, size, "score")
         scores = await self._scores(request, scoring)
@@ -185,7 +190,6 @@ class EncoderRoutes:
             names: fields of both texts, for errors.
         """
         builder = self._builder(body)
-        self._check_count(len(pairs), names[1])
         if builder.facts.task is EncoderTask.CLASSIFY:
             if builder.facts.dimension != 1:
                 raise WrongModel(
@@ -223,14 +227,7 @@ class EncoderRoutes:
         inputs: Sequence[EncoderTokens],
         operation: str,
     ) -> EncodingRequest:
-        return EncodingRequest(
-            context,
-            builder.encoder.name,
-            inputs,
-            builder.facts.dimension,
-            priority=body.priority,
-            operation=operation,
-        )
+        return builder.request(context, inputs, priority=body.priority, operation=operation)
 
     async def _encode(self, request: Request, asked: EncodingRequest) -> list[bytes]:
         """Return the outputs; stop if the client disconnects or the deadline passes."""

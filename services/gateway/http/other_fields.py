@@ -179,7 +179,6 @@ IN_EMBEDDINGS = {
         (_only(), ("chat_template", "input_type", "messages", "task")),
         (_only("float", "float32"), ("embed_dtype",)),
         (_only("native", "little"), ("endianness",)),
-        (_only(True), ("normalize",)),
     ),
 }
 IN_RERANK = {

@@ -29,7 +29,7 @@ class PendingEncode:
     """A placement request. It is answered exactly once. Times are in seconds.
 
     Attributes:
-        urgency: sort key among the calls of a tenant: admitted requests first, then by priority.
+        urgency: sort key among the calls of a tenant, see `QueuedRequest.urgency`.
     """
 
     request: EncodePlaceRequest
@@ -47,7 +47,7 @@ class PendingEncode:
         request = self.request
         self.tenant, self.weight, self.cost = request.tenant, request.weight, request.tokens
         self.admitted = request.admitted
-        self.urgency = not request.admitted, -request.priority
+        self.urgency = request.urgency
 
     def resolve(self, answer: EncodePlacement | Refusal) -> None:
         """Set the answer and wake the caller."""
@@ -196,7 +196,7 @@ class EncoderDispatcher:
                 continue
             worker = place_inputs(
                 request.tokens,
-                self.fleet.snapshots(request.model, now),
+                self.fleet.candidates(request, now),
                 self._policy,
                 self._rng,
                 backlog_s=self._backlog_s,

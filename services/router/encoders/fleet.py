@@ -86,7 +86,7 @@ class EncoderFleet:
     def place(
         self, worker: EncoderSnapshot, request: EncodePlaceRequest, now: float
     ) -> EncodePlacement:
-        """Create a placement on a worker of `snapshots`, and count its tokens there."""
+        """Create a placement on a worker of `candidates`, and count its tokens there."""
         self._placements += 1
         known = self._workers[worker.worker_id]
         known.place(request.placement_id, request.tokens, self._placements)
@@ -141,8 +141,17 @@ class EncoderFleet:
         ]
         return [self._workers.pop(worker_id).registration.worker for worker_id in gone]
 
-    def snapshots(self, model: str, now: float) -> list[EncoderSnapshot]:
-        """Return the state of every worker of a model, for the policy."""
+    def candidates(self, request: EncodePlaceRequest, now: float) -> list[EncoderSnapshot]:
+        """Return the state of the workers that may get a request, for the policy.
+
+        They are those of its version of the model. If none of these is usable, they are all workers
+        of the model.
+        """
+        workers = self._snapshots(request.model, now)
+        same = [each for each in workers if each.model.model_hash == request.model_hash]
+        return same if any(_is_usable(each, request) for each in same) else workers
+
+    def _snapshots(self, model: str, now: float) -> list[EncoderSnapshot]:
         return [
             worker.snapshot(self._health(worker, now))
             for worker in self._workers.values()
@@ -165,18 +174,18 @@ class EncoderFleet:
 
     def refusal(self, request: EncodePlaceRequest, now: float) -> Refusal | None:
         """Return why no worker can ever take a request, or None if one can, now or later."""
-        workers = self.snapshots(request.model, now)
+        workers = self._snapshots(request.model, now)
         if not workers and self._workers:
             return Refusal(
                 ErrorCode.UNKNOWN_MODEL, f"no encoder worker serves the model {request.model!r}"
             )
-        if any(w.health in USABLE and w.worker_id not in request.exclude for w in workers):
+        if any(_is_usable(worker, request) for worker in workers):
             return None
         return Refusal(ErrorCode.NO_WORKERS, "no encoder worker is ready")
 
     def readiness(self, now: float) -> list[EncoderReadiness]:
         """Return the readiness of each registered encoder, sorted by name."""
-        return [_readiness(model, self.snapshots(model, now)) for model in self.models]
+        return [_readiness(model, self._snapshots(model, now)) for model in self.models]
 
     def _find(self, worker_id: str, epoch: str) -> TrackedEncoder | None:
         worker = self._workers.get(worker_id)
@@ -190,11 +199,20 @@ class EncoderFleet:
         return worker.health(now, self._limits.suspect_after_s)
 
 
+def _is_usable(worker: EncoderSnapshot, request: EncodePlaceRequest) -> bool:
+    return worker.health in USABLE and worker.worker_id not in request.exclude
+
+
 def _readiness(model: str, workers: list[EncoderSnapshot]) -> EncoderReadiness:
     ready = [worker for worker in workers if worker.health is WorkerHealth.READY]
     if ready:
         infos = list(dict.fromkeys(worker.model for worker in ready))
-        return EncoderReadiness(model=model, ready=True, infos=infos)
+        return EncoderReadiness(
+            model=model,
+            ready=True,
+            infos=infos,
+            batch_tokens=min(worker.batch_tokens for worker in ready),
+        )
     states = ", ".join(_states(workers))
     return EncoderReadiness(
         model=model, ready=False, reason=f"no encoder worker is ready: {states}"

@@ -12,9 +12,9 @@ class TrackedEncoder:
     """One epoch of an encoder worker. Times are in seconds of a monotonic clock.
 
     A call lasts for some milliseconds, and heartbeats are further apart. The load is therefore
-    counted from the placements of this router until they are released. A heartbeat adds the tokens
-    that other routers have placed: those in its queue, less those of this router's placements that
-    it includes.
+    counted from the placements of this router until they are released, or until a heartbeat says
+    that they have ended. A heartbeat adds the tokens that other routers have placed: those in its
+    queue, less those of this router's placements that it includes.
 
     Attributes:
         load: last heartbeat; None before the first.
@@ -41,6 +41,8 @@ class TrackedEncoder:
         self.load = load
         self.last_heartbeat_at = now
         self.admitted.update(id for id in load.admitted if id in self.placed)
+        for placement_id in load.ended:
+            self.forget(placement_id)
         included = sum(self.placed[id] for id in self.admitted)
         self.others = max(0, load.queue_tokens - included)
 

@@ -76,14 +76,16 @@ class FakeEncoder:
         self.batches: list[list[int]] = []
         self.error: BaseException | None = None
 
+    def check(self, each: EncoderInput) -> None:
+        if 13 in each.tokens:
+            raise InvalidRequest("token 13 is not valid")
+
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
         self.batches.append([len(each.tokens) for each in inputs])
         self.entered.release()
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
-        if any(13 in each.tokens for each in inputs):
-            raise InvalidRequest("token 13 is not valid")
         rows = [[float(len(each.tokens)), float(sum(each.tokens))] for each in inputs]
         for row, each in zip(rows, inputs, strict=True):
             if 99 in each.tokens:

@@ -113,16 +113,11 @@ async def test_output_that_is_not_finite_fails_its_call_only(running: Running) -
     assert running.thread.not_finite == 1
 
 
-async def test_invalid_input_fails_its_call_only(running: Running) -> None:
-    first = await running.blocked(32)
-    bad = running.thread.submit([EncoderInput((13, 1))])
-    good = asyncio.create_task(running.encode(2))
-    running.encoder.gate.set()
-    with pytest.raises(EncodeFailure, match="token 13") as failed:
-        await bad.result
-    assert failed.value.code == error_pb2.ERROR_CODE_INVALID
-    assert await good == [(2, 2)]
-    await first
+async def test_invalid_input_is_refused_before_it_is_queued(running: Running) -> None:
+    with pytest.raises(EncodeFailure, match="token 13") as refused:
+        running.thread.submit([EncoderInput((1,)), EncoderInput((13, 1))])
+    assert refused.value.code == error_pb2.ERROR_CODE_INVALID
+    assert (running.thread.load.calls, running.thread.load.queue_tokens) == (0, 0)
 
 
 async def test_exception_of_the_encoder_is_a_fault(running: Running) -> None:

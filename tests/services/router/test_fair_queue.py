@@ -139,11 +139,18 @@ def test_priority_orders_the_requests_of_one_tenant_only() -> None:
     assert {name[0] for name in names[:2]} == {"a", "b"}, "each tenant is first in turn"
 
 
-def test_admitted_request_precedes_new_ones_of_its_tenant() -> None:
+def test_repeated_request_precedes_new_ones_of_its_tenant() -> None:
     queue = PlacementQueue(1000)
     queue.add(call("a", request_id="new", priority=9))
-    queue.add(call("a", request_id="admitted", admitted=True))
-    assert place_first(queue).request.request_id == "admitted"
+    queue.add(call("a", request_id="repeated", admitted=True, attempt=1))
+    assert place_first(queue).request.request_id == "repeated"
+
+
+def test_further_prompt_of_a_request_does_not_precede_new_ones_of_its_tenant() -> None:
+    queue = PlacementQueue(1000)
+    queue.add(call("a", request_id="new"))
+    queue.add(call("a", request_id="further", admitted=True))
+    assert place_first(queue).request.request_id == "new"
 
 
 @pytest.mark.parametrize("placed", [False, True])

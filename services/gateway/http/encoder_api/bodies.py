@@ -54,6 +54,10 @@ class EmbeddingsBody(EncoderBody):
             "encoders that were trained for it"
         ),
     ] = None
+    normalize: Annotated[
+        Literal[True] | None,
+        Field(description="scale embeddings to the length 1; default: as the encoder defines"),
+    ] = None
     prompt_name: Annotated[
         str | None,
         Field(description="name of a prompt of the encoder that precedes texts, such as query"),
@@ -103,19 +107,19 @@ class ScoreBody(EncoderBody):
                 raise InvalidRequest(f"set either {name} or {other}, and not both", param=name)
         return self
 
+    @property
+    def count(self) -> int:
+        """Number of pairs, if the numbers of texts match."""
+        return len(self._second)
+
     def pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of texts.
 
         Raises:
             InvalidRequest: the numbers of texts do not match.
         """
-        first, second = (
-            [texts] if isinstance(texts, str) else texts or []
-            for texts in (
-                self.queries if self.text_1 is None else self.text_1,
-                self.documents if self.text_2 is None else self.text_2,
-            )
-        )
+        given = self.queries if self.text_1 is None else self.text_1
+        first, second = _list_of(given), self._second
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -131,3 +135,11 @@ class ScoreBody(EncoderBody):
         """Names of the fields with the texts, for errors."""
         first = "text_1" if self.text_1 is not None else "queries"
         return first, "text_2" if self.text_2 is not None else "documents"
+
+    @property
+    def _second(self) -> list[str]:
+        return _list_of(self.documents if self.text_2 is None else self.text_2)
+
+
+def _list_of(texts: str | list[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts or []

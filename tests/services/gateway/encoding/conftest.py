@@ -83,7 +83,7 @@ class EncoderSite:
         await until(
             lambda: sum(each.state == "ready" for each in fleet.views(time.monotonic())) == count
         )
-        self.encoder.update(await self.gateway.router.encoders())
+        self.encoder.update(await self.gateway.router.encoders(self.encoder.name))
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(LIMIT_S):

@@ -6,7 +6,9 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from runtime.encoder.model import EncoderInput
+from services.common.encoder_placement import EncoderModel
 from services.common.errors import ModelNotFound
 from services.gateway.gateway import Gateway
 from services.gateway.http.encoder_api.bodies import EmbeddingsBody
@@ -21,11 +24,21 @@ from services.gateway.http.other_fields import IN_EMBEDDINGS, IN_RERANK, IN_SCOR
 from services.gateway.http.reading import body_limit
 from services.gateway.http.schemas import CompletionBody
 from services.gateway.keys import ApiKeys
+from services.gateway.router_client import RouterClient
 from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
+from services.router.app import build_encoder_dispatcher
+from services.router.settings import RouterSettings
 from tests.services.encoder.samples import CLS, MAX_TOKENS, SEP
-from tests.services.gateway.encoding.conftest import EncoderSite, OpenSite, embeddings_of
+from tests.services.gateway.encoding.conftest import (
+    EncoderSite,
+    OpenSite,
+    RunningWorker,
+    embeddings_of,
+    running_worker,
+)
 from tests.services.gateway.field_tables import expected_rows, table_rows
+from tests.services.tls_ports import router_port
 from tests.services.workers import until
 
 TEXTS = ("abc", "hello world", "a b c d e f g h i j k l m n o p")
@@ -70,6 +83,14 @@ async def test_dimensions_are_cut_and_normalized_again(site: EncoderSite) -> Non
     length = math.sqrt(sum(value * value for value in whole[:8]))
     assert found == pytest.approx([value / length for value in whole[:8]], rel=1e-6)
     assert (await site.embed("abc", dimensions=48))[0] == whole
+
+
+async def test_embeddings_are_normalized_on_request(site: EncoderSite) -> None:
+    (found,) = await site.embed("abc", normalize=True)
+    (given,) = expected(site, "abc")
+    length = math.hypot(*given)
+    assert length != pytest.approx(1.0, abs=0.1)
+    assert found == pytest.approx([value / length for value in given], rel=1e-6)
 
 
 async def test_long_text_is_refused_or_cut(site: EncoderSite) -> None:
@@ -141,6 +162,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"input": "a", "dimensions": "8"}, "dimensions"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
     ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ({"input": "a", "truncate_prompt_tokens": MAX_TOKENS + 1}, "truncate_prompt_tokens"),
     ({"input": "a", "priority": 101}, "priority"),
     ({"input": "a", "normalize": False}, "normalize"),
@@ -166,7 +188,7 @@ async def test_too_many_inputs_are_refused(open_site: OpenSite) -> None:
 
 
 async def test_ignored_fields_are_accepted(site: EncoderSite) -> None:
-    fields = {"user": "me", "normalize": True, "metadata": {"a": 1}, "dimensions": None}
+    fields = {"user": "me", "normalize": None, "metadata": {"a": 1}, "dimensions": None}
     assert await site.embed("abc", **fields) == expected(site, "abc")
 
 
@@ -234,6 +256,68 @@ async def test_long_list_is_cut_and_spread_over_workers(open_site: OpenSite) -> 
     computed = [each.worker.thread.load.inputs for each in site.workers]
     assert sum(computed) == 60
     assert min(computed) > 0
+
+
+async def test_part_has_at_most_a_batch_of_the_workers(open_site: OpenSite) -> None:
+    site = await open_site(worker={"batch_tokens": 24})
+    texts = [f"{'abc ' * (number % 7)}x" for number in range(60)]
+    assert await site.embed(*texts) == expected(site, *texts)
+    tokens = sum(len(site.encoder.tokenizer.encode(text).tokens) for text in texts)
+    assert site.workers[0].worker.thread.load.calls >= tokens / 24
+
+
+async def test_smallest_limit_of_the_workers_applies(open_site: OpenSite) -> None:
+    site = await open_site()
+    model = site.loaded.model.model_copy(update={"max_tokens": 16})
+    async with other_worker(site, model):
+        known = site.encoder.facts
+        assert known is not None
+        assert known.max_tokens == 16
+        answer = await site.post("/v1/embeddings", {"input": "a " * 40})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+        cut = {"input": "a " * 40, "truncate_prompt_tokens": -1}
+        for _ in range(8):
+            answer = await site.post("/v1/embeddings", cut)
+            assert answer.json()["usage"]["prompt_tokens"] == 16
+
+
+async def test_facts_come_from_a_router_that_knows_the_encoder(open_site: OpenSite) -> None:
+    site = await open_site()
+    without_workers = build_encoder_dispatcher(RouterSettings.model_validate({}), -1e9)
+    async with router_port(encoders=without_workers) as port:
+        urls = [f"http://127.0.0.1:{port}", *site.gateway.settings.routers]
+        client = RouterClient(urls, token=None, timeout_s=5)
+        listed = await client.encoders("tiny")
+        assert listed is not None
+        assert [each.ready for each in listed.models] == [True]
+        unknown = await client.encoders("unknown")
+        assert unknown is not None
+        assert unknown.models == []
+        await client.close()
+
+
+async def test_request_is_computed_by_workers_of_one_version(open_site: OpenSite) -> None:
+    site = await open_site()
+    model = site.loaded.model.model_copy(update={"dimension": 24, "model_hash": "other"})
+    async with other_worker(site, model) as other:
+        for _ in range(8):
+            assert await site.embed("abc") == expected(site, "abc")
+        assert other.worker.thread.load.calls == 0
+        registrar = site.workers[0].worker.registrar
+        assert registrar is not None
+        await registrar.drain()
+        await site.until_registered(1)
+        assert site.encoder.facts == model
+
+
+@asynccontextmanager
+async def other_worker(site: EncoderSite, model: EncoderModel) -> AsyncIterator[RunningWorker]:
+    """Run a worker that registers another model beside those of a site."""
+    loaded = replace(site.loaded, worker_id="encoder-other", epoch="other", model=model)
+    port = int(site.gateway.settings.routers[0].rpartition(":")[2])
+    async with running_worker(loaded, port, {}) as running:
+        await site.until_registered(len(site.workers) + 1)
+        yield running
 
 
 async def test_worker_that_dies_loses_nothing(open_site: OpenSite) -> None:

@@ -30,15 +30,22 @@ def encoder(name: str = "minilm", **values: Any) -> EncoderModel:
 
 
 def registration(
-    worker_id: str, *, epoch: str = "e1", model: str = "minilm", max_queue_tokens: int = 1000
+    worker_id: str,
+    *,
+    epoch: str = "e1",
+    model: str = "minilm",
+    max_queue_tokens: int = 1000,
+    batch_tokens: int = BATCH,
+    **values: Any,
 ) -> EncoderRegistration:
+    """Return a registration; ``values`` are those of its model."""
     return EncoderRegistration(
         worker_id=worker_id,
         epoch=epoch,
         address="127.0.0.1:5000",
-        model=encoder(model),
+        model=encoder(model, **values),
         max_queue_tokens=max_queue_tokens,
-        batch_tokens=BATCH,
+        batch_tokens=batch_tokens,
         heartbeat_s=0.25,
     )
 
@@ -49,7 +56,7 @@ def beat(worker_id: str, *, epoch: str = "e1", **values: Any) -> EncoderHeartbea
 
 
 def request(placement_id: str, tokens: int = 10, **values: Any) -> EncodePlaceRequest:
-    known = {"request_id": "r", "model": "minilm", "wait_s": 60.0}
+    known = {"request_id": "r", "model": "minilm", "model_hash": "h", "wait_s": 60.0}
     return EncodePlaceRequest(placement_id=placement_id, tokens=tokens, **{**known, **values})
 
 

@@ -49,6 +49,19 @@ def test_large_request_does_not_starve_behind_small_ones() -> None:
     assert worker_of(small) is None
 
 
+def test_further_parts_of_a_request_do_not_overtake_others_but_repeated_ones_do() -> None:
+    """Otherwise, a long list delays all other requests of its tenant until it is computed."""
+    router = dispatcher("a")
+    router.submit(request("part-1", 500), NOW)
+    other = router.submit(request("other", 10), NOW)
+    part = router.submit(request("part-2", 500, admitted=True), NOW)
+    repeated = router.submit(request("part-0", 500, admitted=True, attempt=1), NOW)
+    release(router, "part-1")
+    assert (worker_of(repeated), worker_of(other), worker_of(part)) == ("a", None, None)
+    release(router, "part-0")
+    assert (worker_of(other), worker_of(part)) == ("a", "a")
+
+
 def test_tenants_share_in_proportion_to_their_weights() -> None:
     router = dispatcher("a")
     router.submit(request("first", 500), NOW)

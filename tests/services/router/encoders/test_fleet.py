@@ -1,5 +1,7 @@
 """Encoder workers of a router: load, epochs, health and the end of placements."""
 
+from typing import Any
+
 import pytest
 
 from services.common.placement import Outcome, Release, WorkerState
@@ -19,12 +21,13 @@ def fleet() -> EncoderFleet:
 
 
 def place(fleet: EncoderFleet, placement_id: str, tokens: int = 10, now: float = NOW) -> None:
-    (worker,) = fleet.snapshots("minilm", now)
-    fleet.place(worker, request(placement_id, tokens), now)
+    asked = request(placement_id, tokens)
+    (worker,) = fleet.candidates(asked, now)
+    fleet.place(worker, asked, now)
 
 
 def queue(fleet: EncoderFleet) -> int:
-    return fleet.snapshots("minilm", NOW)[0].queue_tokens
+    return fleet.candidates(request("other"), NOW)[0].queue_tokens
 
 
 def ended(placement_id: str, outcome: Outcome = Outcome.OK, blame: str | None = None) -> Release:
@@ -49,6 +52,45 @@ def test_admitted_placement_is_not_counted_twice(fleet: EncoderFleet) -> None:
     assert queue(fleet) == 10
     fleet.release(ended("p1"), NOW)
     assert queue(fleet) == 0
+
+
+def test_placement_that_the_worker_reports_as_ended_counts_no_longer(fleet: EncoderFleet) -> None:
+    """Its gateway may have been killed, so that it is never released."""
+    place(fleet, "p1", 10)
+    place(fleet, "p2", 5)
+    fleet.heartbeat(beat("a", admitted=["p1"], ended=["p1", "unknown"]), NOW)
+    assert queue(fleet) == 5
+    fleet.heartbeat(beat("a", queue_tokens=5, admitted=["p2"]), NOW)
+    assert queue(fleet) == 5
+    assert fleet.release(ended("p1", Outcome.FAILED, "a"), NOW + 1) == 1.0
+    assert queue(fleet) == 5
+    assert fleet.views(NOW + 1)[0].state == "probation"
+
+
+def test_workers_of_the_requested_version_are_preferred(fleet: EncoderFleet) -> None:
+    fleet.register(registration("b", model_hash="new"), NOW)
+    fleet.heartbeat(beat("b"), NOW)
+
+    def candidates(version: str, **values: Any) -> list[str]:
+        asked = request("p", model_hash=version, **values)
+        return [each.worker_id for each in fleet.candidates(asked, NOW)]
+
+    assert candidates("h") == ["a"]
+    assert candidates("new") == ["b"]
+    assert candidates("gone") == ["a", "b"]
+    assert candidates("new", exclude=["b"]) == ["a", "b"]
+    fleet.heartbeat(beat("b", state=WorkerState.DRAINING), NOW)
+    assert candidates("new") == ["a", "b"]
+
+
+def test_readiness_has_the_smallest_batch_of_ready_workers(fleet: EncoderFleet) -> None:
+    for name, batch_tokens in (("b", 70), ("c", 20)):
+        fleet.register(registration(name, batch_tokens=batch_tokens), NOW)
+    fleet.heartbeat(beat("b"), NOW)
+    (found,) = fleet.readiness(NOW)
+    assert found.ready
+    assert found.batch_tokens == 70
+    assert len(found.infos) == 1
 
 
 def test_tokens_of_other_routers_are_added(fleet: EncoderFleet) -> None:
