@@ -134,6 +134,8 @@ class SequenceGroup:
         receives: position up to which another worker sends KV of a prompt that is held; 0 for none.
         worth: minimum number of tokens to receive; see `runtime.engine.Add`.
         scored: number of prompt positions whose log probabilities were computed, or are not wanted.
+        leader: group that computes the first ``shared`` tokens of this one, which waits for them;
+            None if it need not wait.
     """
 
     purpose: Purpose
@@ -146,6 +148,8 @@ class SequenceGroup:
     receives: int = 0
     worth: int = 1
     scored: int = 0
+    leader: "SequenceGroup | None" = None
+    shared: int = 0
 
     @classmethod
     def of(

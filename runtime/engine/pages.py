@@ -244,6 +244,14 @@ class SequencePages:
         computed = list(map(self.prefixes.computed, chunks))
         self._in_flight.append(_InFlight([[] for _ in self.pools], computed))
 
+    def is_computing(self, group: SequenceGroup, tokens: int) -> bool:
+        """Return whether steps in flight compute some of the first ``tokens`` tokens of a group."""
+        return any(
+            pages.group is group and pages.first * self.plan.page_size < tokens
+            for step in self._in_flight
+            for pages in step.computed
+        )
+
     def step_completed(self) -> None:
         """Record the completion of the oldest in-flight step and free its deferred pages."""
         step = self._in_flight.popleft()

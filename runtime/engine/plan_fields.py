@@ -35,7 +35,7 @@ NOT_READ: Mapping[type, frozenset[str]] = {
     SequenceGroup: frozenset(
         {
             *("computed", "position", "reused", "may_reuse", "may_compute", "receives", "worth"),
-            "scored",
+            *("scored", "leader", "shared"),
         }
     ),
     SequenceState: frozenset({"limit", "running", "cancelled", "resolved", "hashes", "matcher"}),

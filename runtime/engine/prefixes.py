@@ -12,6 +12,7 @@ are evicted, the prompt reuses no pages, and its pages cannot be found, because 
 tokens between pages.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -125,6 +126,25 @@ class Prefixes:
     def cached_tokens(self, group: SequenceGroup) -> int:
         """Return how many prompt tokens of a group are in cached pages. Callable on any thread."""
         return self._find(group) * self._plan.page_size
+
+    def common_tokens(self, one: SequenceGroup, other: SequenceGroup) -> int:
+        """Return how many first tokens of two prompts fill pages with equal content."""
+        tokens, plan = min(len(one.tokens), len(other.tokens)), self._plan
+        hashes = [group.sequences[0].hashes for group in (one, other)]
+        if any(each is None for each in hashes):
+            return 0
+
+        def differ(page: int) -> bool:  # as soon as an earlier page does
+            found = [
+                each.of(group.tokens, range(page, page + 1))
+                for each, group in zip(hashes, (one, other), strict=True)
+                if each is not None
+            ]
+            return found[0] != found[1]
+
+        if tokens <= plan.page_size or differ(0):
+            return 0
+        return plan.page_size * bisect_left(range(plan.full(tokens - 1)), True, key=differ)
 
     def in_use(self, group: SequenceGroup) -> PageCount:
         """Return how many pages of the cached prefix of a group other sequences use.

@@ -110,6 +110,50 @@ def test_a_second_request_computes_only_the_rest_of_its_prompt(model: Model) -> 
     assert all_free(engine)
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_prompts_that_arrive_together_compute_their_common_beginning_once(
+    model: Model, replay: bool
+) -> None:
+    beginning = prompt_of(160)
+    prompts = [request(str(number), (*beginning, number, 7), 4) for number in range(4)]
+    other = request("other", prompt_of(90, 5), 4)
+    commands = [Add(each) for each in (*prompts, other)]
+    engine = engine_of(model, replay=replay)
+    record = drive(engine, *commands)
+    assert record.tokens == drive(engine_of(model, cache=False, replay=replay), *commands).tokens
+    assert reused(record) == dict.fromkeys("123", 160)
+    assert all_free(engine)
+    started = [name for step in record.steps for name in step.started]
+    assert started.index("other") <= 1, "it does not wait with the others"
+
+
+def test_prompts_that_fit_into_one_step_do_not_wait_for_each_other(model: Model) -> None:
+    beginning = prompt_of(20)
+    engine = engine_of(model)
+    record = drive(engine, *(Add(request(name, (*beginning, 1), 4)) for name in "ab"))
+    assert reused(record) == {}
+    assert record.steps[0].started == ["a", "b"]
+
+
+def test_prompts_continue_if_the_one_that_computes_their_beginning_is_cancelled(
+    model: Model,
+) -> None:
+    beginning = prompt_of(160)
+    prompts = [request(name, (*beginning, number), 4) for number, name in enumerate("abc")]
+    engine = engine_of(model)
+    first = Record()
+    for step in ([Add(each) for each in prompts], [], [Cancel("a")]):
+        first.add(engine.step(step))
+    record = drive(engine)
+    # Each step computes at most 32 tokens of a prompt.
+    assert reused(first) | reused(record) == {"b": 64, "c": 160}
+    cold = drive(engine_of(model, cache=False), *(Add(each) for each in prompts[1:]))
+    assert {key: first.tokens.get(key, []) + record.tokens[key] for key in cold.tokens} == (
+        cold.tokens
+    )
+    assert all_free(engine)
+
+
 def test_the_next_turn_reuses_the_answer(model: Model) -> None:
     engine, cold = engine_of(model), engine_of(model, cache=False)
     prompt = list(prompt_of(50))
