@@ -14,7 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
+
+_MAX_SEARCHED = 64
+"""Items that `FairQueue.earliest_ahead` looks at for each urgency, to bound its duration."""
 
 
 class Queued(Protocol):
@@ -117,11 +121,19 @@ class FairQueue(Generic[_Item]):
         """The tenants with queued items."""
         return self._lines.keys()
 
-    @property
-    def surplus(self) -> _Item:
-        """The last item of the tenant with the highest queued cost relative to its weight."""
-        line = max(self._lines.values(), key=lambda line: line.cost / line.weight)
-        return next(reversed(line.ranks[line.urgencies[-1]].items))
+    def surplus(self, wanted: Callable[[_Item], bool] = lambda _: True) -> _Item | None:
+        """Return the last wanted item of the tenant with the highest cost relative to its weight.
+
+        Tenants without wanted items are passed over. None if nobody has any.
+        """
+        lines = sorted(self._lines.values(), key=lambda line: line.cost / line.weight, reverse=True)
+        items = (
+            item
+            for line in lines
+            for urgency in reversed(line.urgencies)
+            for item in reversed(line.ranks[urgency].items)
+        )
+        return next(filter(wanted, items), None)
 
     def add(self, item: _Item) -> None:
         """Queue an item after those of its tenant that are at least as urgent."""
@@ -165,11 +177,14 @@ class FairQueue(Generic[_Item]):
         if line := self._lines.get(tenant):
             line.start += cost / line.weight
 
-    def earliest_ahead(self, item: _Item) -> Iterator[_Item]:
-        """Yield the first item of each urgency among the preceding items of the same tenant."""
+    def earliest_ahead(self, item: _Item, wanted: Callable[[_Item], bool]) -> Iterator[_Item]:
+        """Yield the first wanted item of each urgency among the preceding ones of the same tenant.
+
+        Only the first `_MAX_SEARCHED` items of each urgency are searched.
+        """
         for rank in self._lines[item.tenant].until(item):
-            first = next(iter(rank.items))
-            if first is not item:
+            first = next(filter(wanted, islice(rank.items, _MAX_SEARCHED)), None)
+            if first is not None and first is not item:
                 yield first
 
     def cost_before(self, item: _Item) -> float:

@@ -63,7 +63,8 @@ class FairSlots:
         self._queue.add(waiter)
         self._grant()
         if len(self._queue) > self._max_waiting:
-            surplus = self._queue.surplus
+            surplus = self._queue.surplus()
+            assert surplus is not None, "an overfull queue has items"
             self._queue.remove(surplus)
             surplus.decided.set()
         try:

@@ -268,6 +268,11 @@ class Heartbeat(Message):
             an id until the router answers a heartbeat that contains it.
         computed_here: on a decode worker, ids of the placements whose prompts it computes itself,
             so that their prefill workers will not get them; repeated like those in ``admitted``.
+        postponed: on a decode worker, ids of the placements whose prefill workers are asked later,
+            because pages are not free; repeated likewise.
+        ended: ids of the placements whose streams have ended on this worker; repeated likewise. The
+            gateway may not have released them, because it has ended, or could not reach this
+            router.
         reason: why the worker is not ready.
     """
 
@@ -289,6 +294,12 @@ class Heartbeat(Message):
         default_factory=list
     )
     computed_here: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
+        default_factory=list
+    )
+    postponed: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
+        default_factory=list
+    )
+    ended: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = Field(
         default_factory=list
     )
     reason: Annotated[str, Field(max_length=512)] | None = None

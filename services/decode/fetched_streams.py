@@ -104,6 +104,7 @@ class FetchedStreams(StreamService):
         stream.may_compute = self._here.tokens_of(stream, self.streams.values())
         if stream.may_compute:
             self._submit(stream, Reserve(stream.request, may_compute=stream.may_compute))
+            self._worker.report_postponed(stream.start.request.placement_id)
         else:
             self._start_transfer(stream, stream.reserved)
 
@@ -154,6 +155,7 @@ class FetchedStreams(StreamService):
             log.debug("few tokens could not be computed here", **stream.log_fields)
         elif not self._has_room():
             self._submit(stream, Reserve(stream.request))
+            self._worker.report_postponed(stream.start.request.placement_id)
         else:
             stream.asked_from = self._worker.engine.cached_tokens(stream.request)
             self._submit(stream, Reserve(stream.request, may_reuse=stream.asked_from))
@@ -166,6 +168,7 @@ class FetchedStreams(StreamService):
                 if not stream.early.expired():
                     raise
                 self._worker.metrics.given_back.inc()
+                self._worker.report_postponed(stream.start.request.placement_id)
                 log.info("prefill given back: pages are not free", **stream.log_fields)
             finally:
                 stream.early = None

@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from services.common.encoder_placement import EncodePlaceRequest
 from services.common.fair_queue import FairQueue, Queued
+from services.common.placement import PlaceRequest
 from services.common.rate import Rate
 from services.common.router_errors import ErrorCode
 from services.router.errors import Refusal
@@ -27,6 +29,7 @@ class Waiting(Queued, Protocol):
 
     Attributes:
         admitted: whether the request was admitted before, so that it may wait until its deadline.
+        request: the placement request. Calls for other models wait for other workers.
     """
 
     @property
@@ -35,9 +38,23 @@ class Waiting(Queued, Protocol):
     def deadline(self) -> float: ...
     @property
     def admitted(self) -> bool: ...
+    @property
+    def request(self) -> PlaceRequest | EncodePlaceRequest: ...
 
 
 W = TypeVar("W", bound=Waiting)
+
+
+def surplus(queue: FairQueue[W], newest: W) -> W | None:
+    """Return the call to refuse because a queue is full, after a new one was added.
+
+    It is the last one of the tenant with the most queued tokens for its weight; if that is the
+    tenant of the new call, it is the new one. Calls that were admitted before are not refused. None
+    if there are no others.
+    """
+    last = queue.surplus(lambda call: not call.admitted)
+    is_own = last is not None and last.tenant == newest.tenant
+    return newest if is_own and not newest.admitted else last
 
 
 @dataclass(frozen=True)
@@ -114,10 +131,13 @@ class Admission:
     def _wait_s(self, queue: FairQueue[W], call: W) -> float:
         """Return the predicted wait of a call, in seconds.
 
-        It is at least the time that calls of the same tenant ahead of it have waited already.
+        It is at least the time that calls of the same tenant ahead of it, for the same model, have
+        waited already.
         """
         rate = self._placed.per_s
         tokens = queue.cost_before(call)
         predicted_s = tokens / rate if rate else 0.0
-        earliest = queue.earliest_ahead(call)
+        earliest = queue.earliest_ahead(
+            call, lambda other: other.request.model == call.request.model
+        )
         return max([predicted_s, *(self._now - other.arrived for other in earliest)])

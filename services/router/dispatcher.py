@@ -19,7 +19,7 @@ from services.common.placement import (
     WorkerAddress,
 )
 from services.common.router_errors import ErrorCode
-from services.router.admission import Admission, AdmissionLimits
+from services.router.admission import Admission, AdmissionLimits, surplus
 from services.router.capacity import Demand
 from services.router.choice import PolicyName
 from services.router.errors import Refusal
@@ -114,16 +114,10 @@ class Dispatcher:
         return call
 
     def _admit(self, call: PendingPlacement) -> None:
-        """Refuse a queued call that would wait too long.
-
-        If the queue is full, refuse the last call of the tenant with the most queued tokens for its
-        weight; if that is the tenant of this call, refuse this call.
-        """
+        """Refuse a queued call that would wait too long, or the surplus one of a full queue."""
         if refusal := self.admission.refusal(self.queue, call):
             self._answer(call, refusal)
-        elif self.queue.overfull:
-            surplus = self.queue.surplus
-            refused = call if surplus.request.tenant == call.request.tenant else surplus
+        elif self.queue.overfull and (refused := surplus(self.queue, call)):
             self._answer(
                 refused, self.admission.queue_full_error(self.queue, refused, "the queue is full")
             )

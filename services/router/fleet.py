@@ -1,8 +1,9 @@
 """Registered workers: their epochs, load, health, and promised placements.
 
 A new placement is a promise on each of its workers, until the worker's heartbeat lists it as
-admitted, the request is released, or ``placement_ttl_s`` has passed. That on a prefill worker also
-ends if the decode worker's heartbeat says that it computes the prompt itself. The load of a worker
+admitted, the request is released, or ``placement_ttl_s`` has passed. It also ends if the heartbeat
+of the decode worker says that the request has ended, and that on a prefill worker if it says that
+the decode worker computes the prompt itself, or asks for it later. The load of a worker
 is the load in its last heartbeat plus its promises. No placement is counted twice.
 
 Changed workers are noted, and `Fleet.roster` updates only their entries in the index of the workers
@@ -177,7 +178,12 @@ class Fleet:
         for placement_id in beat.admitted:
             worker.admit(placement_id, now)
         for placement_id in beat.computed_here:
-            self._forget_prefill(placement_id, beat.worker_id)
+            self._end_prefill(placement_id, beat.worker_id, is_computed=False)
+        for placement_id in beat.postponed:
+            self._end_prefill(placement_id, beat.worker_id, is_computed=True)
+        for placement_id in beat.ended:
+            if record := self._records.get(placement_id):
+                self._end_promises(record, are_computed=False)
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
@@ -208,7 +214,7 @@ class Fleet:
         self._records[placement_id] = _PlacementRecord(placement, now)
         self._expiries[placement_id] = now + self._limits.placement_ttl_s
         if len(self._records) > self._limits.max_placements:
-            self._forget_promises(self._records.popitem(last=False)[1])
+            self._end_promises(self._records.popitem(last=False)[1], are_computed=True)
         return placement
 
     def cached(self, demand: Demand) -> dict[str, int]:
@@ -245,7 +251,7 @@ class Fleet:
         if record is None:  # the release may have arrived before the call to place
             remember(self._released, release.placement_id, None)
             return None
-        self._forget_promises(record)
+        self._end_promises(record, are_computed=release.outcome is Outcome.OK)
         for address in record.addresses:
             worker = self._find(address.worker_id, address.epoch)
             if worker is None or record.placed_at < worker.probation_until:
@@ -265,7 +271,7 @@ class Fleet:
             placement_id, expiry = next(iter(self._expiries.items()))
             if expiry > now:
                 break
-            self._forget_promises(self._records[placement_id])
+            self._end_promises(self._records[placement_id], are_computed=False)
         gone = [
             worker_id
             for worker_id, worker in self._workers.items()
@@ -311,21 +317,32 @@ class Fleet:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.registration.epoch == epoch else None
 
-    def _forget_promises(self, record: _PlacementRecord) -> None:
+    def _end_promises(self, record: _PlacementRecord, *, are_computed: bool) -> None:
+        """Remove the promises of a placement.
+
+        Args:
+            are_computed: whether the prompt counts as cached on workers that have not listed it.
+        """
         self._expiries.pop(record.placement.placement_id, None)
         for address in record.addresses:
-            worker = self._find(address.worker_id, address.epoch)
-            if worker and worker.forget(record.placement.placement_id):
-                self._changed[address.worker_id] = None
+            self._end_promise(record.placement.placement_id, address, is_computed=are_computed)
 
-    def _forget_prefill(self, placement_id: str, decode_id: str) -> None:
-        """Remove the promise of a prompt that this decode worker computes instead."""
+    def _end_prefill(self, placement_id: str, decode_id: str, *, is_computed: bool) -> None:
+        """Remove the promise on the prefill worker of a placement, as its decode worker says.
+
+        Args:
+            is_computed: whether the prefill worker will compute the prompt, though later.
+        """
         record = self._records.get(placement_id)
         if record is None or record.placement.decode.worker_id != decode_id:
             return
         if address := record.placement.prefill:
-            worker = self._find(address.worker_id, address.epoch)
-            if worker and worker.withdraw(placement_id):
+            self._end_promise(placement_id, address, is_computed=is_computed)
+
+    def _end_promise(self, placement_id: str, address: WorkerAddress, *, is_computed: bool) -> None:
+        if worker := self._find(address.worker_id, address.epoch):
+            end = worker.forget if is_computed else worker.withdraw
+            if end(placement_id):
                 self._changed[address.worker_id] = None
 
     def _registrations_changed(self, worker_id: str) -> None:

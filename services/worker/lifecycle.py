@@ -210,6 +210,16 @@ class Worker(WorkerProcess):
         if self.registrar is not None:
             self.registrar.computed_here(placement_id)
 
+    def report_postponed(self, placement_id: str) -> None:
+        """Report a placement whose prefill worker is asked later; see `Registrar`."""
+        if self.registrar is not None:
+            self.registrar.postpone(placement_id)
+
+    def report_ended(self, placement_id: str) -> None:
+        """Report a placement whose stream has ended; see `Registrar`."""
+        if self.registrar is not None:
+            self.registrar.end(placement_id)
+
     def observe(self) -> None:
         """Set the gauges, and repeat a failed self-test; called periodically."""
         if self.self_test.failure:

@@ -44,6 +44,7 @@ class Report:
     reason: str | None
     admitted: list[str]
     computed_here: list[str]
+    postponed: list[str]
     ended: list[str]
 
 
@@ -108,6 +109,7 @@ class BaseRegistrar(ABC, Generic[L]):
         """Placements that no heartbeat has reported, by URL. A heartbeat has space for all of them:
         older ones are dropped, and the router lets them expire."""
         self._computed_here = _Unreported(routers)
+        self._postponed = _Unreported(routers)
         self._ended = _Unreported(routers)
         # Heartbeats to a router are sent one at a time, in order.
         self._beats = {url: asyncio.Lock() for url in routers}
@@ -165,8 +167,12 @@ class BaseRegistrar(ABC, Generic[L]):
         """Report with the next heartbeat that this worker computes the prompt of a placement."""
         self._computed_here.add(placement_id)
 
+    def postpone(self, placement_id: str) -> None:
+        """Report with the next heartbeat that the prefill worker of a placement is asked later."""
+        self._postponed.add(placement_id)
+
     def end(self, placement_id: str) -> None:
-        """Report with the next heartbeat that an admitted placement has ended on this worker."""
+        """Report with the next heartbeat that a placement has ended on this worker."""
         self._ended.add(placement_id)
 
     def start(self) -> None:
@@ -222,17 +228,19 @@ class BaseRegistrar(ABC, Generic[L]):
     async def _send(self, url: str) -> bool:
         pending = self._admitted[url]
         taken, fields = self._load()
-        computed_here, ended = self._computed_here.to(url), self._ended.to(url)
+        computed_here, postponed = self._computed_here.to(url), self._postponed.to(url)
+        ended = self._ended.to(url)
         admitted = [placement for number, placement in pending if number <= taken]
         is_blocked = self.state is WorkerState.READY and self.not_ready is not None
         state = WorkerState.NOT_READY if is_blocked else self.state
-        report = Report(state, self.not_ready, admitted, computed_here, ended)
+        report = Report(state, self.not_ready, admitted, computed_here, postponed, ended)
         beat = self._heartbeat(report, fields)
         response = await self._http.post(f"{url}{self._path}/heartbeat", json=beat)
         response.raise_for_status()
         while pending and pending[0][0] <= taken:  # some may have been dropped since
             pending.popleft()
         self._computed_here.remove(url, computed_here)
+        self._postponed.remove(url, postponed)
         self._ended.remove(url, ended)
         reply = response.json()  # a newer router may send further fields
         self._unmatched[url] = reply.get("unmatched")

@@ -57,5 +57,7 @@ class Registrar(BaseRegistrar[EngineLoad]):
             kv_faster_raw_bytes=self._transfers.total.faster_raw,
             admitted=report.admitted,
             computed_here=report.computed_here,
+            postponed=report.postponed,
+            ended=report.ended,
         )
         return beat.model_dump(mode="json")

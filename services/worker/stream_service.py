@@ -100,6 +100,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         if self.streams.pop(stream.key, None) is None:
             return
         self._worker.metrics.streams.inc()
+        self._worker.report_ended(stream.start.request.placement_id)
         self._free(stream)
 
     def cancel_choice(self, stream: Stream, choice: int) -> None:

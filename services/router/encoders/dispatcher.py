@@ -17,7 +17,7 @@ from services.common.encoder_placement import (
 from services.common.fair_queue import FairQueue
 from services.common.placement import Outcome, Release, WorkerAddress
 from services.common.router_errors import ErrorCode
-from services.router.admission import Admission
+from services.router.admission import Admission, surplus
 from services.router.choice import PolicyName
 from services.router.encoders.fleet import EncoderFleet
 from services.router.encoders.policy import place_inputs
@@ -174,9 +174,7 @@ class EncoderDispatcher:
         """Refuse a queued call that would wait too long, or the surplus one of a full queue."""
         if refusal := self._admission.refusal(self.queue, call):
             self._answer(call, refusal)
-        elif len(self.queue) > self._max_waiting:
-            surplus = self.queue.surplus
-            refused = call if surplus.tenant == call.tenant else surplus
+        elif len(self.queue) > self._max_waiting and (refused := surplus(self.queue, call)):
             self._answer(
                 refused, self._admission.queue_full_error(self.queue, refused, "the queue is full")
             )

@@ -1,7 +1,7 @@
 """Slow reference of the dispatcher and its queue; see `tests.services.router.slow_policy`."""
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import Any
@@ -42,12 +42,15 @@ class SlowQueue(PlacementQueue):
         lines = [line.due() for line in self._slow.values()]
         return iter([item for _, _, item in merge(*lines)])
 
-    @property
-    def surplus(self) -> PendingPlacement:
+    def surplus(
+        self, wanted: Callable[[PendingPlacement], bool] = lambda _: True
+    ) -> PendingPlacement | None:
         def load(line: _Line) -> float:
             return sum(call.cost for _, _, call in line.entries) / line.weight
 
-        return max(self._slow.values(), key=load).entries[-1][2]
+        lines = sorted(self._slow.values(), key=load, reverse=True)
+        calls = (call for line in lines for _, _, call in reversed(line.entries))
+        return next(filter(wanted, calls), None)
 
     def add(self, item: PendingPlacement) -> None:
         self._arrivals += 1
@@ -74,9 +77,11 @@ class SlowQueue(PlacementQueue):
     def overdue(self, now: float) -> list[PendingPlacement]:
         return [call for call in self if call.deadline <= now]
 
-    def earliest_ahead(self, item: PendingPlacement) -> Iterator[PendingPlacement]:
+    def earliest_ahead(
+        self, item: PendingPlacement, wanted: Callable[[PendingPlacement], bool] = lambda _: True
+    ) -> Iterator[PendingPlacement]:
         own = [entry[2] for entry in self._slow[item.tenant].entries]
-        return iter(own[: own.index(item)])
+        return filter(wanted, own[: own.index(item)])
 
     def cost_before(self, item: PendingPlacement) -> float:
         line = self._slow[item.tenant]

@@ -230,7 +230,8 @@ def test_memory_has_no_more_tokens_than_the_worker_has_pages_for() -> None:
     for number in range(50):
         submit(router, (bytes([number]) * 2, *PREFIX[1:]))
         for placement in list(router.fleet._records):
-            router.fleet._forget_promises(router.fleet._records.pop(placement))
+            record = router.fleet._records.pop(placement)
+            router.fleet._end_promises(record, are_computed=True)
     tokens = [w.prefixes.tokens for w in router.fleet._workers.values()]
     assert all(0 < each <= ENOUGH * 16 for each in tokens)
 

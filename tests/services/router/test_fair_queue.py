@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.admission import surplus
 from services.router.capacity import Demand
 from services.router.queue import PendingPlacement, PlacementQueue
 from tests.services.router.samples import place_request
@@ -153,6 +154,18 @@ def test_further_prompt_of_a_request_does_not_precede_new_ones_of_its_tenant() -
     assert place_first(queue).request.request_id == "new"
 
 
+def test_surplus_is_never_a_call_that_was_admitted_before() -> None:
+    queue = PlacementQueue(1)
+    admitted, new, other = call("a", 50, admitted=True), call("a", 50), call("b", 10)
+    queue.add(admitted)
+    assert surplus(queue, admitted) is None
+    queue.add(other)
+    assert surplus(queue, admitted) is other
+    queue.add(new)
+    assert surplus(queue, new) is new
+    assert surplus(queue, other) is new
+
+
 @pytest.mark.parametrize("placed", [False, True])
 def test_only_placed_calls_are_charged(placed: bool) -> None:
     queue = PlacementQueue(1000)
@@ -167,4 +180,6 @@ def test_surplus_is_the_last_call_of_the_heaviest_tenant() -> None:
     queue = PlacementQueue(1000)
     for each in (call("a", 40), call("b", 30), call("b", 20), call("c", 90, weight=9)):
         queue.add(each)
-    assert queue.surplus.demand.cost == 20
+    found = queue.surplus()
+    assert found is not None
+    assert found.demand.cost == 20

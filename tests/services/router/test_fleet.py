@@ -126,6 +126,27 @@ def test_a_prompt_that_its_decode_worker_computes_is_not_expected_by_the_prefill
     assert load(fleet, "p0")[0] == 17
 
 
+def test_prompt_that_its_decode_worker_postpones_does_not_occupy_the_prefill_worker() -> None:
+    fleet = fleet_of("p0", "d0")
+    promise(fleet, "a")
+    fleet.heartbeat(beat("d0", admitted=["a"], postponed=["a"]), 0.1)
+    assert load(fleet, "p0") == (0, 64, 0)
+    fleet.heartbeat(beat("p0", admitted=["a"], queue_tokens=100), 0.2)
+    assert load(fleet, "p0")[0] == 100
+
+
+def test_placement_whose_stream_has_ended_counts_no_longer() -> None:
+    """Its gateway may have been killed before the prefill worker was asked."""
+    fleet = fleet_of("p0", "d0")
+    promise(fleet, "a")
+    fleet.heartbeat(beat("d0", admitted=["a"], ended=["a", "unknown"]), 0.1)
+    assert load(fleet, "p0") == load(fleet, "d0") == (0, 64, 0)
+    assert fleet.idle
+    gone = Release(placement_id="a", outcome=Outcome.FAILED, blame="d0")
+    assert fleet.release(gone, 0.2) == 0.2
+    assert snapshot(fleet, "d0", 0.2).health is WorkerHealth.PROBATION
+
+
 def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:
     one, other = fleet_of("p0", "d0"), fleet_of("p0", "d0")
     for placement_id in "abc":
