@@ -107,6 +107,7 @@ class Gateway:
         self.draining = False
         self.keys = keys
         self.running = 0
+        self._open_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._asking = asyncio.Lock()
@@ -309,14 +310,17 @@ class Gateway:
         return next(filter(None, reasons), None)
 
     def _unfit(self, found: ModelReadiness) -> str | None:
-        """Return why the tokenizer does not fit the model of ready workers, or None."""
-        for info in found.infos:
-            if fault := self.model.identity.mismatch(info):
-                return f"the gateway's tokenizer does not match the workers' model: {fault}"
+        """Return why the tokenizer fits the model of no ready worker, or None."""
+        faults = [self.model.identity.mismatch(info) for info in found.infos]
+        if faults and all(faults):
+            return f"the gateway's tokenizer does not match the workers' model: {faults[0]}"
         return None
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests. After ``limit_s`` seconds, fail all that are still running."""
+        """Refuse new requests, and wait for the end of open calls, also of those not yet read.
+
+        After ``limit_s`` seconds, fail all requests that still run.
+        """
         self.draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -345,6 +349,21 @@ class Gateway:
             raise
 
     @contextmanager
+    def open_call(self) -> Iterator[None]:
+        """Count a call of a client as open in the ``with`` block; `drain` waits for its end."""
+        self._open_calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.running and not self._open_calls:
+            self._idle.set()
+
+    @contextmanager
     def _count(self, count: int) -> Iterator[None]:
         """Count requests as running in the ``with`` block.
 
@@ -360,8 +379,7 @@ class Gateway:
             yield
         finally:
             self.running -= count
-            if not self.running:
-                self._idle.set()
+            self._note_idle()
 
     async def _merge(
         self, requests: Sequence[GenerationRequest]

@@ -144,10 +144,18 @@ class Generator:
         """Start a stream on the decode worker of a placement.
 
         Raises:
-            Unavailable: if the tokenizer does not fit the worker's model.
+            WorkerFailure: if the tokenizer does not fit the worker's model, or if the worker has
+                another version of the model that has generated the output so far.
         """
+        worker_id = placement.decode.worker_id
         if fault := self._identity.mismatch(placement.model):
-            raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
+            raise WorkerFailure.unfit(
+                f"the gateway's tokenizer does not match the workers' model: {fault}", worker_id
+            )
+        if progress.model_hash != placement.model.model_hash:
+            raise WorkerFailure.unfit(
+                f"workers serve different versions of {placement.model.name!r}", worker_id
+            )
         message = start_stream_message(
             request,
             placement,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from services.common.encoder_placement import EncodePlaceRequest
 from services.common.errors import Overloaded, ServiceError, TooLarge, Unavailable
+from services.common.messages import MAX_WAIT_S
 from services.common.placement import PlaceRequest
 from services.common.tracing import Kind, Span
 from services.gateway.metrics import GatewayMetrics
@@ -142,7 +143,7 @@ class Placer:
                 self._placing.add(scope)
                 # A retry was admitted with its first attempt, and does not wait for the others.
                 async with nullcontext() if retries.number else siblings.turn:
-                    routed = await self._repeat(call, retries, deadline)
+                    routed = await self._repeat(call, siblings, retries, deadline)
                     siblings.admitted = True
                     return routed
         except TimeoutError:
@@ -153,23 +154,32 @@ class Placer:
             self._placing.discard(scope)
 
     async def _repeat(
-        self, call: Callable[[float], Awaitable[R]], retries: Retries, deadline: float
+        self,
+        call: Callable[[float], Awaitable[R]],
+        siblings: Siblings,
+        retries: Retries,
+        deadline: float,
     ) -> R:
         """Place an attempt. Workers that failed this request are used only as a last resort.
 
         A request waits while no router is reachable, and while workers register with a router that
-        has just started. If a worker has already begun it, it also waits for workers to be ready.
+        has just started. If a worker has already begun it, it also waits for workers to be ready. A
+        further prompt of a request waits for capacity until the deadline, because a refusal would
+        discard what was computed for the others.
         """
         began = time.monotonic()
-        until = min(began + self._queue_wait_s, deadline)
+        is_further = siblings.admitted and not retries.number
+        until = deadline if is_further else min(began + self._queue_wait_s, deadline)
         tries = 0
         while True:
             try:
-                routed = await call(max(0.0, until - time.monotonic()))
+                routed = await call(min(max(0.0, until - time.monotonic()), MAX_WAIT_S))
             except (Overloaded, TooLarge, Unavailable) as error:
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()
-                elif _waits(error, retries) and time.monotonic() < until:
+                elif (
+                    _waits(error, retries) or (is_further and isinstance(error, Overloaded))
+                ) and time.monotonic() < until:
                     tries += 1
                     await asyncio.sleep(min(backoff_s(tries), until - time.monotonic()))
                 else:

@@ -20,6 +20,8 @@ class Progress:
         max_tokens: maximum output tokens of each choice in the current attempt.
         stop_token_ids: tokens that end a choice in the current attempt: those of the request and,
             unless it ignores them, end-of-sequence tokens.
+        model_hash: version of the model that generates the output; set by the first attempt, and
+            by later ones while there is no output.
         delivered: token ids of each choice, in order.
         unfinished: indices of the choices that the worker decodes: it has not ended them, and they
             were not cancelled.
@@ -29,6 +31,7 @@ class Progress:
         self._request = request
         self.max_tokens = request.max_tokens
         self.stop_token_ids: tuple[int, ...] = ()
+        self.model_hash = ""
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
         self._delivered_before = 0
@@ -77,6 +80,8 @@ class Progress:
             stop_token_ids: tokens that end the output of their model.
         """
         options = self._request.options
+        if not self._count:
+            self.model_hash = placement.model.model_hash
         ends = () if options.ignore_eos else stop_token_ids
         self.stop_token_ids = tuple(dict.fromkeys((*ends, *options.stop_token_ids)))
         self.max_tokens = min(self._request.max_tokens, len(self.replayed) + placement.max_tokens)

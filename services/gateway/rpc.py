@@ -165,7 +165,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         failure: ServiceError | None = None
         try:
             try:
-                yield
+                with self._gateway.open_call():
+                    yield
             except ServiceError as error:
                 failure = detached(error)
             except Exception:

@@ -3,7 +3,7 @@
 from typing import Self
 
 from headrace.v1 import error_pb2
-from services.common.error_codes import UNREACHED, VERDICTS, error_reason
+from services.common.error_codes import UNREACHED, VERDICTS, Cause, Verdict, error_reason
 
 
 def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
@@ -40,11 +40,22 @@ class WorkerFailure(Exception):
         self.blame = blame
         self.reason = failure_reason(code)
         self.verdict = VERDICTS[code] if reached else UNREACHED
+        self._reached = reached
 
     @property
     def may_have_computed(self) -> bool:
         """Whether the worker, or its prefill worker, may have computed a part of the prompt."""
-        return self.verdict is not UNREACHED and self.code != error_pb2.ERROR_CODE_OVERLOADED
+        return self._reached and self.code != error_pb2.ERROR_CODE_OVERLOADED
+
+    @classmethod
+    def unfit(cls, message: str, worker_id: str) -> Self:
+        """Return the failure of a worker whose model is not the one of the request.
+
+        The request is placed again. Routers are not told, because the worker is sound.
+        """
+        failure = cls(message, error_pb2.ERROR_CODE_INCOMPATIBLE, worker_id, reached=False)
+        failure.verdict = Verdict(Cause.CONGESTION)
+        return failure
 
     @classmethod
     def of(cls, error: error_pb2.Error, worker_id: str) -> Self:

@@ -59,9 +59,10 @@ class ServedEncoder:
         if found is None or not found.ready:
             self.not_ready = _reason(self.name, found, listed)
             return
-        self.not_ready = next(filter(None, map(self._unfit, found.infos)), None)
-        if self.not_ready is None:
-            self.facts = _facts(found.infos, self.facts)
+        fitting = [each for each in found.infos if not self.identity.mismatch(each)]
+        self.not_ready = None if fitting else self._unfit(found.infos[0])
+        if fitting:
+            self.facts = _facts(fitting, self.facts)
             self.batch_tokens = found.batch_tokens
 
     def known(self) -> EncoderModel:
@@ -74,10 +75,9 @@ class ServedEncoder:
             raise Unavailable(self.not_ready or "no encoder worker has registered")
         return self.facts
 
-    def _unfit(self, model: EncoderModel) -> str | None:
-        if fault := self.identity.mismatch(model):
-            return f"the gateway's tokenizer does not match the encoder of the workers: {fault}"
-        return None
+    def _unfit(self, model: EncoderModel) -> str:
+        fault = self.identity.mismatch(model)
+        return f"the gateway's tokenizer does not match the encoder of the workers: {fault}"
 
 
 def _facts(infos: Sequence[EncoderModel], known: EncoderModel | None) -> EncoderModel:

@@ -145,14 +145,19 @@ class EncodingRunner:
         """Call the worker of a placement.
 
         Raises:
-            WorkerFailure: if it has no outputs.
-            Unavailable: if its model is not the one for which the request was made.
+            WorkerFailure: if it has no outputs, or if its model is not the one for which the
+                request was made.
         """
         placement = routed.placement
+        worker_id = placement.worker.worker_id
         if fault := self._identity.mismatch(placement.model):
-            raise Unavailable(f"the gateway's tokenizer does not match the workers' model: {fault}")
+            raise WorkerFailure.unfit(
+                f"the gateway's tokenizer does not match the workers' model: {fault}", worker_id
+            )
         if placement.model.dimension != request.encoder.dimension:
-            raise Unavailable(f"workers serve different versions of {request.model!r}")
+            raise WorkerFailure.unfit(
+                f"workers serve different versions of {request.model!r}", worker_id
+            )
         attributes: dict[str, str | int] = {
             "headrace.attempt": retries.number,
             "headrace.encoder_worker": placement.worker.worker_id,

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from http import HTTPStatus
 from typing import Any
 
@@ -40,11 +40,18 @@ class RequestMiddleware:
 
     Args:
         requests: counter of requests by route and status.
+        open_call: context in which each POST request is answered, see `Gateway.open_call`.
     """
 
-    def __init__(self, app: ASGIApp, requests: Counter) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        requests: Counter,
+        open_call: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._app = app
         self._requests = requests
+        self._open_call = open_call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -63,7 +70,8 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
+        call = self._open_call() if scope["method"] == "POST" else nullcontext()
+        with call, structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:

@@ -112,7 +112,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     guarded: ASGIApp = AccessMiddleware(app, gateway)
     if origins := gateway.settings.allowed_origins:
         guarded = allow_origins(guarded, origins)
-    return RequestMiddleware(guarded, gateway.metrics.requests)
+    return RequestMiddleware(guarded, gateway.metrics.requests, gateway.open_call)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Disconnects, deadlines, drain and slow readers."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from unittest.mock import AsyncMock
 
 import pytest
@@ -174,6 +175,29 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(open_site
     assert (await running).status_code == 200
     await draining
     assert site.gateway.running == 0
+
+
+async def test_drain_waits_for_a_request_whose_body_arrives_slowly(site: Site) -> None:
+    release = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "a", '
+        await release.wait()
+        yield b'"max_tokens": 2}'
+
+    site.worker.script = say(5, 6)
+    headers = {"content-type": "application/json"}
+    sending = asyncio.create_task(
+        site.http.post("/v1/completions", content=body(), headers=headers)
+    )
+    await until(lambda: site.gateway._open_calls == 1)
+    await asyncio.sleep(0.05)  # it is accepted
+    draining = asyncio.create_task(site.gateway.drain(30))
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    release.set()
+    assert (await sending).status_code == 200
+    await draining
 
 
 async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:

@@ -90,6 +90,37 @@ async def test_failure_after_tokens_is_replayed_elsewhere(open_site: OpenSite) -
     assert outcomes(site) == [("failed", "decode-0"), ("ok", None)]
 
 
+async def test_output_does_not_continue_on_another_version_of_the_model(
+    open_site: OpenSite,
+) -> None:
+    site: Site = await open_site(workers=2)
+    site.workers[1].script = say(7, 8, 9)
+
+    async def upgrade(stream: FakeStream) -> None:
+        site.router.model_info = {"model_hash": "new"}
+        await failing(error_pb2.ERROR_CODE_DRAINING, 5, 6)(stream)
+
+    site.workers[0].script = upgrade
+    answer = await completion(site)
+    assert answer.status_code == 503
+    assert "different versions" in answer.json()["error"]["message"]
+    assert site.workers[1].streams == []
+    await site.router.settled()
+    assert outcomes(site)[-1] == ("failed", None)
+
+
+async def test_output_that_has_not_begun_may_move_to_another_version(open_site: OpenSite) -> None:
+    site: Site = await open_site(workers=2)
+    site.workers[1].script = say(*site.encode("one two"))
+
+    async def upgrade(stream: FakeStream) -> None:
+        site.router.model_info = {"model_hash": "new"}
+        await failing(error_pb2.ERROR_CODE_DRAINING)(stream)
+
+    site.workers[0].script = upgrade
+    assert (await completion(site)).json()["choices"][0]["text"] == "one two"
+
+
 async def test_killed_worker_fails_its_streams_at_once(open_site: OpenSite) -> None:
     site: Site = await open_site(workers=2)
     ids = site.encode("one two three")
