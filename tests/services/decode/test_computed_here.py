@@ -1,12 +1,13 @@
 """Decode workers compute the last tokens of prompts whose history they have."""
 
 import asyncio
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from services.decode import computed_here
 from services.decode.prompt_times import PromptTimes
+from services.worker.registration import Registrar
 from tests.runtime.tiny import prompt_of
 from tests.services.prompts import (
     PAGE,
@@ -64,15 +65,13 @@ async def test_turns_of_a_chat_have_the_tokens_of_a_cold_worker(site: Site) -> N
 @pytest.mark.usefixtures("faster_here")
 async def test_routers_learn_which_placements_need_no_prefill_worker(site: Site) -> None:
     decode, prefill = await pair_of(site)
-    admitted: list[str] = []
-    computed: list[str] = []
-    decode.worker.registrar = SimpleNamespace(  # type: ignore[assignment]
-        admit=admitted.append, computed_here=computed.append
-    )
+    registrar = decode.worker.registrar = Mock(spec=Registrar)
     for _ in range(2):
         await ask(decode, prefill, prompt_of(100))
-    assert admitted == ["placement"] * 2
-    assert computed == ["placement"]
+    reports = [(name, arguments) for name, arguments, _ in registrar.method_calls]
+    first = ["admit", "end"]
+    second = ["admit", "postpone", "computed_here", "end"]
+    assert reports == [(name, ("placement",)) for name in (*first, *second)]
 
 
 async def test_first_prompts_are_fetched(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

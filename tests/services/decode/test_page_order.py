@@ -6,7 +6,7 @@ the pages of the decode workers and need pages of the prefill worker as well.
 
 from collections.abc import Iterator
 from random import Random
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +17,7 @@ from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.queue import PlacementQueue
 from services.worker.lifecycle import Worker
+from services.worker.registration import Registrar
 from services.worker.streams import StreamSession
 from tests.services.router.samples import beat, place_request, registration
 from tests.services.workers import (
@@ -49,7 +50,7 @@ class Workers:
         self.admitted: dict[str, list[str]] = {}
         for worker in (prefill.worker, *(decode.worker for decode in decodes)):
             admitted = self.admitted[worker.identity.worker_id] = []
-            worker.registrar = SimpleNamespace(admit=admitted.append)  # type: ignore[assignment]
+            worker.registrar = Mock(spec=Registrar, admit=admitted.append)
 
     async def open(self, decode: Decode, placement_id: str = "placement") -> None:
         """Open a stream, and wait until the decode worker has done what it can do."""
