@@ -17,6 +17,8 @@ from services.gateway.text import TextDelta
 
 _SEND_ERROR_TIMEOUT_S = 1.0
 """Maximum time to send an error, in seconds. The client may not be reading."""
+_MANY_TOKENS = 1000
+"""Number of output tokens from which a body is formatted in a thread."""
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -119,10 +121,14 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": formatter.finish()})
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
-        builder = self._output.whole()
+        builder, tokens = self._output.whole(), 0
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 builder.add(deltas)
-        response = Response(builder.body(), media_type="application/json")
+                tokens += sum(len(delta.tokens) for delta in deltas)
+        # Log probabilities of many tokens take seconds to format.
+        is_large = tokens > _MANY_TOKENS
+        body = await asyncio.to_thread(builder.body) if is_large else builder.body()
+        response = Response(body, media_type="application/json")
         self._started = self._ended = True
         await response(scope, receive, send)

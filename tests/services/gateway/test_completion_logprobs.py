@@ -1,11 +1,14 @@
 """Log probabilities of completions: the sampled token, and positions in the text."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from headrace.v1 import sampling_pb2
+from services.gateway.http import responses
+from services.gateway.http.formatting import ResponseBuilder
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import LENGTH, say
 
@@ -25,6 +28,26 @@ async def both(site: Site, body: dict[str, Any]) -> tuple[dict[str, Any], dict[s
             for name, values in (choice["logprobs"] or {}).items():
                 streamed.setdefault(name, []).extend(values)
     return {"text": whole["text"], **whole["logprobs"]}, {"text": text, **streamed}
+
+
+async def test_body_of_many_tokens_is_formatted_in_a_thread(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the event loop would wait for seconds."""
+    threads = list[str]()
+    format_body = ResponseBuilder.body
+
+    def body(builder: ResponseBuilder) -> bytes:
+        threads.append(threading.current_thread().name)
+        return format_body(builder)
+
+    monkeypatch.setattr(ResponseBuilder, "body", body)
+    monkeypatch.setattr(responses, "_MANY_TOKENS", 2)
+    site.worker.script = say(*site.encode("one two three four"))
+    whole, streamed = await both(site, {"prompt": "x", "logprobs": 0})
+    assert whole == streamed
+    assert len(threads) == 1
+    assert threads[0] != threading.main_thread().name
 
 
 @pytest.mark.parametrize("requested", [0, 1, 2])
