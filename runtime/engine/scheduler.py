@@ -2,8 +2,8 @@
 
 A `SequenceGroup` waits until it is admitted. Admission allocates pages for all of its tokens. It is
 then prefilled chunk by chunk, or receives its KV from another worker. Then each sequence runs in
-the decode batch until it ends. Admission is first come, first served, but a prompt whose beginning
-another one computes is admitted after that is in the cache.
+the decode batch until it ends. Admission is first come, first served, apart from prompts that wait
+for others with the same beginning (`runtime.engine.leaders`).
 
 Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks
 of at most ``chunk_tokens`` tokens, as `choose_chunks` describes.
@@ -27,14 +27,12 @@ from runtime.core.limits import Limits
 from runtime.core.plan import StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, SequenceGroup, SequenceState
+from runtime.engine.leaders import Leaders
 from runtime.engine.pages import SequencePages
 from runtime.engine.waiting import WaitingQueue, by_arrival
 from runtime.errors import InvalidRequest, NotCached, OutOfPages, QueueFull, RuntimeFault
 from runtime.pages.eviction import evicted_tokens
 from runtime.pages.plan import PageCount, PagePlan
-
-_LEAST_SHARED = 64
-"""Tokens that a prompt must save to wait for another prompt with the same beginning."""
 
 
 class Scheduler:
@@ -65,6 +63,7 @@ class Scheduler:
         self._context_length = context_length
         self._kv_eviction = kv_eviction
         self.pages = SequencePages(plan, total, prefix_root)
+        self._leaders = Leaders(self.pages, limits.step_tokens)
         # Numbers of sequences submitted and of prompt tokens admitted so far.
         self._arrivals = self._prompt_tokens = 0
         self._waiting = WaitingQueue(limits.max_waiting)
@@ -407,13 +406,10 @@ class Scheduler:
             sequence.rewind(self.pages.plan.prefilled(known, prompt, sequence.evicts))
 
     def _admit(self) -> list[SequenceGroup]:
-        """Admit waiting groups in order. Return those to which another worker will send KV.
-
-        A prompt whose beginning another one computes waits until it can share these pages.
-        """
+        """Admit waiting groups in order. Return those to which another worker will send KV."""
         reserved, first = [], 0
         while first < len(self._waiting) and self._admissible(self._waiting[first]):
-            if self._is_led(self._waiting[first]):
+            if self._leaders.should_wait(self._waiting[first], self._prefilling):
                 first += 1
                 continue
             group = self._waiting.pop(first)
@@ -429,35 +425,6 @@ class Scheduler:
             else:
                 self._prefilling.append(group)
         return reserved
-
-    def _is_led(self, group: SequenceGroup) -> bool:
-        """Return whether a group should wait because another one computes its first tokens now."""
-        leader = group.leader
-        if leader is not None:
-            is_next = leader in self._prefilling and leader.computed < group.shared
-            if is_next or self.pages.is_computing(leader, group.shared):
-                return True
-        group.leader = self._leader(group)
-        return group.leader is not None
-
-    def _leader(self, group: SequenceGroup) -> SequenceGroup | None:
-        """Return the group that computes most of the first tokens of a prompt, and set `shared`.
-
-        None if it shares few tokens with the others, or if all of them fit into one step.
-        """
-        if group.purpose is Purpose.RECEIVE or group.may_reuse == 0 or group.receives:
-            return None
-        left = sum(other.left for other in self._prefilling)
-        if not left or left + group.left <= self._limits.step_tokens:
-            return None
-        prefixes = self.pages.prefixes
-        common = [prefixes.common_tokens(group, other) for other in self._prefilling]
-        shared = max(common)
-        leader = self._prefilling[common.index(shared)]
-        if leader.computed >= shared or shared - prefixes.cached_tokens(group) < _LEAST_SHARED:
-            return None
-        group.shared = shared
-        return leader
 
     def _choose_purpose(self, group: SequenceGroup) -> None:
         """Compute a prompt here instead of receiving it if `SequenceGroup.may_compute` allows it.

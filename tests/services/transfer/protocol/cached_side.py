@@ -165,6 +165,8 @@ class CachedSide:
             draining=False,
             report_admitted=IGNORE,
             report_computed_here=IGNORE,
+            report_postponed=IGNORE,
+            report_ended=IGNORE,
             count_saved=IGNORE,
         )
         self.worker.sent_tokens = partial(Worker.sent_tokens, cast(Any, self.worker))

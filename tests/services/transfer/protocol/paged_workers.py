@@ -155,6 +155,8 @@ class PagedDecode:
             draining=False,
             report_admitted=lambda placement_id: None,
             report_computed_here=lambda placement_id: None,
+            report_postponed=lambda placement_id: None,
+            report_ended=lambda placement_id: None,
             count_saved=lambda sent: None,
             sent_tokens=lambda request: SentTokens.whole(PagePlan(PAGE_SIZE), bounds.prompt),
             sizes=SimpleNamespace(max_running=SLOTS),
