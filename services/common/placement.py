@@ -269,7 +269,8 @@ class Heartbeat(Message):
         computed_here: on a decode worker, ids of the placements whose prompts it computes itself,
             so that their prefill workers will not get them; repeated like those in ``admitted``.
         postponed: on a decode worker, ids of the placements whose prefill workers are asked later,
-            because pages are not free; repeated likewise.
+            because pages are not free or the decode worker may compute the prompt; repeated
+            likewise.
         ended: ids of the placements whose streams have ended on this worker; repeated likewise. The
             gateway may not have released them, because it has ended, or could not reach this
             router.

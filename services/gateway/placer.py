@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.encoder_placement import EncodePlaceRequest
-from services.common.errors import Overloaded, ServiceError, TooLarge, Unavailable
+from services.common.errors import (
+    Overloaded,
+    QueueTimeout,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+)
 from services.common.messages import MAX_WAIT_S
 from services.common.placement import PlaceRequest
 from services.common.tracing import Kind, Span
@@ -174,11 +180,12 @@ class Placer:
         while True:
             try:
                 routed = await call(min(max(0.0, until - time.monotonic()), MAX_WAIT_S))
-            except (Overloaded, TooLarge, Unavailable) as error:
-                if retries.excluded and not isinstance(error, NoRouter | Overloaded):
+            except (Overloaded, QueueTimeout, TooLarge, Unavailable) as error:
+                is_full = isinstance(error, Overloaded | QueueTimeout)
+                if retries.excluded and not (is_full or isinstance(error, NoRouter)):
                     retries.excluded.clear()
                 elif (
-                    _waits(error, retries) or (is_further and isinstance(error, Overloaded))
+                    _waits(error, retries) or (is_further and is_full)
                 ) and time.monotonic() < until:
                     tries += 1
                     await asyncio.sleep(min(backoff_s(tries), until - time.monotonic()))
@@ -218,5 +225,5 @@ class Placer:
 def _waits(refusal: ServiceError, retries: Retries) -> bool:
     """Return whether to repeat a refused placement request."""
     if retries.number > 0:
-        return not isinstance(refusal, TooLarge)
+        return not isinstance(refusal, TooLarge | QueueTimeout)
     return isinstance(refusal, NoRouter)

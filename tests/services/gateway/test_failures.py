@@ -121,6 +121,25 @@ async def test_output_that_has_not_begun_may_move_to_another_version(open_site: 
     assert (await completion(site)).json()["choices"][0]["text"] == "one two"
 
 
+@pytest.mark.parametrize("refusal", [(429, "queue_full"), (408, "queue_timeout")])
+async def test_further_prompt_of_a_list_waits_for_capacity(
+    site: Site, refusal: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal would discard the answers to the other prompts."""
+
+    async def refuse_after_the_first() -> None:
+        if len(site.router.places) == 1:
+            site.router.refusals = [refusal] * 2
+
+    monkeypatch.setattr(site.router, "_block", refuse_after_the_first)
+    site.worker.script = say(*site.encode("one two"))
+    body = {"prompt": ["a", "b"], "max_tokens": 4}
+    answer = await site.http.post("/v1/completions", json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["one two"] * 2
+    assert len(site.router.places) == 4
+    await site.router.settled()
+
+
 async def test_killed_worker_fails_its_streams_at_once(open_site: OpenSite) -> None:
     site: Site = await open_site(workers=2)
     ids = site.encode("one two three")
