@@ -6,6 +6,7 @@ texts, the length up to which the model was trained, and whether texts are conve
 """
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _BATCH_CHARS = 1 << 16
 """Maximum characters of texts that are tokenized together.
 
 It limits the memory for them, and the time for which other calls wait."""
+
+_MAX_THREADS = 4
+"""Threads of the library that tokenize lists. Its default, one for each core, makes the lists of
+many clients slower on large machines, because waking all threads takes longer than most lists."""
 
 _T = TypeVar("_T")
 
@@ -107,6 +112,7 @@ class EncoderTokenizer:
         """
         if not path.is_dir() or not has_tokenizer(path):
             raise TokenizerError(f"{path} has no {TOKENIZER_FILE}")
+        _limit_threads()
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / TOKENIZER_FILE))
         except Exception as error:
@@ -169,9 +175,9 @@ class EncoderTokenizer:
         """Yield the tokens of each text; ``limit`` is as in `encode`.
 
         Args:
-            parallel: tokenize several texts at once, on all cores that the process may use
-                (RAYON_NUM_THREADS sets another number of threads). All calls share these threads,
-                so that a call may wait for another one. Otherwise, the calling thread tokenizes.
+            parallel: tokenize several texts at once, with up to four threads (RAYON_NUM_THREADS
+                sets another number). All calls share these threads, so that a call may wait for
+                another one. Otherwise, the calling thread tokenizes.
         """
         encode = self._backend.encode_batch_fast  # without offsets and the text of tokens
         for batch in _batches(texts, len):
@@ -221,6 +227,12 @@ class EncoderTokenizer:
                 token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
             pieces.append(token.encode())
         return tuple(pieces)
+
+
+def _limit_threads() -> None:
+    """Limit the threads of the library, which reads the variable when it first needs them."""
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 def _tokens(encoding: Any) -> EncoderTokens:

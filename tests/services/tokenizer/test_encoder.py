@@ -1,6 +1,9 @@
 """Tokenizers of encoders against tokenizers of transformers: special tokens, types, truncation."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,27 @@ def test_large_texts_are_tokenized_alone(folder: Path, monkeypatch: pytest.Monke
     batches.clear()
     list(tokenizer.encode_all(texts))  # the calling thread tokenizes lists of one text
     assert batches == [1] * len(texts)
+
+
+_COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+from services.tokenizer.encoder import EncoderTokenizer
+
+os.sched_getaffinity = lambda _: set(range(int(sys.argv[2])))
+tokenizer = EncoderTokenizer.load(Path(sys.argv[1]))
+before = len(os.listdir("/proc/self/task"))
+list(tokenizer.encode_all(["one two"] * 64, parallel=True))
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(3, 3), (64, 4)])
+def test_lists_are_tokenized_by_few_threads(folder: Path, cores: int, threads: int) -> None:
+    """A thread for each core of a large machine would make the lists of many clients slower."""
+    command = [sys.executable, "-c", _COUNT_THREADS, str(folder), str(cores)]
+    unset = {name: value for name, value in os.environ.items() if name != "RAYON_NUM_THREADS"}
+    assert int(subprocess.check_output(command, env=unset)) == threads
 
 
 def test_text_of_tokens(folder: Path) -> None:
