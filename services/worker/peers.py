@@ -1,6 +1,6 @@
 """Facts that the ranks of a worker compare while they load, and the interface to other ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,8 @@ class RankFacts:
     """Facts about a rank whose part of the model is loaded.
 
     Attributes:
-        model, compatibility, sizes: equal on all ranks of a worker.
+        model, compatibility: equal on all ranks of a worker.
+        sizes: likewise, but the slots are those for which the rank has memory.
         pages: numbers of pages for which the rank has memory.
         weight_bytes: bytes of the rank's weights in memory.
         kernels: what `Compatibility.kernel_plan_hash` is the hash of, equal on all ranks.
@@ -29,6 +30,12 @@ class RankFacts:
     pages: PageCount
     weight_bytes: int
     kernels: KernelFacts
+
+    def within(self, other: "RankFacts") -> "RankFacts":
+        """Return these facts with the slots and pages for which both ranks have memory."""
+        slot_bytes = min(self.sizes.slot_bytes, other.sizes.slot_bytes)
+        pages = PageCount(*map(min, zip(self.pages, other.pages, strict=True)))
+        return replace(self, sizes=replace(self.sizes, slot_bytes=slot_bytes), pages=pages)
 
     def mismatches(self, other: "RankFacts") -> list[str]:
         """Return what differs from another rank and must not, as text."""
@@ -45,7 +52,7 @@ class RankFacts:
         del facts["kernel_plan_hash"]
         facts |= {f"{name} of kernels": value for name, value in self.kernels.items()}
         return facts | {
-            name: getattr(self.sizes, name) for name in ("limits", "slots", "slot_bytes")
+            name: getattr(self.sizes, name) for name in ("limits", "slots", "history_slots")
         }
 
 
@@ -73,16 +80,16 @@ class Peers:
         """Wait for the other ranks, and return the group of all of them."""
         return ONE_RANK
 
-    def agree(self, facts: RankFacts) -> PageCount:
+    def agree(self, facts: RankFacts) -> RankFacts:
         """Compare the facts of this rank with those of the others.
 
         Returns:
-            The pages for which all ranks have memory.
+            These facts with the slots and pages for which all ranks have memory.
 
         Raises:
             SettingsError: the ranks differ.
         """
-        return facts.pages
+        return facts
 
 
 NO_PEERS = Peers()

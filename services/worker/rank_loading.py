@@ -148,16 +148,18 @@ def load_rank(
     codebooks, codebook_id = _codebooks(settings, model)
     info = _model_info(settings.served_model_name or model_name(path), path, model, model_hash)
     compatibility = _compatibility(info, model, settings, sizes, codebook_id)
-    facts = RankFacts(
-        info,
-        compatibility,
-        sizes,
-        _kv_pages(model, settings, sizes),
-        model.weight_bytes,
-        kernel_facts(model),
+    facts = peers.agree(
+        RankFacts(
+            info,
+            compatibility,
+            sizes,
+            _kv_pages(model, settings, sizes),
+            model.weight_bytes,
+            kernel_facts(model),
+        )
     )
     options = EngineOptions(
-        pages=peers.agree(facts),
+        pages=facts.pages,
         limits=sizes.limits,
         kv_eviction=settings.kv_eviction,
         replay=model.replayable,

@@ -11,7 +11,6 @@ import torch
 
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import Executor, LocalExecutor, Ranks, StepChannel
-from runtime.pages.plan import PageCount
 from runtime.parallel.group import ONE_RANK, RankGroup
 from services.common.errors import SettingsError
 from services.transfer.codecs import Books
@@ -103,17 +102,17 @@ class Followers(Peers):
     def join(self, device: torch.device) -> RankGroup:
         return self._rendezvous.join(0, device) if self.ranks else ONE_RANK
 
-    def agree(self, facts: RankFacts) -> PageCount:
+    def agree(self, facts: RankFacts) -> RankFacts:
         self._stage = Stage.WARMING_UP
-        pages = facts.pages
+        agreed = facts
         for rank in self.ranks:
             theirs = rank.receive(RankFacts)
             if different := theirs.mismatches(facts):
                 raise SettingsError(f"rank {rank.rank} differs: its {'; its '.join(different)}")
-            pages = PageCount(*map(min, zip(pages, theirs.pages, strict=True)))
+            agreed = agreed.within(theirs)
         for rank in self.ranks:
-            rank.send(pages)
-        return pages
+            rank.send(agreed)
+        return agreed
 
     def executor(self, first: LocalExecutor) -> Executor:
         """Return the executor of all ranks, for the engine."""

@@ -6,7 +6,7 @@ first rank             other rank              meaning
                        `Started`               the process runs, and beats
 `HashedFiles`                                  load a part of the model from these files
                        `RankFacts`             its part of the model is loaded
-`PageCount`                                    allocate these pages, then follow the steps
+`RankFacts`                                    allocate these slots and pages, then follow the steps
 `Open`                                         the ranks are warm: serve the KV endpoint
                        `Opened`                the endpoint is ready
                        `Failed`                the rank has failed, and its process ends

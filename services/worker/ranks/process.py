@@ -21,7 +21,6 @@ import torch
 from runtime.checkpoint.hashed_files import HashedFiles
 from runtime.engine import StepReader, follow
 from runtime.errors import FirstRankEnded
-from runtime.pages.plan import PageCount
 from runtime.parallel.group import RankGroup
 from services.common.errors import SettingsError
 from services.common.file_limit import raise_file_limit
@@ -157,10 +156,10 @@ class RankProcess(Peers):
     def join(self, device: torch.device) -> RankGroup:
         return self._rendezvous.join(self.rank, device)
 
-    def agree(self, facts: RankFacts) -> PageCount:
+    def agree(self, facts: RankFacts) -> RankFacts:
         self._send(facts)
-        pages: PageCount = self._receive()
-        return pages
+        agreed: RankFacts = self._receive()
+        return facts.within(agreed)
 
     def _transfer(self, rank: LoadedRank) -> None:
         """Serve the KV endpoint until the first rank closes it."""

@@ -28,19 +28,33 @@ def followers_of(*facts: RankFacts) -> tuple[Followers, list[object]]:
     return followers, sent
 
 
-def test_all_ranks_get_the_least_pages_of_each_group() -> None:
+def test_all_ranks_get_the_least_pages_of_each_group_and_the_smallest_slots() -> None:
+    """GPUs of one type may report a few MiB more or less memory."""
     facts = load().rank.facts
     one, two, three = (
-        replace(facts, pages=PageCount(*pages)) for pages in ((9, 40), (12, 30), (10, 50))
+        replace(
+            facts,
+            pages=PageCount(*pages),
+            sizes=replace(facts.sizes, slot_bytes=slot_bytes),
+            weight_bytes=weight_bytes,
+        )
+        for pages, slot_bytes, weight_bytes in (
+            ((9, 40), 3 << 20, 1),
+            ((12, 30), 2 << 20, 2),
+            ((10, 50), 4 << 20, 3),
+        )
     )
     followers, sent = followers_of(two, three)
-    assert followers.agree(one) == PageCount(9, 30)
-    assert sent == [PageCount(9, 30)] * 2
+    agreed = followers.agree(one)
+    assert (agreed.pages, agreed.sizes.slot_bytes) == (PageCount(9, 30), 2 << 20)
+    assert agreed.weight_bytes == 1
+    assert sent == [agreed] * 2
+    assert three.within(agreed) == replace(agreed, weight_bytes=3)
 
 
-def test_only_rank_keeps_its_pages() -> None:
+def test_only_rank_keeps_its_facts() -> None:
     facts = load().rank.facts
-    assert Followers().agree(facts) == facts.pages
+    assert Followers().agree(facts) == facts
 
 
 @pytest.mark.parametrize(
@@ -48,7 +62,7 @@ def test_only_rank_keeps_its_pages() -> None:
     [
         ("compatibility", "model_hash", "another"),
         ("compatibility", "codebook_id", "another"),
-        ("sizes", "slot_bytes", 1 << 20),
+        ("sizes", "slots", 3),
     ],
 )
 def test_rank_that_differs_is_refused(part: str, name: str, value: object) -> None:
