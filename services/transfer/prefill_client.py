@@ -28,7 +28,7 @@ from services.common.grpc_server import (
 )
 from services.common.tls import MutualTls
 from services.transfer.endpoint import KVEndpoint
-from services.transfer.errors import TransferError
+from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.fetch import Fetch, FetchFailed
 from services.transfer.known_peers import KnownPeers
 from services.transfer.routes import Route, heads_of, routes_between
@@ -235,7 +235,9 @@ class PrefillClients:
         Concurrent callers share one attempt.
 
         Raises:
-            FetchFailed: INCOMPATIBLE if the handshake was refused, else PREFILL_LOST.
+            FetchFailed: INCOMPATIBLE if the handshake was refused, INTERNAL if an agent of this
+                worker has ended, TRANSFER_FAILED if its agents did not connect in time, else
+                PREFILL_LOST.
         """
         key = (worker.worker_id, worker.epoch)
         while True:
@@ -279,7 +281,7 @@ class PrefillClients:
                 self._peers.remove(own, agent, call)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
-                raise _handshake_failure(error, worker.worker_id) from error
+                raise _handshake_failure(error, worker.worker_id, answered=bool(added)) from error
             raise
         for sender in welcome.endpoints:
             sender.ClearField("agent_metadata")  # READs send the rest to the processes of ranks
@@ -360,7 +362,20 @@ def _agents(welcome: pb.Welcome, routes: Sequence[Route]) -> list[tuple[int, pb.
     return [(own, welcome.endpoints[peer]) for own, peer in pairs]
 
 
-def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:
+def _handshake_failure(error: Exception, worker_id: str, *, answered: bool) -> FetchFailed:
+    """Return the failure of a session that was not opened.
+
+    Args:
+        answered: whether the prefill worker has answered, so that only agents were to connect.
+    """
+    if isinstance(error, TransferClosed):
+        return FetchFailed(error_pb2.ERROR_CODE_INTERNAL, str(error))  # of this worker's own agent
+    if isinstance(error, TimeoutError) and answered:
+        return FetchFailed(
+            error_pb2.ERROR_CODE_TRANSFER_FAILED,
+            f"agents did not connect to prefill worker {worker_id} in time",
+            worker_id,
+        )
     if isinstance(error, aio.AioRpcError):
         refused = error.code() in (
             grpc.StatusCode.FAILED_PRECONDITION,

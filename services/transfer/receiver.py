@@ -387,6 +387,8 @@ def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Except
         return FetchFailed(
             error_pb2.ERROR_CODE_INTEGRITY, f"KV failed verification: {error}", worker_id
         )
+    if isinstance(error, TransferClosed):
+        return FetchFailed(error_pb2.ERROR_CODE_INTERNAL, str(error))  # of this worker's own agent
     if isinstance(error, PeerLost):
         return FetchFailed(error_pb2.ERROR_CODE_PREFILL_LOST, str(error), worker_id)
     if isinstance(error, TransferError):

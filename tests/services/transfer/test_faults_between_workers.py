@@ -120,6 +120,25 @@ async def test_computation_announced_twice_fails_the_fetch(site: Site) -> None:
         await asyncio.wait_for(fetching, LIMIT_S)
 
 
+@pytest.mark.parametrize("moment", ["handshake", "transfer"])
+async def test_ended_agent_of_the_reader_is_not_the_fault_of_the_sender(
+    site: Site, moment: str
+) -> None:
+    """For a worker of several ranks, the agent of another rank ends with its process."""
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    if moment == "handshake":
+        decode.agent.close()
+    fetching = asyncio.create_task(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)))
+    if moment == "transfer":
+        await until(lambda: prefill.worker.sender.active == 1)
+        decode.agent.close()
+        prefill.worker.engine.start()
+    with pytest.raises(FetchFailed) as failure:
+        await asyncio.wait_for(fetching, LIMIT_S)
+    found = failure.value
+    assert (found.code, found.worker_id) == (error_pb2.ERROR_CODE_INTERNAL, ""), found.message
+
+
 async def test_pages_wait_for_decodes_of_a_fetch_that_is_cancelled_twice(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +185,7 @@ async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
     receiver, agent = decode.worker.receiver, decode.agent
     with pytest.raises(FetchFailed) as failed:
         await receiver.fetch(fetch_of(prefill, TOKENS))
-    assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
+    assert failed.value.code == error_pb2.ERROR_CODE_TRANSFER_FAILED
     assert isinstance(agent, NeverReportsAddition)
     assert not agent.slow
     slot = decode.slab.view(0, 64)
