@@ -42,7 +42,7 @@ class DecodeWorker(Worker):
 
     def __init__(self, settings: DecodeSettings, loaded: Loaded, endpoints: Endpoints) -> None:
         super().__init__(loaded, endpoints)
-        self.overflow_tokens = _overflow_tokens(settings, loaded)
+        self.overflow_tokens = _overflow_tokens(settings, loaded, endpoints)
         peers = KnownPeers(endpoints)
         self.history = self._new_history(settings, peers) if self.sizes.history_slots else None
         self._hello = prefill_pb2.Hello(
@@ -121,14 +121,15 @@ class DecodeWorker(Worker):
         await super().close()
 
 
-def _overflow_tokens(settings: DecodeSettings, loaded: Loaded) -> int | None:
+def _overflow_tokens(settings: DecodeSettings, loaded: Loaded, endpoints: Endpoints) -> int | None:
     """Return the tokens above which prefill workers decode further requests; None for never.
 
     A step reads the weights and the KV of all sequences. By default, the KV of this many tokens
-    has two thirds of the bytes of the weights. Evicted tokens and windows do not count.
+    has two thirds of the bytes of the weights, on the rank with the most KV. Evicted tokens and
+    windows do not count.
     """
     if settings.overflow_tokens == "auto" and loaded.rank.device != "cpu":
-        stored = token_bytes(loaded.rank.executor.cache.layout.page_bytes)
+        stored = max(token_bytes(each.layout.page_bytes) for each in endpoints)
         per_token = (1 - loaded.identity.compatibility.kv_eviction) * stored
         read = loaded.rank.executor.model.step_weight_bytes
         most = 2 * read / (3 * per_token) if per_token else MAX_KV_TOKENS

@@ -3,6 +3,8 @@
 A step reads the KV in the form in which decoding keeps it, so this form counts.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,22 @@ DENSE = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2 * 2  # byt
 INT4 = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (CONFIG.head_dim // 2 + 4)  # with scales
 
 
-def overflow(setting: int | str = "auto", device: str = "cuda", **loaded: Any) -> int | None:
+def overflow(
+    setting: int | str = "auto", device: str = "cuda", others: int = 1, **loaded: Any
+) -> int | None:
+    """Return the tokens for a worker whose other rank has ``others`` times the KV heads."""
     settings = DecodeSettings.model_validate({"overflow_tokens": setting})
     given = load(**loaded)
     given.rank.executor.model.step_weight_bytes = 3 << 20
     made = with_rank(given, device=device)
-    return _overflow_tokens(settings, made)
+    layout: Any = given.rank.executor.cache.layout
+    page_bytes = layout.page_bytes
+    more = replace(page_bytes, groups=tuple(others * size for size in page_bytes.groups))
+    endpoints: Any = (
+        SimpleNamespace(layout=layout),
+        SimpleNamespace(layout=SimpleNamespace(page_bytes=more)),
+    )
+    return _overflow_tokens(settings, made, endpoints)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +47,10 @@ def overflow(setting: int | str = "auto", device: str = "cuda", **loaded: Any) -
 )
 def test_default_counts_kv_as_decoding_keeps_it(loaded: dict[str, Any], kv_bytes: float) -> None:
     assert overflow(**loaded) == (2 << 20) // kv_bytes
+
+
+def test_default_counts_the_kv_of_the_rank_with_the_most() -> None:
+    assert overflow(others=2) == (2 << 20) // (2 * DENSE)
 
 
 def test_setting_and_cpu_do_not_depend_on_the_format() -> None:
