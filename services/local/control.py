@@ -21,8 +21,8 @@ from services.local.state import Deployment, lock_holder, ports_in_use
 
 _SPAWNED = "--multiprocessing-fork"
 """Argument of every process that multiprocessing spawns."""
-STOP_TIMEOUT_S = 90.0
-"""Maximum time to stop a deployment, seconds. The supervisor takes less to stop its processes."""
+_PREPARATION_STOP_S = 90.0
+"""Maximum time to stop a deployment that is still prepared, seconds."""
 
 
 def down(port: int | None) -> int:
@@ -40,22 +40,17 @@ def down(port: int | None) -> int:
         raise SettingsError(f"{_describe(running)}: choose one with --port")
     if port is None and running:
         port = running[0]
-    supervisor = None if port is None else _supervisor(port)
-    if port is None or supervisor is None:
+    deployment = None if port is None else Deployment.find(port)
+    supervisor = deployment.supervisor if deployment else port and lock_holder(port)
+    if not port or not supervisor:
         _print_none_running(port, running)
         return 1
-    return _stop(port, supervisor)
+    return _stop(port, supervisor, deployment.stop_s if deployment else _PREPARATION_STOP_S)
 
 
-def _supervisor(port: int) -> ProcessIdentity | None:
-    """Return the process of `headrace up` on a port, or None if none runs."""
-    deployment = Deployment.find(port)
-    return deployment.supervisor if deployment else lock_holder(port)
-
-
-def _stop(port: int, supervisor: ProcessIdentity) -> int:
+def _stop(port: int, supervisor: ProcessIdentity, limit_s: float) -> int:
     console = diagnostics()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
+    deadline = time.monotonic() + limit_s
     with DrainProgress(Deployment.logs(port), console, "Ctrl-C to stop now") as progress:
         _signal(supervisor, signal.SIGTERM)
         while supervisor.alive and time.monotonic() < deadline:
@@ -66,7 +61,7 @@ def _stop(port: int, supervisor: ProcessIdentity) -> int:
                 _signal(supervisor, signal.SIGINT)
     if supervisor.alive:
         console.print(
-            f"[red]process {supervisor.pid} still runs after {STOP_TIMEOUT_S:.0f} s[/]; "
+            f"[red]process {supervisor.pid} still runs after {limit_s:.0f} s[/]; "
             f"end it with `kill -9 {supervisor.pid}`"
         )
         return 1

@@ -1,14 +1,19 @@
 """Processes of a local deployment, with their flags and environment."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from services.common.addresses import bracketed
+from services.common.settings import ServiceSettings
 from services.common.tls import TlsFiles
 from services.local.artifacts import Artifacts
 from services.local.gpus import WorkerGpus, assign_gpus, visible_gpus
 from services.local.options import UpOptions, WorkerOptions
 from services.local.supervisor import ProcessSpec
+
+_END_S = 5.0
+"""Time in which a service ends after its requests, seconds."""
 
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
@@ -57,7 +62,16 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
             arguments += ("--colocated",)
         environment = common | _free_health_port(worker.role) | _gpus(worker.role, gpus)
         specs.append(ProcessSpec(worker.name, worker.role, arguments, environment))
-    return specs
+    return [replace(spec, grace_s=_drain_s(spec.service) + _END_S) for spec in specs]
+
+
+def _drain_s(service: str) -> float:
+    """Return the time for which a service lets requests finish, which the environment may set."""
+    default: float = ServiceSettings.model_fields["drain_s"].default
+    try:
+        return float(os.environ.get(f"HEADRACE_{service.upper()}_DRAIN_S", default))
+    except ValueError:
+        return default  # the service refuses it
 
 
 def _free_health_port(service: str) -> dict[str, str]:

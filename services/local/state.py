@@ -65,6 +65,7 @@ class Deployment:
         model: name of the served model; empty if an earlier version wrote the state.
         kv_format: KV format of the workers; empty if an earlier version wrote the state.
         encoder: name of the served encoder; empty for none.
+        stop_s: maximum time in seconds to stop the deployment.
     """
 
     host: str
@@ -80,6 +81,7 @@ class Deployment:
     model: str = ""
     kv_format: str = ""
     encoder: str = ""
+    stop_s: float = 90.0
 
     @staticmethod
     def folder(port: int) -> Path:
@@ -191,6 +193,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "model": (str, NoneType),
     "kv_format": (str, NoneType),
     "encoder": (str, NoneType),
+    "stop_s": (int, float, NoneType),
 }
 
 

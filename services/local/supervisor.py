@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,8 +25,8 @@ MAX_START_FAILURES = 3
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 STABLE_S = 30.0
 """A process that ran longer than this time, in seconds, restarts after the first backoff."""
-GRACE_S = 35.0
-"""Time in seconds for a process to stop; longer than the default of the services' `drain_s`."""
+_KILL_S = 20.0
+"""Maximum time for the end of processes that were killed, seconds."""
 RETRY_S = 5.0
 """Time in seconds after which `on_change` is called again if it failed."""
 MAX_LOG_BYTES = 64 << 20
@@ -43,12 +43,19 @@ class ProcessSpec:
         service: gateway, router, prefill or decode.
         arguments: command-line flags of the service.
         environment: variables added to the supervisor's own.
+        grace_s: time in seconds to stop, after which the process is killed.
     """
 
     name: str
     service: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    grace_s: float = 35.0
+
+
+def stop_s(specs: Iterable[ProcessSpec]) -> float:
+    """Return the maximum time that `Supervisor.run` takes to stop processes, seconds."""
+    return 2 * max(spec.grace_s for spec in specs) + _KILL_S
 
 
 class ServiceFailed(Exception):
@@ -228,9 +235,13 @@ class Supervisor:
         """Stop the gateway first, so that no new requests arrive, then all other processes."""
         self._stopping = True
         for gateways in (True, False):
-            names = [spec.name for spec in self._specs if (spec.service == "gateway") is gateways]
-            stopping = (self._processes[name] for name in names if name in self._processes)
-            await asyncio.gather(*(_stop(process, grace_s=GRACE_S) for process in stopping))
+            await asyncio.gather(
+                *(
+                    _stop(self._processes[spec.name], grace_s=spec.grace_s)
+                    for spec in self._specs
+                    if (spec.service == "gateway") is gateways and spec.name in self._processes
+                )
+            )
         await asyncio.gather(*map(self._end_session, list(self._sessions)))
 
     async def _end_session(self, leader: int) -> None:

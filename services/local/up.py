@@ -28,7 +28,7 @@ from services.common.signals import (
 )
 from services.common.terminal import diagnostics, results
 from services.local.artifacts import Artifacts, is_factorized, prepare
-from services.local.background import READY_TIMEOUT_S, start_in_background
+from services.local.background import start_in_background
 from services.local.draining import DrainProgress
 from services.local.gpus import assign_gpus, visible_gpus
 from services.local.lock import ProcessIdentity
@@ -42,10 +42,13 @@ from services.local.supervisor import (
     ProcessSpec,
     ServiceFailed,
     Supervisor,
+    stop_s,
 )
 
 console = diagnostics()
 
+READY_TIMEOUT_S = 600.0
+"""Maximum time until a deployment is ready, seconds. The first start on a GPU compiles kernels."""
 _WORKERS = ("prefill", "decode", "encoder")
 
 
@@ -123,7 +126,7 @@ async def _serve(options: UpOptions, artifacts: Artifacts, later: UpOptions | No
     token = "" if options.tls_dir else secrets.token_hex(16)
     specs = plan_processes(options, artifacts, token)
     logs = Deployment.logs(options.port)
-    state = _state(options, artifacts, token)
+    state = replace(_state(options, artifacts, token), stop_s=stop_s(specs))
     supervisor = Supervisor(specs, logs, on_change=lambda pids: replace(state, pids=pids).save())
     running = asyncio.create_task(supervisor.run())
     stop = _stop_on_signals(supervisor)

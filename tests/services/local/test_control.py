@@ -238,7 +238,7 @@ def test_ctrl_c_in_down_ends_a_deployment_that_drains(
         monkeypatch.setattr(DrainProgress, "poll", poll_once_draining)
         reaper = threading.Thread(target=supervisor.wait)  # a zombie counts as ended as well
         reaper.start()
-        assert control._stop(FIRST, identity) == 0
+        assert control._stop(FIRST, identity, limit_s=60) == 0
         reaper.join()
         assert supervisor.returncode == 0
     shown = capsys.readouterr()

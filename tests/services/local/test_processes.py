@@ -14,6 +14,7 @@ from services.gateway.settings import GatewaySettings
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
+from services.local.supervisor import stop_s
 from services.prefill.settings import PrefillSettings
 from services.worker.settings import WorkerSettings
 
@@ -60,6 +61,21 @@ def test_workers_share_the_visible_gpus(
         "prefill-1": "GPU-ab",
         "decode-0": "3",
     }
+
+
+def test_services_may_stop_for_as_long_as_their_settings_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADRACE_GATEWAY_DRAIN_S", "120")
+    monkeypatch.setenv("HEADRACE_DECODE_DRAIN_S", "soon")  # which the service refuses
+    specs = plan_processes(UpOptions(), ARTIFACTS, "token")
+    assert {spec.name: spec.grace_s for spec in specs} == {
+        "router": 35,
+        "gateway": 125,
+        "prefill-0": 35,
+        "decode-0": 35,
+    }
+    assert stop_s(specs) > 120 + 30
 
 
 def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

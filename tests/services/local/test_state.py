@@ -259,7 +259,7 @@ def test_down_accepts_a_supervisor_that_has_just_ended(
 
     monkeypatch.setattr("os.kill", ended)
     gone = replace(deployment.supervisor, pid=1 << 22)
-    assert control._stop(PORT, gone) == 0
+    assert control._stop(PORT, gone, limit_s=60) == 0
     assert "stopped" in capsys.readouterr().out
 
 

@@ -119,6 +119,31 @@ async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize(("grace_s", "code"), [(0.5, -signal.SIGKILL), (20.0, 0)])
+async def test_process_that_drains_is_killed_after_its_grace_period(
+    tmp_path: Path, grace_s: float, code: int
+) -> None:
+    spec = _with_package(
+        tmp_path / "package",
+        "import os, signal, time\n"
+        "def drain(*_):\n"
+        "    time.sleep(2)\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, drain)\n"
+        "print('0', flush=True)\n"
+        "time.sleep(60)",
+    )
+    supervisor = Supervisor([replace(spec, grace_s=grace_s)], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    await _pid(supervisor)
+    await _children(tmp_path / "router.log", 1)
+    process = supervisor._processes["router"]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert process.returncode == code
+
+
 async def test_no_process_outlives_the_service_that_has_started_it(tmp_path: Path) -> None:
     """Neither when the service is restarted, nor when it is killed during a stop."""
     spec = _with_child(tmp_path / "package")
