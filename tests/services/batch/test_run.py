@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import socket
 import sys
 from collections import Counter
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from services.batch import run as batch_run
+from services.batch.requests import BatchFileError, RequestFile, check_requests
 from services.batch.run import answer_file
 from services.batch.sender import BatchStopped, Server
 from services.gateway.keys import ApiKeys, Tenant
@@ -183,6 +186,28 @@ def success() -> web.Response:
 
 def refusal(status: int, after: str) -> web.Response:
     return web.json_response({"error": {}}, status=status, headers={"retry-after": after})
+
+
+@pytest.mark.parametrize("change", ["truncated", "extended"])
+async def test_file_that_changes_during_the_run_is_an_error(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is larger than the buffer of its reader."""
+    file = write_requests(tmp_path, 2, user="x" * 100_000)
+    lines = file.read_bytes().splitlines(keepends=True)
+
+    def check_then_change(requests: RequestFile) -> set[str]:
+        found = check_requests(requests)
+        if change == "truncated":
+            os.truncate(file, len(lines[0]))
+        else:
+            file.write_bytes(b"".join((*lines, lines[0].replace(b"r0", b"r2"))))
+        return found
+
+    monkeypatch.setattr(batch_run, "check_requests", check_then_change)
+    async with scripted(success(), success(), success()) as (url, _):
+        with pytest.raises(BatchFileError, match=r"in.jsonl: the file changed"):
+            await run(file, tmp_path / "out.jsonl", Server(url))
 
 
 @pytest.mark.parametrize(
