@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import orjson
 
@@ -29,14 +29,14 @@ class Answer:
     Attributes:
         status: HTTP status, or None without a response.
         request_id: the server's id of the request.
-        body: JSON of the response.
+        body: JSON of the response, without line breaks.
         error: code and message if there is no response.
     """
 
     custom_id: str
     status: int | None = None
     request_id: str | None = None
-    body: Any = None
+    body: bytes | None = None
     error: tuple[str, str] | None = None
 
     @property
@@ -51,7 +51,7 @@ class Answer:
             response = {
                 "status_code": self.status,
                 "request_id": self.request_id,
-                "body": self.body,
+                "body": self.body and orjson.Fragment(self.body),
             }
         error = self.error and {"code": self.error[0], "message": self.error[1]}
         record = {

@@ -30,7 +30,7 @@ def write(file: Path, *answers: Answer) -> None:
 
 
 def test_answers_have_the_format_of_openai(file: Path) -> None:
-    write(file, Answer("a", 200, "r-1", {"id": "x"}), Answer("b", error=("code", "why")))
+    write(file, Answer("a", 200, "r-1", b'{"id": "x"}'), Answer("b", error=("code", "why")))
     first, second = records(file)
     assert first["id"].startswith("batch_req_")
     assert first["id"] != second["id"]
