@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import orjson
 
@@ -28,14 +29,14 @@ class Answer:
     Attributes:
         status: HTTP status, or None without a response.
         request_id: the server's id of the request.
-        body: JSON of the response.
+        body: JSON of the response, without line breaks.
         error: code and message if there is no response.
     """
 
     custom_id: str
     status: int | None = None
     request_id: str | None = None
-    body: Any = None
+    body: bytes | None = None
     error: tuple[str, str] | None = None
 
     @property
@@ -50,7 +51,7 @@ class Answer:
             response = {
                 "status_code": self.status,
                 "request_id": self.request_id,
-                "body": self.body,
+                "body": self.body and orjson.Fragment(self.body),
             }
         error = self.error and {"code": self.error[0], "message": self.error[1]}
         record = {
@@ -96,7 +97,7 @@ def open_answers(path: Path, requested: Set[str]) -> Iterator[AnswerFile]:
     Raises:
         BatchFileError: if another process writes the file, or if it has other content.
     """
-    with ExitStack() as stack, naming(path):
+    with naming(path), ExitStack() as stack:  # closing a file may write to it
         file: IO[bytes] = stack.enter_context(path.open("a+b"))
         _lock(file, path)
         answered: set[str] = set()
@@ -140,15 +141,19 @@ def _parse(line: bytes, place: str) -> tuple[str, int | None]:
 def _rewrite(file: IO[bytes], path: Path, kept: list[tuple[int, int]]) -> IO[bytes]:
     """Replace a file by one with some of its lines, and return that one, locked.
 
-    The file is complete at any time, and always locked.
+    The file is complete at any time, and always locked. It keeps its mode; a symbolic link keeps
+    its target.
     """
-    draft_path = path.with_name(f".{path.name}.draft")
-    draft = draft_path.open("w+b")
+    target = path.resolve()
+    draft_path = target.with_name(f".{target.name}.draft")
+    draft_path.unlink(missing_ok=True)  # of a run that was killed
+    draft = os.fdopen(os.open(draft_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b")
+    os.fchmod(draft.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     _lock(draft, path)
     for start, length in kept:
         file.seek(start)
         draft.write(file.read(length))
     draft.flush()
     os.fsync(draft.fileno())
-    draft_path.replace(path)
+    draft_path.replace(target)
     return draft

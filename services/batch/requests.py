@@ -1,20 +1,25 @@
 """The input of a batch: a request in each line, in the format of OpenAI's Batch API."""
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import SettingsError
+from services.common.file_errors import naming
 
 MAX_LINE_BYTES = 64 << 20
 
 
 class BatchFileError(SettingsError):
-    """A file of a batch has an invalid line."""
+    """A file of a batch is invalid, or has changed."""
 
 
 @dataclass(frozen=True)
@@ -41,47 +46,91 @@ class _Line(BaseModel):
     body: dict[str, Any]
 
 
-def read_requests(file: Path) -> Iterator[BatchRequest]:
-    """Yield the requests of a file. Empty lines are skipped.
+class RequestFile:
+    """The requests of a file. Each iteration reads it from the beginning.
 
-    Raises:
-        BatchFileError: if a line is invalid; the message has its number.
+    Attributes:
+        path: name of the file in messages.
     """
-    with file.open("rb") as lines:
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file = file
+        self.path = path
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        """Yield the requests. Empty lines are skipped.
+
+        Raises:
+            BatchFileError: if a line is invalid; the message has its number.
+        """
         number = 0
-        while line := lines.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise BatchFileError(f"{file}:{number}: more than {MAX_LINE_BYTES} bytes")
-            if line.strip():
-                yield _parse(line, f"{file}:{number}")
+        with naming(self.path):
+            self._file.seek(0)
+            while line := self._file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                place = f"{self.path}:{number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise BatchFileError(f"{place}: more than {MAX_LINE_BYTES} bytes")
+                if line.strip():
+                    yield _parse(line, place)
 
 
-def check_requests(file: Path) -> set[str]:
+@contextmanager
+def open_requests(path: Path) -> Iterator[RequestFile]:
+    """Open a file of requests. A pipe is first copied to a temporary file, until its end."""
+    with path.open("rb") as file:
+        if file.seekable():
+            yield RequestFile(file, path)
+            return
+        with tempfile.TemporaryFile() as copy:
+            with naming(Path(tempfile.gettempdir())):
+                shutil.copyfileobj(file, copy)
+            yield RequestFile(copy, path)
+
+
+def check_requests(requests: RequestFile) -> set[str]:
     """Return the ``custom_id`` of all requests of a file.
 
     Raises:
         BatchFileError: if a line is invalid, or two have the same ``custom_id``.
     """
     found: set[str] = set()
-    for request in read_requests(file):
+    for request in requests:
         if request.custom_id in found:
-            raise BatchFileError(f"{file}: several requests have custom_id {request.custom_id!r}")
+            raise BatchFileError(
+                f"{requests.path}: several requests have custom_id {request.custom_id!r}"
+            )
         found.add(request.custom_id)
     if not found:
-        raise BatchFileError(f"{file}: there are no requests")
+        raise BatchFileError(f"{requests.path}: there are no requests")
     return found
+
+
+def load_json(text: bytes) -> Any:
+    """Return the value of JSON with at most 254 levels, which is the limit of orjson's encoder.
+
+    Raises:
+        ValueError: if the text is not such JSON.
+    """
+    value = orjson.loads(text)
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise ValueError("more than 254 levels") from None
+    return value
 
 
 def _parse(line: bytes, place: str) -> BatchRequest:
     try:
-        parsed = _Line.model_validate(orjson.loads(line))
-    except orjson.JSONDecodeError as error:
-        raise BatchFileError(f"{place}: not JSON in UTF-8: {error}") from None
+        parsed = _Line.model_validate(load_json(line))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or "the line"
         raise BatchFileError(f"{place}: {field}: {first['msg']}") from None
+    except ValueError as error:
+        raise BatchFileError(f"{place}: invalid JSON: {error}") from None
     if parsed.body.get("stream"):
         raise BatchFileError(f"{place}: body.stream must be false: answers of a batch are whole")
-    return BatchRequest(parsed.custom_id, parsed.url, orjson.dumps(parsed.body))
+    body = json.loads(line)["body"]  # orjson rounds integers of more than 64 bits
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return BatchRequest(parsed.custom_id, parsed.url, text.encode())

@@ -1,6 +1,8 @@
 """Output files of batches, and the continuation of earlier ones."""
 
 import json
+import resource
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def write(file: Path, *answers: Answer) -> None:
 
 
 def test_answers_have_the_format_of_openai(file: Path) -> None:
-    write(file, Answer("a", 200, "r-1", {"id": "x"}), Answer("b", error=("code", "why")))
+    write(file, Answer("a", 200, "r-1", b'{"id": "x"}'), Answer("b", error=("code", "why")))
     first, second = records(file)
     assert first["id"].startswith("batch_req_")
     assert first["id"] != second["id"]
@@ -56,6 +58,33 @@ def test_failures_that_may_not_occur_again_are_removed(file: Path) -> None:
         opened.add(Answer("b", 200))
     assert [record["custom_id"] for record in records(file)] == ["a", "d", "b"]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_rewritten_file_keeps_its_mode_and_its_link(file: Path, mode: int) -> None:
+    target = file.with_name("target.jsonl")
+    target.touch()
+    target.chmod(mode)
+    file.symlink_to(target.name)
+    file.with_name(".target.jsonl.draft").write_text("of a run that was killed")
+    write(file, Answer("a", 200), Answer("b", 503))
+    write(file, Answer("c", 200))
+    assert file.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == mode
+    assert [record["custom_id"] for record in records(target)] == ["a", "c"]
+    assert {path.name for path in file.parent.iterdir()} == {file.name, target.name}
+
+
+def test_failed_write_names_the_file(file: Path) -> None:
+    """Closing the file tries to write again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        with pytest.raises(OSError, match="File too large") as error:
+            write(file, Answer("a", 200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename == str(file)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 60])

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import socket
 import sys
 from collections import Counter
@@ -13,9 +14,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
+from services import cli
+from services.batch import run as batch_run
+from services.batch.answers import Answer
+from services.batch.requests import BatchFileError, BatchRequest, RequestFile, check_requests
 from services.batch.run import answer_file
-from services.batch.sender import BatchStopped, Server
+from services.batch.sender import BatchStopped, InvalidServer, Server, send_all
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.served import ServedModel
 from services.gateway.settings import GatewaySettings
@@ -153,6 +159,62 @@ async def test_unreachable_server_stops_the_run(tmp_path: Path) -> None:
             await run(file, output, Server(url, retries=1))
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "127.0.0.1:8000",
+        "ftp://localhost",
+        "http://",
+        "http://[::1",
+        "http://localhost:0",
+        "http://localhost:99999",
+        "http://local host",
+        "http://a..b",
+        f"http://{'a' * 64}",
+        "http://xn--a.de",
+        "http://localhost/v1?key=x",
+        "http://localhost\n",
+    ],
+)
+def test_url_to_which_nothing_can_be_sent_is_refused(url: str) -> None:
+    with pytest.raises(InvalidServer, match="is not the URL of a server"):
+        Server(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost", "https://exa_mple:8000/proxy/v1/", "http://[::1]:80", "http://ö.de"]
+)
+def test_url_of_a_server_is_accepted(url: str) -> None:
+    assert Server(url).url == url
+
+
+@pytest.mark.parametrize("key", ["", "clé", "a\nb", "a\n", " a", "a\x7f"])
+def test_api_key_that_is_no_header_value_is_refused(key: str) -> None:
+    with pytest.raises(InvalidServer, match="the API key must be printable ASCII"):
+        Server("http://localhost", key)
+
+
+@pytest.mark.parametrize("arguments", [("--url", "localhost:8000"), ("--api-key", "clé")])
+def test_unusable_server_is_a_wrong_argument(arguments: tuple[str, str], tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    command = ["batch", str(file), "--output", str(output), *arguments]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 2
+    assert result.output.startswith("headrace batch: ")
+    assert not output.exists()
+
+
+async def test_first_error_of_nested_groups_is_raised() -> None:
+    def fail(answer: Answer) -> None:
+        raise ExceptionGroup("", [BatchFileError(answer.custom_id)])
+
+    requests = iter([BatchRequest("r0", "/v1/completions", b"{}")])
+    async with scripted(success()) as (url, _):
+        with pytest.raises(BatchFileError, match="r0"):
+            await send_all(Server(url), requests, fail)
+
+
 @asynccontextmanager
 async def scripted(*answers: web.Response | None) -> AsyncIterator[tuple[str, Counter[str]]]:
     """Run a server with these answers; None closes the connection. Yield its URL and calls."""
@@ -185,6 +247,48 @@ def refusal(status: int, after: str) -> web.Response:
     return web.json_response({"error": {}}, status=status, headers={"retry-after": after})
 
 
+@pytest.mark.parametrize("change", ["truncated", "extended"])
+async def test_file_that_changes_during_the_run_is_an_error(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is larger than the buffer of its reader."""
+    file = write_requests(tmp_path, 2, user="x" * 100_000)
+    lines = file.read_bytes().splitlines(keepends=True)
+
+    def check_then_change(requests: RequestFile) -> set[str]:
+        found = check_requests(requests)
+        if change == "truncated":
+            os.truncate(file, len(lines[0]))
+        else:
+            file.write_bytes(b"".join((*lines, lines[0].replace(b"r0", b"r2"))))
+        return found
+
+    monkeypatch.setattr(batch_run, "check_requests", check_then_change)
+    async with scripted(success(), success(), success()) as (url, _):
+        with pytest.raises(BatchFileError, match=r"in.jsonl: the file changed"):
+            await run(file, tmp_path / "out.jsonl", Server(url))
+
+
+async def test_attempt_has_a_time_limit(tmp_path: Path) -> None:
+    """The server sends bytes of an answer until the client disconnects."""
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    disconnected = asyncio.Event()
+
+    async def send_forever(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+        disconnected.set()
+
+    async with await asyncio.start_server(send_forever, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        options = Server(f"http://127.0.0.1:{port}", retries=0, timeout_s=0.5)
+        assert await asyncio.wait_for(run(file, output, options), 10) == 1
+        await asyncio.wait_for(disconnected.wait(), 10)
+    assert read_answers(output)["r0"]["error"]["code"] == "connection_error"
+
+
 @pytest.mark.parametrize(
     "failure", [refusal(429, "0"), refusal(503, "1"), refusal(502, "?"), None], ids=str
 )
@@ -204,6 +308,33 @@ async def test_last_failure_is_written_and_sent_again_by_the_next_run(tmp_path: 
         assert read_answers(output)["r0"]["error"]["code"] == "connection_error"
         assert await run(file, output, Server(url, retries=0)) == 0
         assert read_answers(output)["r0"]["error"] is None
+
+
+async def test_answer_keeps_its_values_on_one_line(tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    text = '{\n  "n": 18446744073709551617,\r\n  "text": "a\\nb"\n}\n'
+    async with scripted(web.Response(text=text)) as (url, _):
+        assert await run(file, output, Server(url)) == 0
+    assert read_answers(output)["r0"]["response"]["body"] == json.loads(text)
+
+
+@pytest.mark.parametrize("levels", [300, 2000])
+async def test_answer_with_many_levels_is_an_error(levels: int, tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 2), tmp_path / "out.jsonl"
+    deep = "[" * levels + "]" * levels
+    async with scripted(web.Response(text=deep), web.Response(text=deep, status=404)) as (url, _):
+        assert await run(file, output, Server(url, concurrency=1)) == 2
+    found = read_answers(output)
+    assert found["r0"]["error"]["code"] == "invalid_response"
+    assert found["r1"]["response"]["status_code"] == 404
+
+
+async def test_answer_that_cannot_be_decompressed_is_an_error(tmp_path: Path) -> None:
+    file, output = write_requests(tmp_path, 1), tmp_path / "out.jsonl"
+    damaged = web.Response(body=b"{}", headers={"content-encoding": "gzip"})
+    async with scripted(damaged) as (url, _):
+        assert await run(file, output, Server(url, retries=0)) == 1
+    assert read_answers(output)["r0"]["error"]["code"] == "connection_error"
 
 
 async def test_answer_that_is_not_json_is_an_error(tmp_path: Path) -> None:
