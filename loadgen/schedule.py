@@ -65,7 +65,7 @@ class Limits:
         duration_s: seconds after which nothing is sent.
 
     Raises:
-        UsageError: if neither limit is given.
+        UsageError: if neither limit is given, or the duration is not a positive number.
     """
 
     requests: int | None = None
@@ -76,6 +76,8 @@ class Limits:
             raise UsageError(
                 "a run needs a number of requests or a duration: --requests, --duration"
             )
+        if self.duration_s is not None and not 0 < self.duration_s < math.inf:
+            raise UsageError(f"--duration must be above 0, not {self.duration_s}")
 
 
 @dataclass(frozen=True)

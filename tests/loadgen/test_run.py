@@ -233,6 +233,8 @@ def test_run_with_a_late_load_generator_is_invalid(tmp_path: Path) -> None:
         (("--rate", "5", "--requests", "2"), "no workload"),
         ((*LENGTHS, "--requests", "2"), "need --rate"),
         ((*LENGTHS, "--rate", "5"), "a number of requests or a duration"),
+        ((*LENGTHS, "--rate", "5", "--duration", "0"), "--duration must be above 0, not 0"),
+        ((*LENGTHS, "--rate", "5", "--requests", "2", "--seed", "-1"), "'--seed'"),
         ((*LENGTHS, "--rate", "-1", "--requests", "2"), "rate must be above 0, not -1"),
         ((*LENGTHS, "--rate", "5", "--requests", "2", "--extra-body", "[1]"), "not a JSON object"),
         (

@@ -40,6 +40,12 @@ def test_first_limit_reached_ends_the_schedule() -> None:
         Limits()
 
 
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_duration_is_a_positive_number(duration_s: float) -> None:
+    with pytest.raises(UsageError, match="--duration must be above 0"):
+        Limits(duration_s=duration_s)
+
+
 def test_load_ends_with_the_duration_or_when_the_next_request_would_be_due() -> None:
     assert scheduled(Limits(requests=1)).end == 0.25
     assert scheduled(Limits(requests=3)).end == 0.75
